@@ -1,0 +1,135 @@
+"""What helps a policy to longer episodes, each means by itself, at equal sampled tokens.
+
+    python benchmarks/long_horizon_means.py [--seeds 0 1 2] [--arms base start ...]     # resumable: what is done is not done again
+    python benchmarks/long_horizon_means.py --report                                    # table, CSV and PNG of what is there
+    python benchmarks/long_horizon_means.py --quick --arms base start                   # a few updates, to try the script
+
+Every run starts from one warm start, that of `configs/recipes/horizon/key_value.toml`, whose policy makes right calls in goals of up
+to 12 calls and stops too early. Its tasks have 2 to 12 calls, its reward is the success of the episode; an arm of
+`long_horizon/means.toml` changes what is written there. A seed is of the tasks and of the sampling.
+
+Greedy held-out success is known on tasks of 10 to 12 calls and on those of 2 to 12, every few updates, over the tokens that were
+sampled until then, thrown-away groups included. The table has it at the tokens that every run has reached, and its mean until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from long_horizon import HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+
+UPDATES = ["steps=20", "eval.every=4"]
+FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
+COMMON = [
+    "engine=embedded",
+    "cluster.backend=inline",
+    "trajectories_every=100",
+    "health.idle_updates=1000",  # an arm that learns nothing is a result
+    "checkpoint.every=10",
+    "sft=false",
+    "~rollout.sampler",
+]
+SHARED = "set_share = 0.0, keys = 14, max_value = 4"
+ENV = """[[env]]
+name = "{}"
+id = "key_value"
+reward = "key_value_exact"
+weight = {}
+params = {{ calls = {}, {} }}
+eval = {{ tasks = {}, weight = {} }}
+"""
+WATCHED = {"long": "10 to 12 calls", "all": "2 to 12 calls"}
+GROUPS = {"": "k", "curriculum": "tab:blue", "credit": "tab:orange", "keeping": "tab:green", "entropy": "tab:red"}
+
+
+def arms() -> dict[str, dict[str, Any]]:
+    """By name, as `means.toml` has them."""
+    return tomllib.loads((HERE / "long_horizon" / "means.toml").read_text())
+
+
+def spec(quick: bool) -> str:
+    """The config of all arms, as a file: one environment for the updates, and one for each held-out success that is watched."""
+    few = 4 if quick else 48
+    parts = [ENV.format("train", 1.0, "[2, 12]", SHARED, 1, 0.0), ENV.format("long", 0.0, "[10, 12]", SHARED, few, 1.0)]
+    parts.append(ENV.format("all", 0.0, "[2, 12]", SHARED, few, 0.0))
+    path = work() / "means.toml"
+    path.write_text(f'base = "{LADDER}"\nname = "means"\n' + "\n".join(parts))
+    return str(path)
+
+
+def train(args: argparse.Namespace) -> None:
+    """The wanted arms of every seed, one after the other."""
+    known, model, config = arms(), warm(args.quick), spec(args.quick)
+    for seed in args.seeds:
+        for arm in args.arms or known:
+            run(
+                f"means-{arm}-{seed}",
+                config,
+                [*COMMON, *(FEW if args.quick else UPDATES), f"seed={seed}", model, *known[arm]["overrides"]],
+            )
+
+
+def report() -> None:
+    """A row for each arm whose runs are done; every evaluation in a CSV; a picture of each group's means beside the base."""
+    known = arms()
+    done = [path.name.split("-")[1:] for path in sorted(work().glob("runs/means-*")) if finished(path)]
+    keys = [f"env/{name}/success" for name in WATCHED]
+    curves = {(arm, seed): curve(f"means-{arm}-{seed}", keys) for arm in known for name, seed in done if name == arm}
+    save(
+        "means.csv",
+        ["arm", "seed", "update", "tokens", *WATCHED.values()],
+        [[*key, *row] for key, rows in curves.items() for row in rows],
+    )
+    budget = min(rows[-1][1] for rows in curves.values())
+    print(f"\ngreedy held-out success after {budget:,.0f} sampled tokens, and its mean until then")
+    seeds = sorted({seed for _, seed in curves})
+    rows = [
+        line(arm, [curves.get((arm, seed)) for seed in seeds], budget) for arm in known if any(name == arm for name, _ in curves)
+    ]
+    head = ["arm", *(f"long: {seed}" for seed in (*seeds, "mean")), "until: mean", "all: mean"]
+    table(head, rows, "means_table.csv")
+    for group, color in GROUPS.items():
+        mine = [arm for arm in known if known[arm]["of"] in ("", group)]
+        lines = {
+            arm: (color if arm == "base" else f"C{k}", mean([curves[key] for key in curves if key[0] == arm]))
+            for k, arm in enumerate(mine)
+            if any(key[0] == arm for key in curves)
+        }
+        if group and len(lines) > 1:
+            draw(f"means-{group}.png", lines, f"sampled tokens (mean of {len(seeds)} seeds)")
+
+
+def line(arm: str, runs: Sequence[list[list[float]] | None], budget: float) -> list[str]:
+    """Success of each seed on the longest tasks, its mean, its mean until then, and the mean on all lengths."""
+    there = [rows for rows in runs if rows is not None]
+    ends = ["-" if rows is None else f"{at(rows, budget):.2f}" for rows in runs]
+    every = [[[*row[:2], row[3]] for row in rows] for rows in there]
+    means = [
+        statistics.mean(value(rows, budget) for rows in found) for value, found in ((at, there), (average, there), (at, every))
+    ]
+    return [arm, *ends, *(f"{value:.2f}" for value in means)]
+
+
+def mean(runs: Sequence[list[list[float]]]) -> list[tuple[float, float]]:
+    """(tokens, success on the longest tasks) at each evaluation, over the seeds."""
+    return [tuple(statistics.mean(row[k] for row in rows) for k in (1, 2)) for rows in zip(*runs, strict=True)]  # type: ignore[misc]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=arms(), help="by default all")
+    parser.add_argument("--report", action="store_true", help="only the table and the pictures")
+    parser.add_argument(QUICK, action="store_true", help="a few updates, to try the script")
+    args = parser.parse_args()
+    if not args.report:
+        train(args)
+    report()
+
+
+if __name__ == "__main__":
+    main()
