@@ -25,28 +25,26 @@ and 24 calls over the updates, and the minutes of each run.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+from long_runs import LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+
 from agentrl.catalog import make_env
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.run.reader import load_run
 
-HERE = Path(__file__).resolve().parent
-LADDER = "recipes/horizon/key_value"
 ARMS = {
     "terminal": ["env.reward=key_value_exact", "algorithm.advantage.name=grpo"],
     "dense": ["env.reward=key_value_turns", "algorithm.advantage.name=grpo"],
@@ -69,55 +67,9 @@ CURRICULA = {
     "staged": [LITTLE, "optim.schedule=constant"],
     "direct": ["env.train.sampler={name='uniform'}"],
 }
-QUICK = "--quick"
 HORIZONS = (2, 4, 6, 8, 10, 12)
 REACHED = (5, 10, 20, 24)
 REQUESTS = {8: [2, 3], 50: [8, 14], 100: [16, 28], 200: [32, 56]}
-
-
-def command(*words: str) -> None:
-    """Run an agentrl command in the results' work folder; its own output tells how it goes on."""
-    subprocess.run([sys.executable, "-m", "agentrl.cli.main", *words], cwd=work(), check=True)
-
-
-def work() -> Path:
-    """Where runs are: not in the repository."""
-    folder = Path(os.environ.get("LONG_HORIZON_RUNS", HERE.parent / "runs" / "long_horizon"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def results() -> Path:
-    """Where tables and pictures go: those of a quick run are none to keep."""
-    folder = work() / "results" if QUICK in sys.argv else HERE / "long_horizon"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def finished(folder: Path) -> bool:
-    """Whether a run is at its end: one that was interrupted has a summary too."""
-    summary = folder / "summary.json"
-    return summary.is_file() and json.loads(summary.read_text())["status"] != "interrupted"
-
-
-def run(name: str, config: str, overrides: Iterable[str]) -> None:
-    """Train, or go on with, the run of this name; nothing if it is done."""
-    folder = work() / "runs" / name
-    if finished(folder):
-        print(f"{name}: done already", flush=True)
-    elif list(folder.glob("checkpoints/*/manifest.json")):
-        command("train", "--resume", str(folder))
-    else:
-        command("train", config, f"name={name}", *overrides, "--overwrite")
-
-
-def warm(quick: bool) -> str:
-    """The warm start of all runs, as an override."""
-    model = work() / "runs" / "warm" / "warm_start"
-    if not (model / "config.json").is_file():
-        steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0"] if quick else []
-        command("sft", LADDER, "name=warm", "engine=embedded", "cluster.backend=inline", *steps, "--overwrite")
-    return f"model.path={model}"
 
 
 def speed(args: argparse.Namespace) -> None:
@@ -198,31 +150,6 @@ def horizons() -> str:
 
 
 # -- what came of it -------------------------------------------------------------------------------------
-
-
-def curve(name: str, keys: Sequence[str]) -> list[list[float]]:
-    """(update, tokens sampled for updates so far, values of `keys`) at each evaluation of a run."""
-    tokens, rows = 0.0, list[list[float]]()
-    for row in load_run(work() / "runs" / name).metrics:
-        if row["phase"] == "train":
-            tokens += row["tokens"]
-        elif row["phase"] in ("before", "eval", "after") and (not rows or rows[-1][0] != row["step"]):
-            rows.append([row["step"], tokens, *[float(row[key]) for key in keys]])
-    return rows
-
-
-def at(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """Success after so many sampled tokens, on the line between the evaluations before and after."""
-    for before, after in pairwise(rows):
-        if before[1] <= tokens <= after[1] and after[1] > before[1]:
-            return before[2] + (after[2] - before[2]) * (tokens - before[1]) / (after[1] - before[1])
-    return rows[-1][2]
-
-
-def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
-    """The mean of success over the first so many sampled tokens: who learns sooner, which the end does not tell."""
-    points = [(row[1], row[2]) for row in rows if row[1] < tokens] + [(tokens, at(rows, tokens))]
-    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / tokens
 
 
 def report(args: argparse.Namespace) -> None:
@@ -327,35 +254,6 @@ def ends(name: str, phase: str) -> Counter[str]:
 
 
 ARM_COLORS = {"terminal": "tab:blue", "dense": "tab:green", "turns": "tab:orange"}
-
-
-def draw(name: str, lines: dict[str, tuple[str, list[tuple[float, float]]]], over: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for label, (color, points) in lines.items():
-        axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=3, linewidth=1, label=label)
-    axes.set(xlabel=over, ylabel="held-out success, greedy", ylim=(-0.02, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(results() / name, dpi=110)
-
-
-def save(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with (results() / name).open("w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]], name: str) -> None:
-    """Print a Markdown table; with a name, keep it as CSV too."""
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row) + " |")
-    if name:
-        save(name, head, rows)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {

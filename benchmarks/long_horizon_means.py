@@ -1,26 +1,33 @@
 """What helps a policy to longer episodes, each means by itself, at equal sampled tokens.
 
-    python benchmarks/long_horizon_means.py [--seeds 0 1 2] [--arms base start ...]     # resumable: what is done is not done again
+    python benchmarks/long_horizon_means.py [--seeds 0 1 2] [--arms base start ...]     # what is done is not done again
     python benchmarks/long_horizon_means.py --report                                    # table, CSV and PNG of what is there
     python benchmarks/long_horizon_means.py --quick --arms base start                   # a few updates, to try the script
 
-Every run starts from one warm start, that of `configs/recipes/horizon/key_value.toml`, whose policy makes right calls in goals of up
-to 12 calls and stops too early. Its tasks have 2 to 12 calls, its reward is the success of the episode; an arm of
+Every run starts from one warm start, that of `configs/recipes/horizon/key_value.toml`, whose policy makes right calls in goals of
+up to 12 calls and stops too early. Its tasks have 2 to 12 calls, its reward is the success of the episode; an arm of
 `long_horizon/means.toml` changes what is written there. A seed is of the tasks and of the sampling.
 
 Greedy held-out success is known on tasks of 10 to 12 calls and on those of 2 to 12, every few updates, over the tokens that were
-sampled until then, thrown-away groups included. The table has it at the tokens that every run has reached, and its mean until then.
+sampled until then, thrown-away groups included. The table has it at the tokens that every run has reached, and its mean until
+then.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from long_horizon import HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+from long_runs import HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
 UPDATES = ["steps=20", "eval.every=4"]
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
