@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from agentrl.config.identity import changes
 from agentrl.env.passk import difference_with_interval, mean_with_interval
 from agentrl.errors import ConfigError
 from agentrl.plain_data import read_json
+from agentrl.run.horizon import Bins, order
 from agentrl.shown import cell
 from agentrl.trajectory import Trajectory
 
@@ -29,12 +30,13 @@ _OF_MODEL = ("model", "the files of model", "seed")
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The episodes of a task: `content`, by which it is told from another of the same id, and the mean success and reward of
-    the episodes for which they are known."""
+    """The episodes of a task: `content`, by which it is told from another of the same id, the mean success and reward of the
+    episodes for which they are known, and the calls of its gold solution, if these are."""
 
     content: str
     success: float | None
     reward: float | None
+    horizon: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def _result(members: Sequence[Trajectory]) -> TaskResult:
     known = [float(t.success) for t in members if t.success is not None]
     rewards = [t.reward for t in members if t.reward is not None]
     content = json.dumps([task.data, task.gold], sort_keys=True, default=str)
-    return TaskResult(content, statistics.fmean(known) if known else None, statistics.fmean(rewards) if rewards else None)
+    success, reward = (statistics.fmean(values) if values else None for values in (known, rewards))
+    return TaskResult(content, success, reward, members[0].horizon)
 
 
 def compare(results: Sequence[Results]) -> dict[str, Any]:
@@ -111,21 +114,56 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
             "reward": statistics.fmean(rewards) if rewards else None,
         }
         rows.append(row | (_paired(first, own) if number else {}))
-    return {"env": first.env, "rows": rows}
+    return {"env": first.env, "rows": rows, "horizons": _by_horizon(results)}
+
+
+def _by_horizon(results: Sequence[Results]) -> dict[str, list[dict[str, Any]]]:
+    """By the calls of the gold solution, if tasks differ in it, a row for each evaluation: its tasks of so many calls, the mean
+    of success on them, and its mean difference to the first over those that both have."""
+    bins = Bins.of({task.horizon for own in results for task in own.tasks.values() if task.horizon is not None})
+    labels = [{name: bins.label(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
+    found = sorted({label for own in labels for label in own.values()}, key=order)
+    return {
+        label: [_of_horizon(results[0], own, [name for name, bin in of.items() if bin == label])
+                for own, of in zip(results, labels, strict=True)]
+        for label in found
+    } if len(found) > 1 else {}  # fmt: skip
+
+
+def _of_horizon(first: Results, own: Results, names: Sequence[str]) -> dict[str, Any]:
+    known = [won for name in names if (won := own.tasks[name].success) is not None]
+    row = {"model": own.label, "tasks": len(names), "pass@1": statistics.fmean(known) if known else None}
+    if own is first:
+        return row
+    gained = _gained(first, own, _same(first, own, names))
+    return row | {"difference": statistics.fmean(gained) if gained else None, "paired": len(gained)}
+
+
+def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
+    """Those of its tasks that are the first's too."""
+    return [name for name in names if name in first.tasks and first.tasks[name].content == own.tasks[name].content]
+
+
+def _gained(first: Results, own: Results, names: Sequence[str]) -> list[float]:
+    """How much better it is on each of these tasks of both, as far as both are known."""
+    pairs = [(first.tasks[name].success, own.tasks[name].success) for name in names]
+    return [after - before for before, after in pairs if before is not None and after is not None]
 
 
 def _paired(first: Results, own: Results) -> dict[str, Any]:
-    common = [task for task in first.tasks if task in own.tasks]
-    same = [task for task in common if first.tasks[task].content == own.tasks[task].content]
+    same = _same(first, own, own.tasks)
     if not same:
-        why = "none of their tasks is the same" if not common else "their tasks have the same names and other contents"
+        why = (
+            "none of their tasks is the same"
+            if first.tasks.keys().isdisjoint(own.tasks)
+            else "their tasks have the same names and other contents"
+        )
         differ = "; ".join(_also(first, own))
         raise ConfigError(
             f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{f' ({differ})' if differ else ''}; "
             "evaluate both with the same environment, parameters and split"
         )
-    pairs = [(first.tasks[task].success, own.tasks[task].success) for task in same]
-    gained = [after - before for before, after in pairs if before is not None and after is not None]
+    gained = _gained(first, own, same)
     found = difference_with_interval(gained) if gained else None
     return {
         "difference": None if found is None else dict(zip(("mean", "low", "high"), found, strict=True)),
@@ -165,6 +203,19 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         for row in part["rows"][1:]:
             for line in row["also"]:
                 console.print(cell(f"{row['model']} also differs: {line}"))
+        if part["horizons"]:
+            console.print(_horizon_table(part["horizons"], cell(f"{env} by calls of the solution")))
+
+
+def _horizon_table(horizons: Mapping[str, Sequence[Mapping[str, Any]]], title: Any) -> Table:
+    """A row for each horizon: the tasks, and of each model pass@1 and its difference to the first."""
+    models = [row["model"] for row in next(iter(horizons.values()))]
+    table = Table("calls", "tasks", *(cell(model) for model in models), title=title)
+    for label, rows in horizons.items():
+        ends = ["" if row.get("difference") is None else f" ({row['difference']:+.3f})" for row in rows]
+        values = [_short(row["pass@1"]) + end for row, end in zip(rows, ends, strict=True)]
+        table.add_row(label, " / ".join(dict.fromkeys(str(row["tasks"]) for row in rows)), *values)
+    return table
 
 
 def _cells(rate: Mapping[str, float] | None) -> tuple[str, str]:

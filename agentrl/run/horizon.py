@@ -7,11 +7,12 @@ the same.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ from agentrl.rollout.sampler.base import fresh_seed, make_sampler
 from agentrl.run.folder import stored_object
 from agentrl.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
 FILE = "horizons.json"
 MOST = 6
 """Bins of an environment: up to so many different numbers are told apart one by one."""
-TASKS, SECONDS = 24, 2.0
-"""Tasks of each set of parameters that are looked at, and for how long in an environment at most."""
+TASKS, LOOKED = 24, 120
+"""Tasks of each set of parameters that are looked at, and of an environment in all."""
+SECONDS = 30.0
+"""For so long at most, in an environment: far more than `LOOKED` tasks take, since a bin that hangs on the machine's load makes
+two runs of one config hard to compare."""
 VALUES = ("success", "reward", "scored", "unscored", "turns", "response_length")
 """What a row has of each bin, under `horizon/BIN/`."""
 KEY = re.compile(r"(?:env/([^/]+)/)?horizon/([^/]+)/success")
@@ -152,14 +158,16 @@ def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
 
 
 def _horizons(one: TrainConfig, until: float) -> Iterator[int]:
-    """Horizons of tasks, in turn of each set of parameters, until the time is over."""
+    """Horizons of tasks, in turn of each set of parameters, of so many tasks or until the time is over."""
     built = [(ref.build(), split, seeds) for _, ref, split, seeds in variants_of(one)]
     try:
         turns = [[(env, split, seed) for seed in seeds_in(env, split, seeds)] for env, split, seeds in built]
-        for task in chain.from_iterable(zip_longest(*turns)):
+        tasks = (task for task in chain.from_iterable(zip_longest(*turns)) if task is not None)
+        for number, task in enumerate(islice(tasks, LOOKED)):
             if time.monotonic() > until:
+                log.warning("%s: bins of horizons are chosen by its first %d tasks: tasks are slow to make", one.envs[0].called, number)
                 return
-            if task is not None and (found := task[0].horizon(task[0].make_task(task[2], task[1]))) is not None:
+            if (found := task[0].horizon(task[0].make_task(task[2], task[1]))) is not None:
                 yield found
     finally:
         for env, _, _ in built:

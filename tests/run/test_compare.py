@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentrl.cli.main import main
 from agentrl.env.passk import difference_with_interval
 from agentrl.errors import ConfigError
-from agentrl.run.compare import compare, compare_all, read_results
+from agentrl.run.compare import compare, compare_all, print_comparison, read_results
 from agentrl.trajectory import Task, Trajectory
 
 
-def evaluation(folder: Path, successes: dict[str, list[bool | None]], data: int = 0, env: str = "e", **identity: Any) -> Path:
+def evaluation(
+    folder: Path,
+    successes: dict[str, list[bool | None]],
+    data: int = 0,
+    env: str = "e",
+    horizons: dict[str, int] | None = None,
+    **identity: Any,
+) -> Path:
     """A folder as `agentrl eval` leaves it: episodes by task."""
     folder.mkdir(parents=True)
 
     def played(number: int, task: str, member: int, success: bool | None) -> Trajectory:
         made = Task(task, number, "heldout", {"n": number + data})
         reward = None if success is None else float(success)
-        return Trajectory("test/E-v0", made, member=member, reward=reward, success=success, env=env)
+        horizon = (horizons or {}).get(task)
+        return Trajectory("test/E-v0", made, member=member, reward=reward, success=success, env=env, horizon=horizon)
 
     rows = [
         played(number, task, member, success)
@@ -46,6 +57,27 @@ def test_the_difference_of_two_models_is_over_the_tasks_that_both_have(tmp_path:
     width = 1.96 * (sum((g - mean) ** 2 for g in gained) / 3 / 4) ** 0.5
     assert second["difference"] == pytest.approx({"mean": 0.125, "low": 0.125 - width, "high": 0.125 + width})
     assert second["also"] == []
+
+
+def test_success_is_told_by_the_calls_of_the_solution_and_the_difference_over_the_tasks_of_both(tmp_path: Path) -> None:
+    """By hand: of 2 calls a and b (the second loses b), of 9 calls c, d, and e, which the second has not; f has no solution."""
+    calls = {"a": 2, "b": 2, "c": 9, "d": 9, "e": 9}
+    won = {"a": [True], "b": [True], "c": [False, False], "d": [False], "e": [True], "f": [True]}
+    one = evaluation(tmp_path / "one", won, horizons=calls)
+    lost = {"a": [True], "b": [False], "c": [True, False], "d": [True], "f": [True]}
+    part = compare_all([read_results(one), read_results(evaluation(tmp_path / "two", lost, horizons=calls))])["envs"]["e"]
+    assert list(part["horizons"].items()) == [
+        ("2", [{"model": "one", "tasks": 2, "pass@1": 1.0},
+               {"model": "two", "tasks": 2, "pass@1": 0.5, "difference": -0.5, "paired": 2}]),
+        ("9", [{"model": "one", "tasks": 3, "pass@1": pytest.approx(1 / 3)},
+               {"model": "two", "tasks": 2, "pass@1": 0.75, "difference": 0.75, "paired": 2}]),
+    ]  # fmt: skip
+    alike = [evaluation(tmp_path / name, {"c": [True], "f": [True]}, horizons=calls) for name in ("three", "four")]
+    assert compare_all([read_results(folder) for folder in alike])["envs"]["e"]["horizons"] == {}
+    console = Console(width=100, file=io.StringIO())
+    print_comparison({"envs": {"e": part}}, console)
+    text = console.file.getvalue()
+    assert "e by calls of the solution" in text and re.search(r"9 +│ 3 / 2 +│ 0\.333 +│ 0\.750 \(\+0\.750\)", text)
 
 
 def test_an_interval_of_equal_differences_is_that_of_the_rule_of_three_and_stays_within_bounds() -> None:

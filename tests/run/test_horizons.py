@@ -4,9 +4,12 @@ place that says it."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from agentrl.catalog import make_env
 from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.rollout.evaluate import summarize, together
+from agentrl.run import horizon
 from agentrl.run.curve import draw_curve
 from agentrl.run.horizon import FILE, Bins, labels_of, order, run_bins, summary_of
 from agentrl.run.metrics import unknown_keys
@@ -24,15 +28,13 @@ from agentrl.run.rows import episodes_row, evaluation_row
 from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, Trajectory, Turn
 
 
-def episode(
-    horizon: int | None, success: bool | None, *, env: str = "", turns: int = 1, tokens: int = 4, n: int = 0
-) -> Trajectory:
+def episode(calls: int | None, success: bool | None, *, env: str = "", turns: int = 1, tokens: int = 4, n: int = 0) -> Trajectory:
     ledger = TokenLedger()
     ledger.append_sampled([1] * tokens, [-1.0] * tokens, [0] * tokens, 0)
     played = [Turn(place, Message("assistant", "x"), prompt_tokens=1, sampled_tokens=tokens // turns) for place in range(turns)]
     reward = None if success is None else float(success)
     return Trajectory(
-        "x", Task(f"t{n}", n), ledgers=[ledger], turns=played, reward=reward, success=success, env=env, horizon=horizon,
+        "x", Task(f"t{n}", n), ledgers=[ledger], turns=played, reward=reward, success=success, env=env, horizon=calls,
         stop=StopReason.ENGINE_ERROR if success is None else StopReason.DONE,
     )  # fmt: skip
 
@@ -55,6 +57,23 @@ def test_up_to_six_numbers_are_bins_of_their_own_and_more_are_ranges_without_gap
     assert Bins.of(shuffled) == many
     gaps = Bins.of([1, 2, 3, 10, 20, 30, 40])
     assert gaps.label(15) == gaps.label(10), "a number between two of them belongs to one"
+
+
+def test_two_runs_of_one_config_have_the_same_bins_however_busy_the_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock by which each task takes half a second; one by which it takes two is named."""
+    config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml", ["env.params.calls=[2,20]"])
+
+    def bins(folder: str, tick: float) -> Bins:
+        (tmp_path / folder).mkdir()
+        ticks = itertools.count(step=tick)
+        monkeypatch.setattr(horizon, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        return run_bins(config, tmp_path / folder)["key_value"]
+
+    assert bins("quick", 0.0) == bins("busy", 0.5) and not caplog.records
+    bins("stuck", 2.0)
+    assert re.search(r"bins of horizons are chosen by its first 1[45] tasks", caplog.text)
 
 
 def test_a_task_knows_its_horizon_and_one_without_gold_has_none() -> None:
