@@ -165,7 +165,9 @@ def _horizons(one: TrainConfig, until: float) -> Iterator[int]:
         tasks = (task for task in chain.from_iterable(zip_longest(*turns)) if task is not None)
         for number, task in enumerate(islice(tasks, LOOKED)):
             if time.monotonic() > until:
-                log.warning("%s: bins of horizons are chosen by its first %d tasks: tasks are slow to make", one.envs[0].called, number)
+                log.warning(
+                    "%s: bins of horizons are chosen by its first %d tasks: tasks are slow to make", one.envs[0].called, number
+                )
                 return
             if (found := task[0].horizon(task[0].make_task(task[2], task[1]))) is not None:
                 yield found
