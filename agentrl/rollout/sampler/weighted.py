@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -13,10 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.sampler.arms import arm_metrics, arm_name, pick_arm
 from agentrl.rollout.sampler.base import SAMPLERS, GroupOutcome, TaskChoice, TaskSampler, fresh_seed, uniform
-
-SHOWN = 16
-"""With more arms than this, the metrics report aggregates instead of each arm."""
 
 
 @SAMPLERS.register("success_weighted")
@@ -45,7 +39,7 @@ class SuccessWeightedSampler(TaskSampler):
                 "args.pool (a number of tasks)"
             )
         self._seeds: Sequence[int] = ()
-        self._begin([_name(params) for params in self.buckets])
+        self._begin([arm_name(params) for params in self.buckets])
         if len(set(self._arms)) < len(self._arms):
             raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
 
@@ -62,8 +56,7 @@ class SuccessWeightedSampler(TaskSampler):
         self._begin([str(seed) for seed in seeds])
 
     def choose(self, run_seed: int, index: int) -> TaskChoice:
-        ends = list(itertools.accumulate(self.weight(arm) for arm in self._arms))
-        arm = min(bisect_right(ends, uniform(run_seed, index, "sampler") * ends[-1]), len(ends) - 1)
+        arm = pick_arm([self.weight(arm) for arm in self._arms], uniform(run_seed, index, "sampler"))
         if self.pool:
             return TaskChoice(self._seeds[arm], {}, self._arms[arm])
         return TaskChoice(fresh_seed(run_seed, index), self.buckets[arm], self._arms[arm])
@@ -95,18 +88,5 @@ class SuccessWeightedSampler(TaskSampler):
                 self._sums[arm], self._counts[arm] = total, count
 
     def metrics(self) -> dict[str, float]:
-        weights = [self.weight(arm) for arm in self._arms]
-        shares = [weight / sum(weights) for weight in weights]
-        metrics = {
-            "success": sum(self.success(arm) for arm in self._arms) / len(self._arms),
-            # The number of equally likely arms that would have the same entropy.
-            "effective_arms": math.exp(-sum(share * math.log(share) for share in shares)),
-        }
-        if len(self._arms) <= SHOWN:
-            for arm, share in zip(self._arms, shares, strict=True):
-                metrics[f"{arm}/success"], metrics[f"{arm}/share"] = self.success(arm), share
-        return metrics
-
-
-def _name(params: Mapping[str, Any]) -> str:
-    return ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(params.items()))
+        mean = sum(self.success(arm) for arm in self._arms) / len(self._arms)
+        return {"success": mean, **arm_metrics(self._arms, self.weight, success=self.success)}
