@@ -19,6 +19,9 @@ from agentrl.trajectory import Message
 
 log = logging.getLogger(__name__)
 
+MOST_BUILT = 64
+"""So many environments, one for each set of parameters, are kept to look up horizons."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartOutcome:
@@ -90,6 +93,8 @@ class GoldStart:
     def _horizon(self, choice: TaskChoice) -> int | None:
         key = json.dumps(dict(choice.params), sort_keys=True, default=repr)
         if key not in self._built:
+            if len(self._built) == MOST_BUILT:  # a sampler may choose from thousands of sets of parameters
+                self._built.pop(next(iter(self._built))).close()
             self._built[key] = self.env.with_params(choice.params).build()
         env = self._built[key]
         return env.horizon(env.make_task(choice.seed, "train"))

@@ -203,9 +203,15 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/epoch", "passes", "passes over the pool of tasks"),
         MetricInfo("sampler/pool", "tasks", "tasks in the pool"),
         MetricInfo("sampler/success", "share", "mean estimated success over the arms (success_weighted)"),
+        MetricInfo("sampler/predicted", "share", "predicted success of the groups that it learned from last, mean (predicted)"),
+        MetricInfo("sampler/observed", "share", "their success, mean"),
+        MetricInfo("sampler/calibration_error", "share", "how far predictions and successes are apart, by the predicted success: "
+            "expected calibration error, in which older groups fade"),
         MetricInfo("sampler/effective_arms", "arms", "exp of the entropy of the arms' shares: how many equally likely ones that "
             "would be"),
-        MetricInfo("sampler/<arm>/success", "share", "estimated success of an arm"),
+        MetricInfo("sampler/<arm>/success", "share", "estimated success of an arm (predicted: at an end of a parameter's range, "
+            "the others at their middle)"),
+        MetricInfo("sampler/<arm>/progress", "share", "how far it rose over the last groups, by a fitted line (by_progress)"),
         MetricInfo("sampler/<arm>/share", "share", "its share of the groups"),
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),

@@ -108,7 +108,7 @@ class Plain:
             self.stage, self.moves = self.stage - 1, self.moves + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8), max_size=25),

@@ -64,7 +64,8 @@ class TaskSampler(ABC):
         outcome too), by ascending index. Nothing by default."""
 
     def variants(self) -> Sequence[Mapping[str, Any]]:
-        """Every `params` that it may ever choose; each is checked once before a run starts."""
+        """Every `params` that it may ever choose, or, of more than can be tried, some with all extremes among them; each is
+        checked once before a run starts."""
         return [{}]
 
     def state(self) -> dict[str, Any]:
