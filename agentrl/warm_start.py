@@ -11,11 +11,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.env import Teacher, ToolEnv
 from agentrl.env.teachers import GoldTeacher
+from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.mixture.base import pick
@@ -41,6 +43,12 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
 async def gold_transcript(env: ToolEnv, renderer: Renderer, seed: int, split: str) -> Trajectory:
     """The same of the gold solution of a task. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
     return await _played(env, renderer, seed, split, lambda: GoldTeacher(env.gold_turns(env.task), random.Random(seed)))
+
+
+def without_chance(ref: EnvRef) -> EnvRef:
+    """For a gold solution: without wrappers by which tools fail at random, and with the user that it was written for."""
+    kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
+    return replace(ref, wrappers=kept).scripted()
 
 
 async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher]) -> Trajectory:

@@ -26,26 +26,51 @@ import numpy as np
 import torch
 
 from agentrl.batch.balance import check_cap, group_units, partition, plan, unit_sums
+from agentrl.batch.origin import FRESH, ORIGIN, origins
 from agentrl.batch.prefix import PER_ROW, PER_TREE, Tree, find_trees
 from agentrl.batch.rows import Ragged, Rows, row_index
 from agentrl.config.schema import AlgorithmConfig
 
 Mode = Literal["off", "auto", "on"]
+ADDED = 1
+"""Tells the random numbers by which added episodes are dealt out from those that shuffle the others."""
 FREE = 0.0
 """The weight of a tree's own cost for `on`, which shares whenever that saves tokens; for `auto` it is 1."""
 
 
 def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
-    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step."""
-    episode = view.episode
+    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step.
+
+    Episodes that were added to those of this update (batch/origin.py) are dealt out evenly to the parts, which the others are cut
+    into as without them: they change neither the number of optimizer steps nor what else is in one.
+    """
+    if ORIGIN in view:
+        return _with_added(view, algorithm, seed, step)
+    return _cut(view, np.arange(len(view)), algorithm, seed, step)
+
+
+def _with_added(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    fresh = origins(view) == FRESH
+    parts = _cut(view, np.flatnonzero(fresh), algorithm, seed, step)
+    rows = np.flatnonzero(~fresh)
+    # "kept": all episodes of a group that were added are in one minibatch.
+    unit = np.unique(view.numbers("group")[rows] if algorithm.groups == "kept" else view.episode[rows], return_inverse=True)[1]
+    count = int(unit.max()) + 1 if len(unit) else 0
+    order = np.random.default_rng([seed, step, ADDED]).permutation(count)
+    dealt = [rows[np.isin(unit, order[number :: len(parts)])] for number in range(len(parts))]
+    return [np.concatenate(pair) for pair in zip(parts, dealt, strict=True)]
+
+
+def _cut(view: Ragged, among: np.ndarray, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    episode = view.episode[among]  # fresh rows come first, so that their episodes are numbered from 0 without a gap
     count = int(episode.max()) + 1 if len(episode) else 0
     groups = None
     if algorithm.groups == "kept":
         groups = np.zeros(count, dtype=np.int64)
-        groups[episode] = view.numbers("group")
+        groups[episode] = view.numbers("group")[among]
     # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
     order = np.argsort(episode, kind="stable")
-    rows = np.split(order, np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
+    rows = np.split(among[order], np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
     parts = shuffled(count, algorithm.minibatch, seed, step, groups)
     return [np.concatenate([rows[number] for number in part]) for part in parts]
 

@@ -105,6 +105,12 @@ async def _session(
     newest if there are some; by default a temporary one. Raises a UserError for what the user can fix, before anything starts.
     """
     made = config_of(config, overrides)
+    for name in ("experience", "demonstrations"):
+        if getattr(made.algorithm, name) is not None:
+            raise ConfigError(
+                f"algorithm.{name}: a step-wise loop chooses itself what is in a batch, and nothing is added to it; leave it out "
+                f"(overrides={{'algorithm.{name}': False}})"
+            )
     await in_thread("load", check_train, made)
     raise_gc_threshold()
     temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None

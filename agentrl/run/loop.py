@@ -37,6 +37,7 @@ from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session
 from agentrl.spans import Kind, span, spanned
 from agentrl.train.estimator_inputs import with_estimator_inputs
+from agentrl.train.experience import with_rare
 from agentrl.trajectory import Group
 
 NONE: Mapping[str, Choice] = MappingProxyType({})
@@ -58,14 +59,17 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with clock.part("rollout", collector.ahead, collector.watch.waiting):
             groups = await fed(session, collector.collect())
         with clock.part("batch"):
-            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, own_advantages(config))
+            kept = config.algorithm.experience
+            rare = None if kept is None else kept.rare
+            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, own_advantages(config), rare)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
+            shown, told = (None, {}) if session.demonstrations is None else await session.demonstrations.take()
         with clock.part("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
             keep = writes_trajectories(config, collector.ledger.version + 1)
-            update: Row = await session.learner.step(batch, collector.ledger.version, keep) | ages
-        del batch  # also frees its part in the object store, which the next episodes need
+            update: Row = await session.learner.step(batch, collector.ledger.version, keep, shown) | ages | told
+        del batch, shown  # also frees its part in the object store, which the next episodes need
         with clock.part("publish"):
             # Counted first: `publish` sends the weights under the ledger's version.
             collector.trained(groups)
@@ -141,13 +145,14 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     return result
 
 
-def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE) -> TensorDict:
+def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice] = NONE, rare: float | None = None) -> TensorDict:
     """Scored members as one TensorDict, one row per ledger, with the columns that their estimators read: `advantage`, or that of
-    their environment in `own`."""
+    their environment in `own`. `rare`: successes that are as rare are marked, to be kept (`algorithm.experience`)."""
     batch = collate(
         [t for group in groups for t in group.scored()], groups=[group.index for group in groups for _ in group.scored()]
     )
-    return with_estimator_inputs(batch, groups, advantage, own)
+    batch = with_estimator_inputs(batch, groups, advantage, own)
+    return batch if rare is None else with_rare(batch, groups, rare)
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:

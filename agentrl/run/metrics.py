@@ -146,6 +146,22 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("experts_entropy", "1", "entropy of the experts' shares over that of even ones; 1: even"),
         MetricInfo("experts_unused", "share", "share of the experts to which no token went"),
         MetricInfo("reward_model/score", "reward", "mean score of the [reward_model]"),
+        MetricInfo("experience/held", "episodes", "rare successes that are kept (`algorithm.experience`)"),
+        MetricInfo("experience/episodes", "episodes", "of these, added to the update; no other number of the row but `loss`, "
+            "`grad_norm` and `prefix_ratio` sees them"),
+        MetricInfo("experience/tokens", "tokens", "their sampled tokens"),
+        MetricInfo("experience/age_mean", "updates", "how many updates behind the oldest weights were that sampled them, mean"),
+        MetricInfo("experience/age_max", "updates", "the same of the oldest: at most `algorithm.experience.max_age`"),
+        MetricInfo("experience/kl_behaviour", "nats", "as `kl_behaviour`, of their tokens"),
+        MetricInfo("experience/log_ratio_max", "nats", "largest |log pi(trained) - log pi(engine)| of their tokens"),
+        MetricInfo("experience/<metric>", "1", "what the loss measures (`ratio`, `clip_fraction`, ...), of their tokens that no "
+            "correction rejects"),
+        MetricInfo("experience/nll", "nats", "mean of -log pi over their tokens (`term = \"supervised\"`)"),
+        MetricInfo("demonstrations/episodes", "episodes", "gold solutions that were added to the update "
+            "(`algorithm.demonstrations`)"),
+        MetricInfo("demonstrations/skipped", "episodes", "those that were left out: too long for a row, or not to be played"),
+        MetricInfo("demonstrations/tokens", "tokens", "their tokens as the policy would have sampled them"),
+        MetricInfo("demonstrations/nll", "nats", "mean of -log pi over these"),
         MetricInfo("critic/loss", "loss", "value loss, mean over the critic's optimizer steps"),
         MetricInfo("critic/value", "reward", "mean value of the tokens"),
         MetricInfo("critic/explained_variance", "1", "1 - mean (value - return)^2 / variance of the returns; 1: the values are "

@@ -19,9 +19,10 @@ from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
 from agentrl.rollout.player import Player, RunEnv
-from agentrl.run.assembly import Assembly, assemble, read_inputs
+from agentrl.run.assembly import Assembly, assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.checkpoint import Saver
+from agentrl.run.demonstrations import Demonstrations
 from agentrl.run.display import Display
 from agentrl.run.engines import needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
@@ -64,6 +65,7 @@ class Session:
     callbacks: Callbacks
     tracing: Tracing
     horizons: Mapping[str, Bins]
+    demonstrations: Demonstrations | None = None
 
     async def begin(self) -> bool:
         """Open the training roles on the run's model, and bring the engine its first weights: those of the newest checkpoint
@@ -174,7 +176,12 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         raise
     pages = StorePages() if config.cluster.backend == "ray" else None
 
+    asked = config.algorithm.demonstrations
+    demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
+
     async def seen(group: Group) -> None:
+        if demonstrations is not None:
+            demonstrations.seen(group, collector.tasks.draw(group.index))  # drawn already: its task
         if pages is not None:
             pages.played(collector.version, sum(one.tokens for one in group.trajectories))
         await watching.group(group)
@@ -215,4 +222,5 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         watching,
         tracing,
         horizons,
+        demonstrations,
     )

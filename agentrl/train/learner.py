@@ -36,6 +36,7 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.engines import shares_prefixes
 from agentrl.train.estimator_inputs import estimated, valued
+from agentrl.train.experience import FILE, Experience, check_experience, joined
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
 from agentrl.train.pretrained import named_anywhere
@@ -69,6 +70,7 @@ def check_learner(config: TrainConfig) -> None:
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
             f'"{config.algorithm.aggregate}" it is not used'
         )
+    check_experience(config)
     mesh_of(config)
     check_offload(config)
     for env in config.envs:
@@ -134,6 +136,8 @@ class Learner:
         self.sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped = 0
         self.tokens: TrainedTokens | None = None
+        kept = config.algorithm.experience
+        self.experience = None if kept is None else Experience(kept, config.seed)
 
     async def open(self, path: str, folder: Path | None = None) -> None:
         """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
@@ -180,17 +184,18 @@ class Learner:
         if rests(self.config, role):
             await group.arun(ModelRole.offload)
 
-    async def step(self, batch: TensorDict, step: int, keep: bool = False) -> dict[str, float]:
+    async def step(self, batch: TensorDict, step: int, keep: bool = False, shown: TensorDict | None = None) -> dict[str, float]:
         """One training step on a batch from `collate`. Returns the metrics of all roles.
 
         `keep`: afterwards `tokens` has what the step made of each sampled token; None after a skipped step, or without.
+        `shown`: demonstrations (`experience.demonstrated`), from which the actor learns too.
 
         A step in which something is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
         NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
         """
         self.tokens = None
         view, metrics, broken = await self.ready(batch)
-        return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep)
+        return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep, shown)
 
     async def ready(
         self,
@@ -214,14 +219,20 @@ class Learner:
         found = await in_thread("batch", broken_rows, view)
         return view, metrics, described(view, found) if found else ""
 
-    async def learn(self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False) -> dict[str, float]:
+    async def learn(
+        self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False, shown: TensorDict | None = None
+    ) -> dict[str, float]:
         """The second half of `step`: the updates of critic and actor on a batch from `ready`, and what follows from them. Returns
-        the metrics of both halves; `keep` and what is raised are as of `step`."""
+        the metrics of both halves; `keep`, `shown` and what is raised are as of `step`."""
         if keep and self.algorithm.proximal != "recompute":
             view = view.with_rows(**{SOURCE: torch.arange(len(view))})
-        # Critic and actor get the same batch, advantages included: values were computed before either of them moves.
-        learned = await self._learn(view.batch, step)
-        metrics = {**metrics, **learned}
+        whole, added = await self._with_added(view, step, shown)
+        # Critic and actor get the same batch, advantages included: values were computed before either of them moves. What is
+        # added is for the actor alone.
+        learned = await self._learn(view.batch, whole.batch, step)
+        metrics = {**metrics, **added, **learned}
+        if self.experience is not None and self._policy_learns(step):
+            await in_thread("batch", self.experience.keep, view)
         if keep:
             self.tokens = await in_thread("batch", self._trained, view)
         if self.algorithm.proximal == "recompute":
@@ -274,18 +285,43 @@ class Learner:
             view = view.with_tokens(values=values["values"].values())
         return view, metrics
 
-    async def _learn(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """The updates of critic and actor. During `critic.warmup` steps only the critic is updated."""
+    async def _with_added(self, view: Ragged, step: int, shown: TensorDict | None) -> tuple[Ragged, dict[str, float]]:
+        """The batch for the actor, with kept episodes and demonstrations behind its own rows, and metrics of those."""
+        metrics: dict[str, float] = {}
+        if not self._policy_learns(step):
+            return view, metrics
+        added = [] if shown is None else [shown]
+        if self.experience is not None:
+            kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
+            if kept is not None:
+                added.insert(0, await self._recalled(kept))
+        return (await in_thread("batch", joined, view, added, self.sharing) if added else view), metrics
+
+    async def _recalled(self, kept: TensorDict) -> TensorDict:
+        """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
+        if self.algorithm.proximal != "recompute":
+            return kept
+        now = await self.actors.arun(Actor.compute_logprob, kept, self.config.rollout.temperature or 1.0)
+        if self.critics is not None:
+            await self._rest("actor", self.actors)
+        view = Ragged.of(kept)
+        return view.with_tokens(old_logprobs=now["logprobs"].values()).batch
+
+    def _policy_learns(self, step: int) -> bool:
+        return self.config.critic is None or step >= self.config.critic.warmup
+
+    async def _learn(self, batch: TensorDict, whole: TensorDict, step: int) -> dict[str, float]:
+        """The updates of the critic on `batch` and of the actor on `whole`; during `critic.warmup` steps of the critic alone."""
         algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
             rows = await in_thread("batch", valued, batch, algorithm.advantage, self._own) if self._own else batch
             if len(rows):
                 metrics = await self.critics.arun(Critic.update, rows, algorithm, step=step, seed=seed)
             await self._rest("critic", self.critics)
-        if self.config.critic is None or step >= self.config.critic.warmup:
+        if self._policy_learns(step):
             metrics |= await self.actors.arun(
                 Actor.update,
-                batch,
+                whole,
                 algorithm,
                 step=step,
                 seed=seed,
@@ -308,14 +344,19 @@ class Learner:
         await self.actors.arun(Actor.save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.save, str(folder / "critic"))
-        (folder / STATE).write_text(json_text({"kl_coef": self.kl_coef}), encoding="utf-8")
+        await in_thread("files", self._save_own, folder)
 
     async def begin_save(self, folder: Path) -> None:
         """`save` in the background: returns when the state of all roles is copied. See `saved`."""
         await self.actors.arun(Actor.begin_save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.begin_save, str(folder / "critic"))
+        await in_thread("files", self._save_own, folder)
+
+    def _save_own(self, folder: Path) -> None:
         (folder / STATE).write_text(json_text({"kl_coef": self.kl_coef}), encoding="utf-8")
+        if self.experience is not None:
+            self.experience.save(folder / FILE)
 
     async def saved(self) -> bool:
         """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
@@ -338,6 +379,8 @@ class Learner:
             if coef is None:
                 raise CheckpointError(f"{folder / STATE}: kl_coef was not a number when it was saved; resume an older checkpoint")
             self.kl_coef = float(coef)
+        if self.experience is not None:
+            await in_thread("files", self.experience.load, folder / FILE)
 
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""

@@ -10,8 +10,10 @@ from agentrl.experts import load_metrics
 from agentrl.train.engine import BaseEngine
 
 TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
-OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST}
-"""The tokens that a metric is a mean over, if these are not the computed tokens that are trained."""
+KEPT_COMPUTED, SHOWN_COMPUTED = "kept_computed", "shown_computed"
+OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST, "experience": KEPT_COMPUTED, "demonstrations": SHOWN_COMPUTED}
+"""The tokens that a metric, or all of one part (`part/name`), is a mean over, if these are not the computed tokens of this update
+that are trained."""
 
 
 class Meter:
@@ -53,10 +55,10 @@ def measured(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...])
     have no gradient; `tokens_trained` and `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
     sums, tops = meter.totals(engine)
     plain, computed = sums.pop("plain_tokens", 0.0), sums.pop("computed_tokens", 0.0)
-    over = {name: sums.pop(name, 0.0) for name in (TRAINED, SAMPLED, FIRST)}
+    over = {name: sums.pop(name, 0.0) for name in (TRAINED, SAMPLED, FIRST, KEPT_COMPUTED, SHOWN_COMPUTED)}
     loss = sums.pop("loss", 0.0)
     # A mean over no token is unknown, and not 0: it is left out.
-    means = {name: value / count for name, value in sums.items() if (count := over[OVER.get(name, TRAINED)])}
+    means = {name: value / count for name, value in sums.items() if (count := over[OVER.get(name.split("/")[0], TRAINED)])}
     return {
         **means,
         **tops,

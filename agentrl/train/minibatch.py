@@ -26,6 +26,7 @@ from torch import Tensor
 from agentrl.algorithm import POLICY_LOSSES, Denominators, correction
 from agentrl.algorithm.loss.covariance import Selection, selection_of
 from agentrl.algorithm.ragged import row_counts, row_ids
+from agentrl.batch.origin import FRESH, ORIGIN, fresh_only, origins, supervised_tokens
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import assign_ranks, cut_minibatches
 from agentrl.cluster.dispatch import Call, Shard, Shipment
@@ -148,7 +149,10 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     if algorithm.correction is None:
         return view
     rule = correction(algorithm.correction.name, algorithm.correction.args)
-    return view.with_tokens(weights=rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets))
+    weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
+    if ORIGIN in view:  # a supervised term has no ratio that could be corrected
+        weights = torch.where(supervised_tokens(view), torch.ones_like(weights), weights)
+    return view.with_tokens(weights=weights)
 
 
 def trained_tokens(view: Ragged) -> Tensor:
@@ -159,29 +163,44 @@ def trained_tokens(view: Ragged) -> Tensor:
 
 def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
     """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
-    rows), and batch-wide `counts`, the denominators of each minibatch."""
+    rows), and batch-wide `counts`, the denominators of each minibatch: of the rows that were played for this update. If others
+    were added, `added` has those of these, by origin."""
     per_row = row_counts(trained_tokens(view), view.offsets).numpy()
     per_episode = np.bincount(view.episode, weights=per_row).astype(np.int64)
-    counts = []
-    for rows in parts:
-        tokens = int(per_row[rows].sum())
+    origin = origins(view)
+
+    def count(rows: np.ndarray) -> Denominators:
         # An episode with every token rejected is in no mean: it would only shrink the share of the others.
         alive = int((per_episode[np.unique(view.episode[rows])] > 0).sum())
-        counts.append(Denominators(float(tokens), float(alive), float(length or 1)))
-    return view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode])).with_wide(counts=tuple(counts))
+        return Denominators(float(per_row[rows].sum()), float(alive), float(length or 1))
+
+    counted = view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode]))
+    counted = counted.with_wide(counts=tuple(count(rows[origin[rows] == FRESH]) for rows in parts))
+    if ORIGIN not in view:
+        return counted
+    kinds = [int(kind) for kind in np.unique(origin) if kind != FRESH]
+    return counted.with_wide(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
+
+
+def added_of(view: Ragged) -> tuple[dict[int, Denominators], ...] | None:
+    """Denominators of the rows that were added to each minibatch, by origin, over all ranks; None if none were."""
+    added: tuple[dict[int, Denominators], ...] | None = view.batch["added"] if "added" in view else None
+    return added
 
 
 def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
     """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
 
     Every policy loss is zero on a row whose advantages are zero, except one with the trait "moves_picked" on the tokens
-    picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens.
+    picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens, and so has a supervised term.
     """
     alive = trained_tokens(view)
     if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
         moved = view.tokens("advantages") != 0
         if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and "picked" in view:
             moved = moved | view.tokens("picked")
+        if ORIGIN in view:
+            moved = moved | supervised_tokens(view)
         alive = alive & moved
     return row_counts(alive, view.offsets).numpy() > 0
 
@@ -189,14 +208,15 @@ def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
 def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
     """Each minibatch without the rows that cannot have a gradient; possibly empty.
 
-    The first minibatch keeps at least one row, its shortest with a sampled token: trainer and engine are compared there.
-    The batch itself stays as it is: rows in no minibatch are sent to no rank.
+    The first minibatch keeps at least one row of this update, its shortest with a sampled token: trainer and engine are compared
+    there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
     """
     keep = teaches(view, algorithm)
-    if parts and not keep[parts[0]].any():
-        sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[parts[0]]
+    first = fresh_only(view, parts[0]) if parts else np.zeros(0, dtype=np.int64)
+    if len(first) and not keep[first].any():
+        sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[first]
         # lexsort sorts by its last key first: rows with a sampled token, and among these the shortest.
-        keep[parts[0][np.lexsort((view.lengths[parts[0]], sampled == 0))[0]]] = True
+        keep[first[np.lexsort((view.lengths[first], sampled == 0))[0]]] = True
     return [rows[keep[rows]] for rows in parts]
 
 
@@ -204,7 +224,7 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     """The batch with the ragged bool column `picked`; unchanged if nothing is to be picked.
 
     The covariance of a token is (log pi - mean)(A - mean), with means over the trained tokens of its minibatch, including
-    those of rows with advantage 0; log pi is the proximal policy's.
+    those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are in no mean, and none is picked.
     """
     if selection is None:
         return view
@@ -214,7 +234,8 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
     noise = token_noise(view, seed)
     picked = torch.zeros(len(trained), dtype=torch.bool)
     for rows in parts:
-        spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in rows.tolist()]
+        own = fresh_only(view, rows).tolist()
+        spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own]
         every = torch.cat(spans)
         indices = every[trained[every]]
         if len(indices):

@@ -29,18 +29,20 @@ from agentrl.algorithm import (
 from agentrl.algorithm.correction import CORRECTIONS
 from agentrl.algorithm.ragged import sampled_offsets
 from agentrl.batch.device import on_device
+from agentrl.batch.origin import ORIGIN
 from agentrl.batch.prefix import share
 from agentrl.batch.rows import Ragged, pack
 from agentrl.batch.schedule import plan_micro_batches, trees_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.experts import free
+from agentrl.train.added import Added, fresh_tokens
 from agentrl.train.attention import packed_rows, packed_trees
 from agentrl.train.engine import BaseEngine
 from agentrl.train.finite import named_rows
 from agentrl.train.kl import check_kl, kl_kind
 from agentrl.train.meter import FIRST, SAMPLED, TRAINED, Meter, measured
-from agentrl.train.minibatch import counts_of, minibatches, norm_length
+from agentrl.train.minibatch import added_of, counts_of, minibatches, norm_length
 from agentrl.train.modules import Micro
 from agentrl.train.visits import SOURCE, Visits
 
@@ -66,19 +68,20 @@ def update_policy(
 
     Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
     advantages, minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked
-    and ref_logprobs, and the batch-wide counts. A minibatch without remaining rows still takes its optimizer step, with
-    a gradient of zero. `visits` is told the ratios of the first epoch. Returns metrics, the same on every rank. Raises
-    NonFiniteError if the weights are not finite afterwards.
+    and ref_logprobs, and the batch-wide counts; if rows were added (train/added.py) origin, and the batch-wide added. A minibatch
+    without remaining rows still takes its optimizer step, with a gradient of zero. `visits` is told the ratios of the first
+    epoch. Returns metrics, the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
-    parts, counts = minibatches(view), counts_of(view)
+    parts, counts, added = minibatches(view), counts_of(view), added_of(view)
     micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
     meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
     engine.expert_load()  # of what was computed before
     for epoch in range(algorithm.epochs):
         for number in visit_order(len(parts), epoch, settings):
             seen = visits if epoch == 0 else None
-            job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen)
+            more = None if added is None else Added(algorithm, counts[number], added[number])
+            job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
             steps.take(number, micros[number], job.loss)
     steps.check()
     return _metrics(engine, meter, steps, counts)
@@ -156,6 +159,7 @@ class _Job:
     meter: Meter
     first: bool
     visits: Visits | None = None
+    added: Added | None = None
 
     def loss(self, rows: list[int]) -> Tensor:
         """This micro-batch's share of the step's loss."""
@@ -173,43 +177,49 @@ class _Job:
         )
         out = self.policy(given)
         # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
-        tokens = out.loss * weights.detach()
+        policy = tokens = out.loss * weights.detach()
         if self.algorithm.entropy_bonus:
             tokens = tokens - self.algorithm.entropy_bonus * entropy
-        tokens = tokens + self._kl(piece, given)
-        total = aggregate(tokens, given.mask, given.offsets, self.algorithm.aggregate, self.counts, piece.row("episode_tokens"))
-        self._measure(piece, given, out, entropy, total)
+        fresh = None if self.added is None else fresh_tokens(piece.row(ORIGIN), given)
+        mask, lengths = given.mask if fresh is None else given.mask & fresh, piece.row("episode_tokens")
+        tokens = tokens + self._kl(piece, given, mask)
+        total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
+        if self.added is not None:
+            total = total + self.added.loss(piece.row(ORIGIN), given, policy, lengths)
+            self.added.measure(piece.row(ORIGIN), given, out, self.meter)
+        self._measure(piece, given, out, entropy, total, fresh)
         if self.visits is not None and rows:
             self.visits.add(piece.row(SOURCE), piece.compact, given.logprobs - given.behaviour_logprobs)
         return total
 
-    def _kl(self, piece: Pack, given: LossInput) -> Tensor:
+    def _kl(self, piece: Pack, given: LossInput, mask: Tensor) -> Tensor:
         """The KL term of each token, including its coefficient; the KL is measured whenever there is a reference."""
         if "ref_logprobs" not in self.view:
             return torch.zeros_like(given.logprobs)
         kl = self.algorithm.kl
         value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
-        self.meter.add("kl_reference", value, given.mask)
+        self.meter.add("kl_reference", value, mask)
         return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
 
-    def _measure(self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor) -> None:
-        mask, now = given.mask, given.logprobs.detach()
+    def _measure(
+        self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor, fresh: Tensor | None
+    ) -> None:
+        """`fresh` [M]: which tokens are of this update's own rows; None: all."""
+        every = torch.ones_like(given.mask) if fresh is None else fresh
+        mask, now = given.mask & every, given.logprobs.detach()
         self.meter.add("loss", total)
-        for name, count in (
-            ("plain_tokens", piece.tokens),
-            ("computed_tokens", piece.computed),
-            (SAMPLED, len(mask)),
-        ):
+        for name, count in (("plain_tokens", piece.tokens), ("computed_tokens", piece.computed)):
             self.meter.add(name, torch.tensor(float(count)))
+        self.meter.add(SAMPLED, every)
         self.meter.add(TRAINED, mask)
         self.meter.add("entropy", entropy, mask)
-        self.meter.add("kl_behaviour", given.behaviour_logprobs - now)
+        self.meter.add("kl_behaviour", given.behaviour_logprobs - now, every)
         for name, values in out.metrics.items():
             self.meter.add(name, values, mask)
         if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
-            self.meter.add(FIRST, torch.tensor(float(len(mask))))
-            self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs))
-            self.meter.top("mismatch_max", (now - given.behaviour_logprobs).abs())
+            self.meter.add(FIRST, every)
+            self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs), every)
+            self.meter.top("mismatch_max", torch.where(every, (now - given.behaviour_logprobs).abs(), 0.0))
 
 
 def mismatch(view: Ragged) -> dict[str, float]:

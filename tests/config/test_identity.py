@@ -65,6 +65,8 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "correction": {"name": "c", "args": {"a": 1}},
         "kl": {"kind": "k1", "target": 0.1},
         "length_norm": 9,
+        "experience": {},
+        "demonstrations": {},
     },
     "critic": {"path": "c"},
     "reward_model": {"path": "r"},

@@ -287,7 +287,7 @@ KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
-ENVS, START = "config/test_envs.py", "rollout/test_start.py"
+ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train/test_experience.py"
 PROGRAMS = "harness/test_programs.py"
 PLACEMENT, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
@@ -455,6 +455,16 @@ ELSEWHERE: dict[str, str] = {
         for key in ("left", "step", "threshold", "window")
     },
     "StartConfig.whole": f"{START}::test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_tasks_alone",
+    **{
+        f"ExperienceConfig.{key}": f"{EXPERIENCE}::test_loss_and_gradient_of_a_step_are_those_by_hand" for key in ("term", "coef")
+    },
+    **{
+        f"ExperienceConfig.{key}": f"{EXPERIENCE}::test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved"
+        for key in ("size", "share", "max_age")
+    },
+    "ExperienceConfig.rare": f"{EXPERIENCE}::test_successes_of_groups_in_which_few_succeeded_are_marked",
+    "DemonstrationsConfig.coef": f"{EXPERIENCE}::test_loss_and_gradient_of_a_step_are_those_by_hand",
+    "DemonstrationsConfig.episodes": "run/test_demonstrations.py::test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes",
     "TrainConfig.next": "run/test_say_end.py::test_a_solved_run_is_advised_the_config_that_its_own_names",
     "HealthConfig.max_unsolvable": "run/test_solvable.py::test_too_many_tasks_without_room_are_refused_by_name",
     "HealthConfig.max_unscored": "run/test_health.py::test_each_key_of_health_moves_its_limit",

@@ -31,6 +31,11 @@ CASES: dict[str, list[str]] = {
         "eval.split=train",
     ],
     "rotation": ["keep={trajectories=2,log_mib=0.0001,log_files=2}"],
+    "experience": [
+        "algorithm.experience={rare=0.9,share=0.5,size=5,max_age=3}",
+        "algorithm.demonstrations={}",
+        "algorithm.minibatch=4",
+    ],
     # One episode at a time: which requests share a step of the engine depends on when the server answers.
     "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
     # Without the cache the last digits do not depend on which requests share a step.
@@ -136,7 +141,16 @@ def by_workers(run: Path) -> None:
     assert any(key.startswith("rollout/worker") for row in updates(run) for key in row), updates(run)[-1]
 
 
+def kept_and_shown(run: Path) -> None:
+    rows = updates(run)
+    assert rows[0]["experience/episodes"] == 0 and rows[AT]["experience/episodes"] > 0, rows[AT]  # the first after the resume
+    assert {row["optimizer_steps"] for row in rows} == {2}  # as without what is added
+    assert max(row["experience/age_max"] for row in rows[2:]) in (2, 3) and any(row["demonstrations/episodes"] for row in rows)
+    assert (run / f"checkpoints/step_{STEPS:06d}/experience.safetensors").is_file()
+
+
 SHOWN: dict[str, Any] = {
+    "experience": kept_and_shown,
     "staged": in_a_stage,
     "weighted mixture": shares_moved,
     "user rounds": rounds_played,

@@ -19,5 +19,6 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
     traits={
         "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
         "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
+        "own_samples": "has no ratio of policies: right only for tokens of the weights that are trained",
     },
 )

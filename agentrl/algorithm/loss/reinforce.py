@@ -6,7 +6,7 @@ from agentrl.algorithm.loss import POLICY_LOSSES
 from agentrl.algorithm.types import LossInput, LossOutput
 
 
-@POLICY_LOSSES.register("reinforce")
+@POLICY_LOSSES.register("reinforce", traits={"own_samples"})
 def reinforce(batch: LossInput) -> LossOutput:
     """-A log pi; exact if the tokens were sampled with the weights that are being trained."""
     return LossOutput(-batch.advantages * batch.logprobs)

@@ -8,7 +8,15 @@ from agentrl.config.schema.base import Choice, Frozen, Weight
 from agentrl.config.schema.cluster import ClusterConfig, PoolConfig, Role
 from agentrl.config.schema.engines import ApiConfig, SglangConfig, VllmConfig, WeightsConfig
 from agentrl.config.schema.env import ONE, SEVERAL, EnvConfig, EnvEval, EnvLimits, EnvSft, Steps, WeightAt
-from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, KlConfig, OptimConfig, SftConfig
+from agentrl.config.schema.learning import (
+    AlgorithmConfig,
+    CriticConfig,
+    DemonstrationsConfig,
+    ExperienceConfig,
+    KlConfig,
+    OptimConfig,
+    SftConfig,
+)
 from agentrl.config.schema.model import InitModelConfig, LoraSection, ModelConfig
 from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
 from agentrl.config.schema.reward import JudgeConfig, RewardConfig, RewardModelConfig
@@ -26,11 +34,13 @@ __all__ = [
     "Choice",
     "ClusterConfig",
     "CriticConfig",
+    "DemonstrationsConfig",
     "EnvConfig",
     "EnvEval",
     "EnvLimits",
     "EnvSft",
     "EvalConfig",
+    "ExperienceConfig",
     "Frozen",
     "HealthConfig",
     "InitModelConfig",

@@ -75,6 +75,37 @@ class KlConfig(Frozen):
     policy learns."""
 
 
+class ExperienceConfig(Frozen):
+    """Rare successes are kept for later updates: episodes that succeeded in groups where few did (docs/algorithms.md). They take
+    part in no baseline and in no statistic of a group."""
+
+    size: Annotated[PositiveInt, Unit("episodes")] = 64
+    """So many are kept at most, the newest."""
+    rare: Annotated[float, Field(gt=0.0, le=1.0), Unit("share")] = 0.25
+    """A success is rare if at most this share of its group succeeded."""
+    share: Annotated[Positive, Unit("1")] = 0.25
+    """So many times the episodes of an update are added to it from those that are kept: drawn without replacement, fewer if fewer
+    are kept."""
+    max_age: Annotated[PositiveInt, Unit("updates")] = 8
+    """Their bound on staleness: an episode is forgotten once the oldest weights that sampled it are more updates behind."""
+    term: Literal["policy", "supervised"] = "policy"
+    """In the policy loss, with the advantages that they had and the ratio to the policy that sampled them; or -log pi of their
+    tokens, which is added to the loss."""
+    coef: Annotated[Positive, Unit("1")] = 1.0
+    """In the policy loss each counts as much as so many episodes of the update; of the supervised term the mean over their tokens
+    is multiplied by it."""
+
+
+class DemonstrationsConfig(Frozen):
+    """The gold solutions of tasks at which a whole group failed are added to the update, as tokens of the policy whose -log pi is
+    made small (docs/algorithms.md)."""
+
+    episodes: Annotated[PositiveInt, Unit("episodes")] = 4
+    """So many at most in an update: of the groups that failed since the last one, those with the lowest numbers."""
+    coef: Annotated[Positive, Unit("1")] = 0.1
+    """What the mean of -log pi over their tokens is multiplied by."""
+
+
 class AlgorithmConfig(Frozen):
     """Advantage estimator, policy loss and how token losses are averaged (docs/algorithms.md)."""
 
@@ -104,6 +135,10 @@ class AlgorithmConfig(Frozen):
     """A penalty for moving away from the reference policy."""
     entropy_bonus: Annotated[NotNegative, Unit("1")] = 0.0
     """So many times the entropy of each token's distribution is subtracted from its loss."""
+    experience: ExperienceConfig | None = None
+    """Rare successes are kept for later updates; by default none."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Gold solutions of tasks at which a whole group failed are added; by default none."""
 
 
 class OptimConfig(Frozen):

@@ -2,8 +2,9 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
 started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `parts`, `remote`,
-`rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `placement`, `workers`, `reward`, `preflight`, `suite`,
-`lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes with it.
+`rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`, `workers`, `reward`,
+`preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes
+with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.agent import check_agent
 from agentrl.run.checks.capacity import check_capacity
+from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.run.checks.harder import check_next
 from agentrl.run.checks.held_out import check_held_out
 from agentrl.run.checks.lint import check_lint
@@ -88,6 +90,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             check_agent(one, ref)
             check_trainable(one)
             check_start(one, ref)
+            check_demonstrations(one, ref)
     check_held_out(config)
     make_mixture(config.rollout.mixture)
     check_router_replay(config)

@@ -11,16 +11,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
 import numpy as np
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.env import ToolEnv
-from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.context.base import Stop, make_context_policy
@@ -29,7 +27,7 @@ from agentrl.run.checks.reward import in_daemon_thread
 from agentrl.run.engines import resolve_engine
 from agentrl.run.horizon import Bins, order, seeds_in, variants_of
 from agentrl.trajectory import Trajectory
-from agentrl.warm_start import gold_transcript
+from agentrl.warm_start import gold_transcript, without_chance
 
 SECONDS = 3.0
 """No solution of an environment is begun after so many seconds."""
@@ -199,7 +197,7 @@ async def _survey(one: TrainConfig, renderer: Renderer, limits: dict[str, int], 
     """In turn of each kind of tasks, so that each has some when the time is over. Raises NotImplementedError without gold."""
     parts, todo, opened = [], [], list[ToolEnv]()
     for name, ref, split, seeds in variants_of(one):
-        env = _sound(ref).build()
+        env = without_chance(ref).build()
         opened.append(env)
         chosen = seeds_in(env, split, seeds)
         parts.append(part := TaskKind(name, len(chosen)))
@@ -225,12 +223,6 @@ async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, *, renderer:
         part.unplayed[f"{split} {seed}"] = f"{type(fault).__name__}: {fault}"
         return
     part.needs.append(need_of(played, limits))
-
-
-def _sound(ref: EnvRef) -> EnvRef:
-    """Without wrappers by which tools fail at random, and with the user of the gold solution."""
-    kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
-    return replace(ref, wrappers=kept).scripted()
 
 
 def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:

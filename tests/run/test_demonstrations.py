@@ -1,0 +1,97 @@
+"""Gold solutions of tasks at which a whole group failed (`algorithm.demonstrations`): which, their tokens, and where refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.batch.origin import ORIGIN, SHOWN
+from agentrl.catalog import EnvRef
+from agentrl.config.load import config_from
+from agentrl.errors import ConfigError
+from agentrl.python.steps import session
+from agentrl.render import make_renderer
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.run.checks.demonstrations import check_demonstrations
+from agentrl.run.demonstrations import MEMBER, Demonstrations
+from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.trajectory import Group, Task, Trajectory
+from agentrl.warm_start import gold_transcript
+
+
+def config_of(*overrides: str) -> Any:
+    base = {"env": {"id": "key_value", "params": {"calls": 3}}, "model": {"init": {"context": 4096}}}
+    return config_from({**base, "algorithm": {"demonstrations": {}}}, list(overrides))
+
+
+class Part:
+    """What a demonstration reads of a `RunEnv`."""
+
+    name = "key_value"
+
+    def __init__(self) -> None:
+        self.env = EnvRef.of(config_of())
+        self.policy = Policy.__new__(Policy)
+        object.__setattr__(self.policy, "renderer", make_renderer(packaged_tokenizer(4096)))
+
+
+def group(index: int, *successes: bool | None) -> Group:
+    members = [
+        Trajectory("key_value", Task("t", 1), member=n, success=s, reward=None if s is None else 0.5)
+        for n, s in enumerate(successes)
+    ]
+    return Group(index, 1, members, env="key_value")
+
+
+def choice(seed: int, calls: int) -> TaskChoice:
+    return TaskChoice(seed, {"calls": calls}, env="key_value")
+
+
+async def test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes() -> None:
+    """Those with the lowest numbers, each the gold of its own task with its own parameters; a group in which one succeeded, or
+    in which nobody's success is known, shows none."""
+    part: Any = Part()
+    shows = Demonstrations([part], episodes=2, longest=2000)
+    for index, successes in ((9, (False, False)), (3, (False, None)), (5, (False, True)), (1, (None, None)), (7, (False, False))):
+        shows.seen(group(index, *successes), choice(seed=100 + index, calls=2 + index % 4))
+    rows, metrics = await shows.take()
+    assert rows is not None
+    assert rows["group"].tolist() == [3, 7] and set(rows["member"].tolist()) == {MEMBER} and set(rows[ORIGIN].tolist()) == {SHOWN}
+    for row, index in enumerate((3, 7)):
+        env = part.env.with_params({"calls": 2 + index % 4}).build()
+        gold = await gold_transcript(env, part.policy.renderer, 100 + index, "train")
+        assert rows["token_ids"][row].tolist() == gold.ledgers[0].token_ids.tolist()
+        assert rows["sampled"][row].tolist() == gold.ledgers[0].sampled.tolist()
+    sampled = float(rows["sampled"].values().sum())
+    assert metrics == {"demonstrations/episodes": 2.0, "demonstrations/skipped": 0.0, "demonstrations/tokens": sampled}
+    assert await shows.take() == (None, {"demonstrations/episodes": 0.0, "demonstrations/skipped": 0.0}), "each is shown once"
+
+
+async def test_what_does_not_fit_into_a_row_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    part: Any = Part()
+    lengths = {}
+    for calls in (2, 6):
+        env = part.env.with_params({"calls": calls}).build()
+        lengths[calls] = (await gold_transcript(env, part.policy.renderer, 5, "train")).tokens
+    shows = Demonstrations([part], episodes=1, longest=lengths[6] - 1)
+    shows.seen(group(1, False), choice(5, 6))
+    shows.seen(group(2, False), choice(5, 2))
+    rows, metrics = await shows.take()
+    assert rows is not None and rows["group"].tolist() == [2] and metrics["demonstrations/skipped"] == 1
+    assert f"the task of group 1 is left out: its gold solution has {lengths[6]} tokens" in caplog.text
+
+
+def test_without_gold_or_elsewhere_it_is_refused_by_name() -> None:
+    config = config_of()
+    check_demonstrations(config, EnvRef.of(config))
+    elsewhere = config_of("env.url=http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): env\.url = .*elsewhere"):
+        check_demonstrations(elsewhere, EnvRef.of(elsewhere))
+
+
+@pytest.mark.parametrize("name", ["experience", "demonstrations"])
+def test_a_step_wise_loop_refuses_what_it_would_not_add(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}: a step-wise loop chooses itself"):
+        session("quickstart", overrides={f"algorithm.{name}": {}})

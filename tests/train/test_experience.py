@@ -1,0 +1,279 @@
+"""Rare successes that are kept (`algorithm.experience`) and demonstrations: which, for how long, and what they do to a step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learners import config_of, opened
+from tensordict import TensorDict
+from train_batches import toy_critic, toy_optim, trajectories
+from transformers import AutoModelForCausalLM
+
+from agentrl.batch import collate
+from agentrl.batch.origin import KEPT, ORIGIN
+from agentrl.batch.rows import Ragged
+from agentrl.batch.schedule import cut_minibatches
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    DemonstrationsConfig,
+    ExperienceConfig,
+    RolloutConfig,
+)
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.train.experience import RARE, Experience, demonstrated, joined, with_rare
+from agentrl.train.learner import check_learner
+from agentrl.trajectory import Group
+
+CLIP = 0.2
+RLOO, PLAIN = Choice(name="rloo"), Choice(name="ppo_clip", args={"dual_clip": None})
+
+
+# -- a batch, and the loss of a step by hand -----------------------------------------------------------
+
+
+def plain(tiny: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
+
+
+def logprobs(model: Any, batch: TensorDict, row: int, temperature: float) -> torch.Tensor:
+    """Of the sampled tokens of a row, by a plain forward pass."""
+    ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
+    table = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, -1)
+    return table[:-1][sampled[1:]].gather(1, ids[sampled][:, None]).squeeze(1)
+
+
+def played(tiny: str, seed: int, group: int, temperature: float = 1.0, noise: float = 0.3) -> TensorDict:
+    """Two groups of four: the even members' rewards are 1, the others' 0; each second episode has two ledgers. Their behaviour
+    logprobs are the model's own, with noise."""
+    members = trajectories(8, seed=seed)
+    spare = trajectories(8, seed=seed + 100)
+    for place, member in enumerate(members):
+        member.reward = float(place % 2 == 0)
+        member.ledgers += spare[place].ledgers if place % 4 in (1, 2) else []
+    batch = collate(members, [group + place // 4 for place in range(8)])
+    model, shift = plain(tiny), np.random.default_rng(seed)
+    with torch.no_grad():
+        for row in range(len(batch)):
+            found = logprobs(model, batch, row, temperature)
+            found = found + noise * torch.from_numpy(shift.standard_normal(len(found)))
+            batch["logprobs"][row][batch["sampled"][row]] = found.float()
+    batch[RARE] = torch.zeros(len(batch), dtype=torch.bool)
+    return batch
+
+
+def advantage(reward: float) -> float:
+    """rloo of two successes and two failures: R minus the mean of the other three."""
+    return reward - (2 - reward) / 3
+
+
+def policy_loss(model: Any, batch: TensorDict, row: int, temperature: float) -> torch.Tensor:
+    ratio = (logprobs(model, batch, row, temperature) - batch["logprobs"][row][batch["sampled"][row]].double()).exp()
+    gain = advantage(float(batch["reward"][row]))
+    return -torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
+
+
+def by_episode(batch: TensorDict, rows: Any, losses: Any) -> dict[tuple[int, int], torch.Tensor]:
+    """The token losses of each episode, over its rows."""
+    found: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for row in rows:
+        found.setdefault((int(batch["group"][row]), int(batch["member"][row])), []).append(losses(row))
+    return {key: torch.cat(parts) for key, parts in found.items()}
+
+
+def summed(losses: dict[Any, torch.Tensor], mode: str) -> torch.Tensor:
+    return sum(torch.stack([x.sum() if mode == "token_mean" else x.mean() for x in losses.values()]))  # type: ignore[return-value]
+
+
+def parts(losses: dict[Any, torch.Tensor], mode: str) -> int:
+    return sum(map(len, losses.values())) if mode == "token_mean" else len(losses)
+
+
+def experience(**changed: Any) -> ExperienceConfig:
+    return ExperienceConfig(**{"share": 0.5, **changed})
+
+
+def algorithm(**changed: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"advantage": RLOO, "loss": PLAIN, "minibatch": 64, **changed})
+
+
+def keep(learner: Any, batch: TensorDict, kept: list[tuple[int, int]]) -> None:
+    """Let the learner see the batch as if it had been an update's, whose episodes `kept` were rare."""
+    pairs = zip(batch["group"].tolist(), batch["member"].tolist(), strict=True)
+    batch[RARE] = torch.tensor([pair in kept for pair in pairs])
+    view, _, broken = asyncio.run(learner.ready(batch))
+    assert not broken
+    learner.experience.keep(view)
+
+
+@pytest.mark.parametrize(
+    ("term", "mode", "temperature"),
+    [("policy", "token_mean", 1.0), ("policy", "seq_mean_token_mean", 1.5), ("supervised", "seq_mean_token_mean", 1.5)],
+)
+def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mode: str, temperature: float) -> None:
+    chosen = algorithm(aggregate=mode, experience=experience(term=term, coef=0.7), demonstrations=DemonstrationsConfig(coef=0.3))
+    learner = opened(tiny, config_of(algorithm=chosen, rollout=RolloutConfig(temperature=temperature)))
+    old, new = played(tiny, 1, 10, temperature), played(tiny, 2, 20, temperature)
+    gold = trajectories(2, seed=3)
+    for one in gold:
+        one.member, one.reward = -2, None
+    shown = collate(gold, [20, 21], allow_unscored=True)
+    keep(learner, old, wanted := [(10, 0), (10, 2), (11, 2)])  # of which two have two ledgers
+    metrics = asyncio.run(learner.step(new, 1, shown=demonstrated(shown)))
+
+    model = plain(tiny)
+    own = by_episode(new, range(len(new)), lambda row: policy_loss(model, new, row, temperature))
+    rows = [row for row in range(len(old)) if (int(old["group"][row]), int(old["member"][row])) in wanted]
+    assert len(rows) == 5
+    if term == "policy":
+        again = by_episode(old, rows, lambda row: policy_loss(model, old, row, temperature))
+        added = 0.7 * summed(again, mode) / parts(own, mode)
+    else:
+        added = -0.7 * torch.cat([logprobs(model, old, row, temperature) for row in rows]).mean()
+    taught = -0.3 * torch.cat([logprobs(model, shown, row, temperature) for row in range(2)]).mean()
+    loss = summed(own, mode) / parts(own, mode) + added + taught
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert metrics["experience/episodes"] == 3 and metrics["experience/age_max"] == 1
+
+
+def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str) -> None:
+    """The same step with and without kept episodes and demonstrations differs in the loss, its gradient, and names of its own."""
+    rows = []
+    for more in ({}, {"experience": experience(coef=1.0), "demonstrations": DemonstrationsConfig()}):
+        learner = opened(tiny, config_of(algorithm=algorithm(entropy_bonus=0.01, **more)))
+        if learner.experience is not None:
+            keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
+        shown = demonstrated(collate(trajectories(1, seed=3), [30])) if more else None
+        rows.append(asyncio.run(learner.step(played(tiny, 2, 20), 1, shown=shown)))
+    without, added = rows
+    apart = {"loss", "grad_norm", "prefix_ratio"}
+    assert {name: added[name] for name in without if name not in apart} == pytest.approx(
+        {name: value for name, value in without.items() if name not in apart}, rel=1e-5
+    )
+    assert abs(added["loss"] - without["loss"]) > 0.01
+    assert {name.split("/")[0] for name in set(added) - set(without)} == {"experience", "demonstrations"}
+
+
+def test_kept_episodes_change_neither_the_steps_nor_what_else_is_in_one(tiny: str) -> None:
+    new, store = Ragged.of(played(tiny, 2, 20)), Experience(experience(), 0)
+    new = new.with_tokens(advantages=torch.ones(int(new.offsets[-1])))
+    store.keep(kept_of(tiny, 10, 0))
+    kept, _ = store.draw(1, 8)
+    assert kept is not None
+    both = joined(new, [kept], "off")
+    for groups in ("split", "kept"):
+        config = algorithm(minibatch=4, groups=groups)
+        plain_parts, with_parts = cut_minibatches(new, config, 0, 1), cut_minibatches(both, config, 0, 1)
+        assert len(plain_parts) == len(with_parts) == 2
+        for before, after in zip(plain_parts, with_parts, strict=True):
+            assert after[: len(before)].tolist() == before.tolist()
+            assert (both.numbers(ORIGIN)[after[len(before) :]] == KEPT).all() and len(after) > len(before)
+        dealt = np.concatenate(with_parts)
+        assert sorted(dealt.tolist()) == list(range(len(both)))
+        for part in with_parts:  # an episode is in one step, and of kept groups all of it
+            units = both.numbers("group") if groups == "kept" else both.episode
+            assert not set(units[part]) & {unit for other in with_parts if other is not part for unit in units[other]}
+
+
+# -- which are kept, and for how long ------------------------------------------------------------------
+
+
+def outcome(index: int, successes: list[bool | None]) -> Group:
+    members = trajectories(len(successes), seed=index)
+    for place, (member, success) in enumerate(zip(members, successes, strict=True)):
+        member.member, member.success, member.reward = place, success, None if success is None else float(success)
+    return Group(index, 0, members)
+
+
+def test_successes_of_groups_in_which_few_succeeded_are_marked() -> None:
+    groups = [outcome(0, [True, False, False, False]), outcome(1, [True, True, False, False]), outcome(2, [None, True, False])]
+    members = [t for group in groups for t in group.scored()]
+    batch = collate(members, [group.index for group in groups for _ in group.scored()])
+    for rare, marked in ((0.25, [(0, 0)]), (0.5, [(0, 0), (1, 0), (1, 1), (2, 1)])):
+        found = with_rare(batch, groups, rare)
+        rows = zip(found["group"].tolist(), found["member"].tolist(), found[RARE].tolist(), strict=True)
+        assert [(group, member) for group, member, rare_one in rows if rare_one] == marked
+
+
+def kept_of(tiny: str, group: int, version: int) -> Ragged:
+    """A batch of eight rare episodes, sampled under `version`."""
+    batch = played(tiny, group, group)
+    batch["versions"].values()[batch["sampled"].values()] = version
+    view = Ragged.of(batch)
+    view = view.with_tokens(advantages=torch.ones(int(view.offsets[-1])))
+    return view.with_rows(**{RARE: torch.ones(len(view), dtype=torch.bool)})
+
+
+def test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved(tiny: str, tmp_path: Path) -> None:
+    store = Experience(ExperienceConfig(size=12, max_age=3, share=0.25), seed=5)
+    assert store.draw(0, 16) == (None, {"experience/held": 0.0, "experience/episodes": 0.0})
+    store.keep(kept_of(tiny, 10, 0))
+    store.keep(kept_of(tiny, 20, 2))
+    assert len(store) == 12  # four of the older ones left first
+    store.save(tmp_path / "a")
+    again = Experience(store.config, seed=5)
+    again.load(tmp_path / "a")
+    for one in (store, again):
+        rows, metrics = one.draw(3, 16)
+        assert rows is not None and metrics["experience/episodes"] == 4 and metrics["experience/age_max"] in (1, 3)
+        assert set(rows["group"].tolist()) <= {10, 11, 20, 21}
+    other, last = store.draw(3, 16)[0], again.draw(3, 16)[0]
+    assert other is not None and last is not None
+    for name in ("token_ids", "logprobs", "advantages"):
+        assert torch.equal(other[name].values(), last[name].values())
+    assert store.draw(4, 16)[1]["experience/held"] == 8  # those of version 0 are 4 updates old
+    assert store.draw(6, 16) == (None, {"experience/held": 0.0, "experience/episodes": 0.0})
+    store.save(tmp_path / "empty")
+    again.load(tmp_path / "empty")
+    assert len(again) == 0
+    with pytest.raises(CheckpointError, match=r"without algorithm\.experience"):
+        again.load(tmp_path / "missing")
+
+
+def test_an_episode_without_an_advantage_is_kept_for_the_supervised_term_alone(tiny: str) -> None:
+    view = kept_of(tiny, 10, 0)
+    idle = view.with_tokens(advantages=torch.zeros(int(view.offsets[-1])))
+    for term, count in (("policy", 0), ("supervised", 8)):
+        store = Experience(experience(term=term), 0)
+        store.keep(idle)
+        assert len(store) == count
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"rollout": {"max_staleness": 8}}, r"max_age = 8.*rollout\.max_staleness = 8.*at least 9"),
+        ({"algorithm": {"loss": "reinforce"}}, r'"reinforce" has no ratio'),
+        ({"algorithm": {"proximal": "recompute"}}, r'proximal = "recompute".*nothing corrects'),
+        ({"algorithm": {"advantage": "gae"}, "critic": {}}, r'"gae" is of a critic'),
+    ],
+)
+def test_what_could_not_be_right_is_refused_by_name(sections: dict[str, Any], named: str) -> None:
+    def made(term: str) -> Any:
+        given = sections.get("algorithm", {})
+        own = {name: Choice(name=value) if name in ("loss", "advantage") else value for name, value in given.items()}
+        kept = AlgorithmConfig(**own, experience=ExperienceConfig(term=term))
+        more = {"critic": toy_critic()} if "critic" in sections else {}
+        return config_of(algorithm=kept, rollout=RolloutConfig(**sections.get("rollout", {})), optim=toy_optim(), **more)
+
+    with pytest.raises(ConfigError, match=named):
+        check_learner(made("policy"))
+    if "rollout" not in sections:
+        check_learner(made("supervised"))
+
+
+def test_with_a_correction_the_policy_term_may_recompute() -> None:
+    kept = {"proximal": "recompute", "experience": ExperienceConfig()}
+    check_learner(config_of(algorithm=AlgorithmConfig(correction=Choice(name="truncated"), **kept)))
+    check_learner(config_of(algorithm=AlgorithmConfig(loss=Choice(name="decoupled_ppo"), **kept)))
