@@ -174,6 +174,11 @@ class Trainer:
                 "algorithm.kl.target: the coefficient is steered once per update; use trainer.update(batch), or give each call "
                 "its own: trainer.forward_backward(batch, kl_coef=...)"
             )
+        if chosen.entropy_target is not None:
+            raise ConfigError(
+                "algorithm.entropy_target: the coefficient is steered once per update; use trainer.update(batch), or give each "
+                'call its own: trainer.forward_backward(batch, algorithm={"entropy_target": None, "entropy_bonus": ...})'
+            )
         if batch.part is None:  # all rows are one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         metrics = await self._session.actors.arun(

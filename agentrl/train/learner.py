@@ -35,6 +35,7 @@ from agentrl.plain_data import json_text, read_json
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.engines import shares_prefixes
+from agentrl.train.entropy import adapted_entropy_coef, check_entropy, with_coefficient
 from agentrl.train.estimator_inputs import estimated, valued
 from agentrl.train.experience import FILE, Experience, check_experience, joined
 from agentrl.train.finite import broken_rows, described
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE = "learner.json"
+COEFFICIENTS = ("kl_coef", "entropy_coef")
+"""What of a learner an update steers, by attribute: its part of a checkpoint beside the roles' own."""
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 W = TypeVar("W", bound=Worker)
@@ -65,6 +68,7 @@ def check_learner(config: TrainConfig) -> None:
     model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
     """
     check_algorithm(fill_length_norm(config))
+    check_entropy(config.algorithm)
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
         raise ConfigError(
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
@@ -131,7 +135,7 @@ class Learner:
         self.references: WorkerGroup[Reference] | None = None
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
-        self.kl_coef = config.algorithm.kl.coef
+        self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if shares_prefixes(config.model) else "off"
         self._skipped = 0
@@ -244,6 +248,10 @@ class Learner:
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 episodes = int(view.episode.max()) + 1
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
+        if self.algorithm.entropy_target is not None:
+            metrics["entropy_coef"] = self.entropy_coef
+            if "entropy" in learned and learned.get("optimizer_steps", 0) > 0:
+                self.entropy_coef = adapted_entropy_coef(self.entropy_coef, learned["entropy"], self.algorithm)
         if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
             return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
         self._skipped = 0
@@ -322,7 +330,7 @@ class Learner:
             metrics |= await self.actors.arun(
                 Actor.update,
                 whole,
-                algorithm,
+                with_coefficient(algorithm, self.entropy_coef),
                 step=step,
                 seed=seed,
                 temperature=self.config.rollout.temperature,
@@ -354,7 +362,8 @@ class Learner:
         await in_thread("files", self._save_own, folder)
 
     def _save_own(self, folder: Path) -> None:
-        (folder / STATE).write_text(json_text({"kl_coef": self.kl_coef}), encoding="utf-8")
+        coefficients = {name: getattr(self, name) for name in COEFFICIENTS}
+        (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
         if self.experience is not None:
             self.experience.save(folder / FILE)
 
@@ -375,12 +384,16 @@ class Learner:
         if self.critics is not None:
             await self.critics.arun(Critic.load, str(folder / "critic"))
         if (folder / STATE).is_file():
-            coef = read_json((folder / STATE).read_text(encoding="utf-8"))["kl_coef"]
-            if coef is None:
-                raise CheckpointError(f"{folder / STATE}: kl_coef was not a number when it was saved; resume an older checkpoint")
-            self.kl_coef = float(coef)
+            self._load_coefficients(folder / STATE)
         if self.experience is not None:
             await in_thread("files", self.experience.load, folder / FILE)
+
+    def _load_coefficients(self, path: Path) -> None:
+        found = read_json(path.read_text(encoding="utf-8"))
+        for name in (name for name in COEFFICIENTS if name in found):  # an older checkpoint has fewer, which nothing steered
+            if found[name] is None:
+                raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
+            setattr(self, name, float(found[name]))
 
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""

@@ -195,7 +195,9 @@ def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
     picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens, and so has a supervised term.
     """
     alive = trained_tokens(view)
-    if not (algorithm.entropy_bonus > 0 or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
+    # Under a target also while the coefficient is 0: what it is steered by is measured over the same rows in every update.
+    entropic = algorithm.entropy_bonus > 0 or algorithm.entropy_target is not None
+    if not (entropic or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
         moved = view.tokens("advantages") != 0
         if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and "picked" in view:
             moved = moved | view.tokens("picked")

@@ -67,6 +67,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "length_norm": 9,
         "experience": {},
         "demonstrations": {},
+        "entropy_target": 0.1,
     },
     "critic": {"path": "c"},
     "reward_model": {"path": "r"},

@@ -347,6 +347,10 @@ ELSEWHERE: dict[str, str] = {
         f"AlgorithmConfig.{key}": ACTOR
         for key in ("aggregate", "epochs", "minibatch", "entropy_bonus", "proximal", "length_norm")
     },
+    **{
+        f"AlgorithmConfig.{key}": "train/test_entropy_target.py::test_the_coefficient_rises_below_the_target_and_falls_above_it"
+        for key in ("entropy_target", "entropy_step", "entropy_max")
+    },
     "AlgorithmConfig.groups": "train/test_prefix_training.py::test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank",
     **{f"KlConfig.{key}": ACTOR for key in ("coef", "kind", "where", "straight_through")},
     **{f"KlConfig.{key}": "train/test_learner.py::test_steering" for key in ("target", "horizon")},
