@@ -17,7 +17,8 @@ from agentrl.errors import ConfigError
 from agentrl.run.loop import make_batch
 from agentrl.train.estimator_inputs import valued
 from agentrl.train.finite import broken_rows
-from agentrl.train.learner import check_learner, fill_length_norm, with_advantages
+from agentrl.train.learner import with_advantages
+from agentrl.train.learner_checks import check_learner, fill_length_norm
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
 GRPO, RLOO, PLUS = Choice(name="grpo"), Choice(name="rloo"), Choice(name="reinforce_pp")

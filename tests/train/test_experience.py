@@ -27,7 +27,7 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.train.experience import RARE, Experience, demonstrated, joined, with_rare
-from agentrl.train.learner import check_learner
+from agentrl.train.learner_checks import check_learner
 from agentrl.trajectory import Group
 
 CLIP = 0.2

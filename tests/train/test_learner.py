@@ -28,7 +28,8 @@ from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
 from agentrl.train.init_model import init_model
 from agentrl.train.kl import adapted_kl_coef
-from agentrl.train.learner import Learner, check_learner, with_advantages
+from agentrl.train.learner import Learner, with_advantages
+from agentrl.train.learner_checks import check_learner
 from agentrl.train.minibatch import token_noise, with_selection
 from tests.publishing import weights_of
 from tests.tiny import SMALL

@@ -31,7 +31,8 @@ from agentrl.errors import AgentrlError, ConfigError
 from agentrl.train import layout, role
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
-from agentrl.train.learner import Learner, check_learner
+from agentrl.train.learner import Learner
+from agentrl.train.learner_checks import check_learner
 from agentrl.train.publish import Publisher
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel

@@ -45,7 +45,7 @@ from agentrl.run.trackers import check_trackers
 from agentrl.train.engines import check_train_engine
 from agentrl.train.estimator_inputs import check_estimator_inputs
 from agentrl.train.families.choice import packing_of
-from agentrl.train.learner import check_learner
+from agentrl.train.learner_checks import check_learner
 from agentrl.train.publish import check_weights
 
 
