@@ -6,14 +6,16 @@ scoring, and not time during which something else blocked the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agentrl.deadline import LONGEST
 from agentrl.rollout.engine import Engine, Underway
 from agentrl.tool.tool import Blame
+from agentrl.trajectory import TokenLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,14 @@ class Report:
 
 
 class Watch:
-    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes.
+    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes. `cut`: the
+    tokens that were sampled in episodes that were then cancelled, without those of a turn that was not over.
 
     `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
     """
 
     def __init__(self, look: float = LONGEST) -> None:
-        self.moves, self.look = 0, look
+        self.moves, self.cut, self.look = 0, 0, look
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
         self._elsewhere: dict[str, Report] = {}
 
@@ -49,6 +52,15 @@ class Watch:
         finally:
             self._waits.pop(key, None)
             self.moved()
+
+    @contextmanager
+    def plays(self, ledgers: Sequence[TokenLedger]) -> Iterator[None]:
+        """An episode is played that fills these ledgers; if it is cancelled, their sampled tokens count as `cut`."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cut += sum(ledger.sampled_tokens for ledger in ledgers)
+            raise
 
     def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
         """The `most` longest waits of this process: episode, what it waits for, seconds so far; and how many more there are."""

@@ -23,11 +23,13 @@ from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.episode import EpisodeSpec, score_group
 from agentrl.rollout.evaluate import fault_of, success_rate
+from agentrl.rollout.group import alike, first_of, more, sound, unscored_cause
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.mixture.source import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.seeds import derive
+from agentrl.rollout.spent import Spent
 from agentrl.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -82,8 +84,8 @@ class Collector:
         self.envs = {env.name: env for env in envs}
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
         self.seed = seed
-        self.ledger = GroupLedger(config.groups, config.max_staleness, _more(config.groups, config.oversample))
-        self.progress = Progress()
+        self.ledger = GroupLedger(config.groups, config.max_staleness, more(config.groups, config.oversample))
+        self.progress, self._spent = Progress(), Spent(self.watch)
         self._greedy = frozenset(greedy)
         self._accept, self._on_group, self._say = accept, on_group, say
         self._refused = 0
@@ -127,6 +129,7 @@ class Collector:
         self.ledger.train(groups)
         for group in groups:
             self._names.pop(group.index, None)
+            self._spent.trained(group)
         self.tasks.update(self.ledger.version)
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
@@ -164,10 +167,11 @@ class Collector:
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics row of an update: groups filtered for it, groups in it without variance, the episodes that
-        ended since the last update (`episodes_played`, and `episodes_unscored` of them; also of dropped groups), those of the
-        task samplers and of the mixture, the members cancelled so far, and `faults/CAUSE`: attempts at an episode since the last
-        update that came to no score, also of members that were tried again and of groups that were dropped. Of several
-        environments also how many groups of each were dropped for it (`env/NAME/groups_failed` and so on)."""
+        ended since the last update (`episodes_played`, and `episodes_unscored` of them; also of dropped groups), the tokens that
+        were sampled and thrown away since (`Spent.take`), those of the task samplers and of the mixture, the members cancelled so
+        far, and `faults/CAUSE`: attempts at an episode since the last update that came to no score, also of members that were
+        tried again and of groups that were dropped. Of several environments also how many groups of each were dropped for it
+        (`env/NAME/groups_failed` and so on)."""
         return {"members_cancelled": float(self.progress.cancelled), **self._update_metrics, **self.tasks.metrics()}
 
     def ahead(self) -> str:
@@ -199,6 +203,7 @@ class Collector:
             "filtered": self._filtered,
             "played": dict(self._played),
             "refused": self._refused,
+            "spent": self._spent.to_json(),
         }
 
     def complete_groups(self) -> list[Group]:
@@ -217,7 +222,9 @@ class Collector:
         self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)
         self._played = Counter(state.get("played", {}))
         self._any_scored = self.version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
-        self._names = {group.index: group.env for group in self.ledger.complete_groups()}
+        complete = self.ledger.complete_groups()
+        self._names = {group.index: group.env for group in complete}
+        self._spent.load_json(state.get("spent", {}), complete)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -252,6 +259,7 @@ class Collector:
         self.tasks.forget(index)
         self._names.pop(index, None)
         self.ledger.drop(index, state)
+        self._spent.dropped(index, state)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)
@@ -264,6 +272,7 @@ class Collector:
         if scorer.compares:
             await score_group(group.trajectories, scorer)
         self._count_episodes(group)
+        self._spent.finished(group)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
         for member in [*group.trajectories, *greedy]:
@@ -328,6 +337,7 @@ class Collector:
             "groups_zero_variance": float(sum(alike(group) for group in groups)),
             **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
+            **self._spent.take(),
         }
         self._played.clear()
         if self.tasks.several:
@@ -352,14 +362,14 @@ class Collector:
         async with asyncio.TaskGroup() as tasks:
             running = {
                 tasks.create_task(self._member(index, choice, member)): member
-                for member in range(size + _more(size, self.config.oversample_members))
+                for member in range(size + more(size, self.config.oversample_members))
             }
-            while running and _sound(done) < size:
+            while running and sound(done) < size:
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
                 # taken than needed, so that equal runs take equal members.
                 for task in sorted(ended, key=running.__getitem__):
-                    if _sound(done) < size:
+                    if sound(done) < size:
                         done[running.pop(task)] = task.result()
             for task in running:
                 task.cancel()
@@ -385,6 +395,7 @@ class Collector:
             async with self._slots:
                 trajectory = await self.player.play(job, self.watch)
             self._moved(trajectory)
+            self._spent.attempt(index, trajectory, trajectory.stop.infrastructure and attempt < self.config.retries)
             if not trajectory.stop.infrastructure:
                 break
             self._fault(trajectory)
@@ -395,6 +406,7 @@ class Collector:
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
+        self._spent.dropped(index, state)
         self._count_drop(index, state, reason)
         del self._names[index]
 
@@ -491,29 +503,3 @@ class Collector:
             f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
             f"groups by state: {stats}"
         )
-
-
-def alike(group: Group) -> bool:
-    """Whether all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
-    return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
-
-
-def unscored_cause(trajectory: Trajectory) -> str:
-    """Why an episode has no score: the fault that ended it, or `reward_spec`, whose root was null."""
-    return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The first error of a group of errors, however deep."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _more(count: int, factor: float) -> int:
-    """How many more than `count` an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
-    return math.ceil(count * (factor - 1.0) - 1e-9)
-
-
-def _sound(members: Mapping[int, Trajectory]) -> int:
-    return sum(not trajectory.stop.infrastructure for trajectory in members.values())

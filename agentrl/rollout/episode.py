@@ -106,12 +106,12 @@ async def run_episode(
     """Run one episode to its end and score it once; without a `scorer`, that is left to `score_episode`.
 
     A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
-    reward: it is recorded as a StopReason with `reward` None. If the policy used up its time, the episode is truncated
-    and scored. Cancellation tears the environment down and propagates. `watch` is told what the episode waits for and
-    when something arrives.
+    reward: it is recorded as a StopReason with `reward` None. If the policy used up its time, the episode is truncated and
+    scored. Cancellation tears the environment down and propagates. `watch` is told what it waits for and what arrives.
     """
-    watch = watch or Watch()
-    return await played(_Episode(env, policy, spec, limits, watch), env, spec, limits, scorer, watch)
+    episode = _Episode(env, policy, spec, limits, watch := watch or Watch())
+    with watch.plays(episode.ledgers):
+        return await played(episode, env, spec, limits, scorer, watch)
 
 
 class Course(Protocol):

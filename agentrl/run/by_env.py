@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from agentrl.rollout.collect import alike, unscored_cause
+from agentrl.rollout.group import alike, unscored_cause
 from agentrl.rollout.player import RunEnv
 from agentrl.run.horizon import Bins, by_bin
 from agentrl.trajectory import Group, Trajectory

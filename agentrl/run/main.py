@@ -45,6 +45,7 @@ from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.provenance import check_contents, updates_done
 from agentrl.run.quiet import quiet_libraries
+from agentrl.run.rows import thrown_away
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, open_session, warmed_up
 from agentrl.run.sft import warm_start
@@ -289,6 +290,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
         **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
         "tokens": sum(row["tokens"] for row in updates),
+        **thrown_away(updates),
         "seconds": round(seconds, 1),
         "restarts": outcome.restarts,
     }
@@ -328,6 +330,11 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"  {env.called:<26}{said}")
         _say_horizons(display, one.get("horizons", {}))
     _say_horizons(display, summary_of(rows))
+    spent = thrown_away([row for row in rows if row["phase"] == "train"])
+    if spent.get("tokens_thrown"):
+        away, of = spent["tokens_thrown"], spent["tokens_sampled"]
+        causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
+        display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
     display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
     if outcome.status == "done":
         display.say(f"trained model               {folder.final}")

@@ -183,8 +183,14 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "pi(trained) over the computed tokens"),
     ),
     "The engine and the rollouts": (
-        MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "sampled tokens over the seconds of the rollout (of the whole "
-            "step with `rollout.max_staleness` above 0)"),
+        MetricInfo("tokens_sampled", "tokens", "all tokens sampled for training since the last row: of every attempt at an "
+            "episode, of greedy episodes too, also of groups that were dropped"),
+        MetricInfo("tokens_thrown", "tokens", "of these, or of earlier ones, those that will not be trained: thrown away. "
+            "With `rollout.max_staleness` 0, `tokens` + `tokens_thrown` are `tokens_sampled` (and greedy episodes)"),
+        MetricInfo("tokens_thrown/<why>", "tokens", "those of groups that were `filtered`, `refused`, `stale` or `failed`, "
+            "of `cancelled` groups and members (without a turn that was not over), and of attempts that were `retried`"),
+        MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "`tokens_sampled` over the seconds of the rollout (of the "
+            "whole step with `rollout.max_staleness` above 0)"),
         MetricInfo("throughput/trained_tokens_per_s", "tokens/s", "`tokens_trained` over the seconds of the update"),
         MetricInfo("engine/tokens_per_s", "tokens/s", "tokens that the engine sampled for anything, per second since the last "
             "row; null in the first"),

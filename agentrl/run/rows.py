@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.rollout.evaluate import Evaluation
 from agentrl.run.by_env import NO_BINS, Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.frame import percent
 from agentrl.run.horizon import Bins
 from agentrl.run.session import Session
 from agentrl.trajectory import Group, Trajectory
@@ -50,13 +52,15 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
     """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
     parts."""
     collector = session.collector
+    rollouts = collector.metrics()
+    sampled = rollouts["tokens_sampled"]
     return {
         **episodes,
         **update,
-        **collector.metrics(),
+        **rollouts,
         **session.player.metrics(),
         **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
-        **_speeds(episodes, update, laps, beside=session.config.rollout.max_staleness > 0),
+        **_speeds(sampled, update, laps, beside=session.config.rollout.max_staleness > 0),
         **{f"time/{name}": seconds for name, seconds in laps.items()},
     }
 
@@ -82,9 +86,24 @@ def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
     """What the display says of an update: in plain lines too, and only in its frame."""
     each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
     said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row["throughput/sampled_tokens_per_s"]}
+    if row.get("tokens_thrown"):
+        said["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
     terms = {key: value for key, value in row.items() if key.startswith(("term/", "metric/"))}
     details = {words: row.get(key) for key, words in DETAILS.items()}
     return said, {**terms, **details, "staleness": details["staleness"] or None, "unscored": row["unscored"] or None}
+
+
+def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Over the rows of a run's updates: `tokens_sampled`, `tokens_thrown`, and by cause `thrown`, the most first; nothing of an
+    older run, whose rows do not have them."""
+    counted = [row for row in updates if "tokens_sampled" in row]
+    if not counted:
+        return {}
+    causes: Counter[str] = Counter()
+    for row in counted:
+        causes.update({key.partition("/")[2]: int(row[key]) for key in row if key.startswith("tokens_thrown/")})
+    sums = {key: int(sum(row[key] for row in counted)) for key in ("tokens_sampled", "tokens_thrown")}
+    return {**sums, "thrown": dict(causes.most_common())}
 
 
 def known(row: Mapping[str, Any]) -> Row:
@@ -109,10 +128,10 @@ def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kind
     return found
 
 
-def _speeds(values: Mapping[str, Any], update: Mapping[str, Any], laps: Mapping[str, float], *, beside: bool) -> Row:
+def _speeds(sampled: float, update: Mapping[str, Any], laps: Mapping[str, float], *, beside: bool) -> Row:
     trained = update.get("tokens_trained")
     return {
-        "throughput/sampled_tokens_per_s": values["tokens"] / sampling_seconds(laps, beside),
+        "throughput/sampled_tokens_per_s": sampled / sampling_seconds(laps, beside),
         "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
     }
 

@@ -112,7 +112,7 @@ class MetricsEndpoint:
                 self.count(f"episodes_{'unscored' if kind == 'unscored' else 'faulty'}", value, cause=cause, phase=phase)
         if "scored" in known:
             self.count("episodes", known["scored"] + known.get("unscored", 0.0), phase=phase)
-            self.count("tokens_sampled", known.get("tokens", 0.0), phase=phase)
+            self.count("tokens_sampled", known.get("tokens_sampled", known.get("tokens", 0.0)), phase=phase)
         if phase == "train":
             self.count("updates")
             self.count("tokens_trained", known.get("tokens_trained", 0.0))

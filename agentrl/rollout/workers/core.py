@@ -200,7 +200,8 @@ class WorkerCore:
         for number, watch in list(self._watches.items()):
             fresh, self._reported[number] = watch.moves - self._reported[number], watch.moves
             waits, more = watch.oldest(MOST_WAITS)
-            found.append({"watch": number, "moves": fresh, "waits": waits, "more": more})
+            cut, watch.cut = watch.cut, 0
+            found.append({"watch": number, "moves": fresh, "waits": waits, "more": more, "cut": cut})
             if not self._watching[number]:  # evaluations have a watch of their own each
                 del self._watches[number], self._reported[number], self._watching[number]
         return found

@@ -189,6 +189,7 @@ class RemoteWorker:
         fresh = told["moves"]
         elsewhere = watch.moves - self._known.get(number, watch.moves)
         watch.moves += fresh
+        watch.cut += told["cut"]
         self._known[number] = watch.moves
         waits = [(key, what, seconds) for key, what, seconds in told["waits"]]
         watch.told(self.name, Report(waits, told["more"]))

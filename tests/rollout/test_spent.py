@@ -1,0 +1,256 @@
+"""Every sampled token is counted once, and those that are thrown away by why: against what the engine says that it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import agentrl
+from agentrl.catalog import EnvRef
+from agentrl.config import Choice, RolloutConfig
+from agentrl.render.base import Renderer
+from agentrl.reward import compile_spec
+from agentrl.rollout.accept import Acceptance
+from agentrl.rollout.clock import Watch
+from agentrl.rollout.collect import Collector
+from agentrl.rollout.engine import Engine, Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.player import Job, LocalPlayer, RunEnv
+from agentrl.run.metrics import info_of
+from agentrl.run.rows import shown_of, thrown_away
+from agentrl.trajectory import Group, Message, ToolCall
+from tests.publishing import exchange
+from tests.rollout.conftest import FaultyEngine
+from tests.rollout.in_process import pool_in_process
+from tests.rollout.test_samplers import LENGTH
+
+ENV = EnvRef("key_value")
+CALL = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
+
+
+class Counting(FaultyEngine):
+    """Counts the tokens that it gave, by request. `first`: the first turn of each episode, if it is to call a tool. `held`:
+    episodes whose keys begin so get no second turn."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.gave: Counter[str] = Counter()
+        self.first: list[int] = []
+        self.held: tuple[str, ...] = ()
+        self.waits = False
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        if self.first and request_key not in self.gave:
+            found = Generation(self.first, [-1.0] * len(self.first), [self.version] * len(self.first), "stop")
+        else:
+            if self.held and request_key.startswith(self.held):
+                self.waits = True
+                await asyncio.sleep(3600)
+            found = await super().generate(token_ids, sampling, request_key)
+        self.gave[request_key] += len(found.token_ids)
+        return found
+
+    def of(self, *starts: str) -> int:
+        return sum(count for key, count in self.gave.items() if key.startswith(starts))
+
+
+def made(renderer: Renderer, *, odd: bool = False, greedy: bool = False, **more: Any) -> tuple[Counting, Collector]:
+    faults = {key: more.pop(key) for key in ("fail", "max_delay", "seed", "stuck") if key in more}
+    engine = Counting(renderer.stop_token_ids[0], **faults)
+    config = RolloutConfig(**{"groups": 2, "group_size": 2, "max_turns": 3, "stall_timeout": 20.0, **more})
+    part = RunEnv("kv", ENV, Policy(engine, renderer), compile_spec(LENGTH), Limits.of(config, 2048))
+    tasks = MixedTasks([Part("kv", ENV, config.sampler)], config.mixture, 0)
+    accept = Acceptance(Choice(name=agentrl.give(lambda group: group.index % 2 == 0, "even"))) if odd else None
+    collect = Collector(LocalPlayer([part]), [part], tasks, config, seed=0, greedy=["kv"] if greedy else [], accept=accept)
+    return engine, collect
+
+
+async def rows_of(collect: Collector, updates: int) -> tuple[list[dict[str, float]], list[list[Group]]]:
+    rows, batches = [], []
+    for _ in range(updates):
+        groups = await collect.collect()
+        rows.append({key: value for key, value in collect.metrics().items() if key.startswith("tokens")})
+        batches.append(groups)
+        collect.trained(groups)
+        await exchange(collect)
+    return rows, batches
+
+
+def tokens(groups: list[Group]) -> int:
+    return sum(t.sampled_tokens for group in groups for t in [*group.trajectories, *([group.baseline] if group.baseline else [])])
+
+
+def dropped(batches: list[list[Group]], last: int) -> list[str]:
+    """Groups up to the last one that were never trained, as their requests begin."""
+    trained = {group.index for groups in batches for group in groups}
+    return [f"g{index}." for index in range(last + 1) if index not in trained]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_filtered_group_is_thrown_away_and_a_refused_one_too(renderer: Renderer, greedy: bool) -> None:
+    for why, options in (("filtered", {"filter_zero_variance": True}), ("refused", {"odd": True})):
+        engine, collect = made(renderer, greedy=greedy, **options)
+        rows, batches = asyncio.run(rows_of(collect, 6))
+        for row, groups in zip(rows, batches, strict=True):
+            assert row["tokens_sampled"] == tokens(groups) + row["tokens_thrown"]
+            assert row["tokens_thrown"] == row.get(f"tokens_thrown/{why}", 0)
+        last = max(group.index for groups in batches for group in groups)
+        away = engine.of(*dropped(batches, last))
+        assert sum(row["tokens_sampled"] for row in rows) == sum(engine.gave.values())
+        assert 0 < away <= sum(row["tokens_thrown"] for row in rows), "those after the last one that was trained are among them"
+        spent = thrown_away(rows)
+        assert spent["thrown"] == {why: spent["tokens_thrown"]} and spent["tokens_sampled"] == sum(engine.gave.values())
+
+
+def test_what_is_tried_again_or_fails_is_thrown_away(renderer: Renderer) -> None:
+    engine, collect = made(renderer, fail=0.35, seed=3, retries=1, min_survivors=2)
+    engine.first = renderer.assistant(CALL)
+    rows, batches = asyncio.run(rows_of(collect, 6))
+    again = sum(n for key, n in engine.gave.items() if ".a0" in key and key.replace(".a0", ".a1") in engine.gave)
+    assert sum(row.get("tokens_thrown/retried", 0) for row in rows) == again > 0
+    assert sum(row["tokens_sampled"] for row in rows) == sum(engine.gave.values())
+    assert sum(row["tokens_thrown"] for row in rows) == sum(engine.gave.values()) - sum(map(tokens, batches))
+    assert collect.ledger.counts()["failed"] > 0 and sum(row.get("tokens_thrown/failed", 0) for row in rows) > 0
+
+
+def test_cancelled_episodes_count_with_the_turns_that_were_over(renderer: Renderer) -> None:
+    """Group 1 hangs in its second turn: what it sampled before is told with the next update, after its cancellation."""
+
+    async def scenario() -> tuple[Counting, list[dict[str, float]], list[list[Group]]]:
+        engine, collect = made(renderer, oversample=1.5)
+        engine.first, engine.held = renderer.assistant(CALL), ("g1.",)
+        first = await rows_of(collect, 1)
+        await collect.rest()
+        second = await rows_of(collect, 1)
+        await collect.rest()
+        third = await rows_of(collect, 1)
+        await collect.close()
+        return engine, first[0] + second[0] + third[0], first[1] + second[1]
+
+    engine, rows, batches = asyncio.run(scenario())
+    assert [group.index for group in batches[0]] == [0, 2], "the update does without the one that hangs"
+    assert engine.of("g1.") == 2 * len(engine.first) and "tokens_thrown/cancelled" not in rows[0]
+    assert rows[1]["tokens_thrown/cancelled"] >= engine.of("g1."), "told with the next update"
+    assert all(row["tokens_thrown"] == row.get("tokens_thrown/cancelled", 0) for row in rows)
+
+
+async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.rollout.workers.core.BEAT_S", 0.02)
+    engine = Counting(renderer.stop_token_ids[0])
+    engine.first, engine.held = renderer.assistant(CALL), ("g0.",)
+    limits = Limits.of(RolloutConfig(max_turns=3), 2048)
+
+    def make(engine: Engine) -> list[RunEnv]:
+        return [RunEnv("kv", ENV, Policy(engine, renderer), compile_spec(LENGTH), limits)]
+
+    pool, _ = pool_in_process(engine, make, 1)
+    await pool.start()
+    task = asyncio.create_task(pool.play(Job("kv", EpisodeSpec(3, "train", 77, 0, "g0.m0.a0")), watch := Watch()))
+    async with asyncio.timeout(60):
+        while not engine.waits:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while not watch.cut:
+            await asyncio.sleep(0.01)
+    assert watch.cut == len(engine.first) == engine.of("g0.")
+    await asyncio.sleep(0.1)
+    assert watch.cut == len(engine.first), "told once"
+    await pool.close()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 2), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.003]), st.integers(0, 2**30), st.booleans(),
+    st.sampled_from([1.0, 1.5]), st.sampled_from([1.0, 1.5]), st.integers(0, 3),
+)  # fmt: skip
+def test_no_token_is_lost_or_counted_twice(
+    renderer: Renderer, eta: int, fail: float, delay: float, seed: int, filters: bool, groups: float, members: float, killed: int
+) -> None:
+    options: dict[str, Any] = {
+        "fail": fail, "max_delay": delay, "seed": seed, "max_staleness": eta, "filter_zero_variance": filters,
+        "oversample": groups, "oversample_members": members, "odd": seed % 2 == 0,
+    }  # fmt: skip
+
+    async def scenario() -> None:
+        engine, collect = made(renderer, **options)
+        found, engines = list[tuple[dict[str, float], list[Group]]](), [engine]
+        for update in range(3):
+            rows, batches = await rows_of(collect, 1)
+            found.append((rows[0], batches[0]))
+            if update == killed and eta == 0:
+                await collect.rest()
+                state = json.loads(json.dumps(collect.to_json()))
+                engine, collect = made(renderer, **options)
+                engines.append(engine)
+                collect.load_json(state)
+                await exchange(collect)
+        await collect.close()
+        waiting = collect.complete_groups()
+        rest = collect._spent.take()
+        gave = sum(sum(engine.gave.values()) for engine in engines)
+        sampled = sum(row["tokens_sampled"] for row, _ in found) + rest["tokens_sampled"]
+        # What is cancelled in the moment in which a turn ends has not read it.
+        assert gave == sampled if eta == 0 and groups == members == 1 else gave >= sampled
+        thrown = sum(row["tokens_thrown"] for row, _ in found) + rest["tokens_thrown"]
+        kept = sum(tokens(batch) for _, batch in found) + tokens(waiting)
+        if eta == 0:
+            assert sampled == kept + thrown
+        for row, _ in found:
+            assert row["tokens_thrown"] == sum(value for key, value in row.items() if "/" in key)
+            assert all(info_of(key) for key in row)
+
+    asyncio.run(scenario())
+
+
+def test_the_display_says_the_share_that_was_thrown_away() -> None:
+    row: dict[str, Any] = {"success": 0.5, "reward": None, "throughput/sampled_tokens_per_s": 10.0, "unscored": 0}
+    assert "thrown away" not in shown_of(row | {"tokens_sampled": 10.0, "tokens_thrown": 0.0}, ["a"])[0]
+    assert shown_of(row | {"tokens_sampled": 400.0, "tokens_thrown": 100.0}, ["a"])[0]["thrown away"] == "25.0 %"
+
+
+CONFIG = """
+base = "quickstart"
+name = "r"
+steps = 3
+engine = "embedded"
+sft = false
+trackers = []
+cluster = { backend = "inline" }
+rollout = { groups = 2, group_size = 2, max_turns = 3, max_turn_tokens = 6, filter_zero_variance = true, max_filtered = 2.0 }
+eval = { tasks = 1 }
+health = { idle_updates = 1000 }
+model = { init = { layers = 1, hidden = 16 } }
+"""
+
+
+def test_a_run_from_a_config_says_it_in_rows_summary_and_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A random model solves nothing: of each update 4 groups are filtered, the limit, and 2 trained."""
+    from agentrl.cli.main import main
+
+    (tmp_path / "c.toml").write_text(CONFIG)
+    assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}"]) in (0, 1)
+    run = tmp_path / "r"
+    rows = [row for line in (run / "metrics.jsonl").read_text().splitlines() if (row := json.loads(line))["phase"] == "train"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["tokens_sampled"] == row["tokens"] + row["tokens_thrown"] and row["groups_filtered"] == 4
+        assert row["throughput/sampled_tokens_per_s"] == pytest.approx(row["tokens_sampled"] / row["time/rollout_s"])
+        assert 0.5 < row["tokens_thrown"] / row["tokens_sampled"] < 0.8
+    summary = json.loads((run / "summary.json").read_text())
+    sampled, away = (sum(row[key] for row in rows) for key in ("tokens_sampled", "tokens_thrown"))
+    assert (summary["tokens_sampled"], summary["tokens_thrown"], summary["thrown"]) == (sampled, away, {"filtered": away})
+    said = capsys.readouterr().out
+    share = f"{100 * away / sampled:.1f} %"
+    assert f"{away:,.0f} of {sampled:,.0f} sampled tokens ({share}: filtered {share})" in " ".join(said.split())
+    assert "thrown away" in next(line for line in said.splitlines() if "[train] 3/3" in line and "tokens/s" in line)
