@@ -37,7 +37,7 @@ class Span:
 
     def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[Sequence, int]], device: torch.device) -> None:
         self.pool, self.offset = pool, offset
-        slots = [sequence.slot for sequence, _ in parts]
+        self._slots = slots = [sequence.slot for sequence, _ in parts]
         first = [sequence.computed for sequence, _ in parts]
         counts = [count for _, count in parts]
         self.tokens = sum(counts)
@@ -87,9 +87,10 @@ class Span:
         self.view, self.scatter = None, None
 
     def cached(self, kv: Tensor, start: int = 0) -> Tensor:
-        """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]."""
+        """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
+        the next call for the same pool."""
         kv = kv[:, :, :, start : self.longest]
-        return kv.index_select(1, self.slots) if self.view is None else kv[:, self.view]
+        return self.pool.gathered(kv, self._slots) if self.view is None else kv[:, self.view]
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""

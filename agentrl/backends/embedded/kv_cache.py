@@ -7,6 +7,7 @@ moves to the next (twice the capacity).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,7 @@ class Pool:
         self.capacity = capacity
         self.kv = self._zeros(0)
         self._free: list[int] = []
+        self._copies = self._zeros(0).flatten()
         self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
         """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
 
@@ -81,6 +83,17 @@ class Pool:
         self._free = list(range(old.shape[2], self.slots))
         return True
 
+    def gathered(self, kv: Tensor, slots: list[int]) -> Tensor:
+        """A copy of these slots of a layer's [2, slots, heads, tokens, dim], valid until the next call."""
+        if kv.device.type != "cpu":
+            return kv.index_select(1, torch.tensor(slots, device=kv.device))
+        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
+        # stays: pages that are new each time take longer than what is written into them.
+        shape = (kv.shape[0], len(slots), *kv.shape[2:])
+        if self._copies.numel() < math.prod(shape):
+            self._copies = kv.new_empty(math.prod(shape))
+        return torch.stack([kv[:, slot] for slot in slots], 1, out=self._copies[: math.prod(shape)].view(shape))
+
     def take(self) -> int:
         """The lowest free slot; call `grow` first. Taking low ones first keeps a decode step's view dense."""
         slot = min(self._free)
@@ -97,6 +110,7 @@ class Pool:
     def clear(self) -> None:
         """Free the memory; only for a pool without used slots."""
         self.kv, self._free = self._zeros(0), []
+        self._copies = self.kv.flatten()
 
     def _zeros(self, slots: int) -> Tensor:
         # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
