@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.backends.endpoint.chat import read_messages
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.config.envs import alone, entry_of
+from agentrl.config.temperature import one_temperature
 from agentrl.errors import ConfigError, StepOrderError
 from agentrl.executors import in_thread
 from agentrl.python.background import BothMethod
@@ -127,7 +128,7 @@ class LivePolicy:
         """
         if len(draws) != len(rewards):
             raise ConfigError(f"policy.group: {len(draws)} answers and {len(rewards)} rewards; expected one each")
-        heat, number, members = self._session.config.rollout.temperature, next(self._numbers), []
+        heat, number, members = one_temperature(self._session.config.rollout, "a policy"), next(self._numbers), []
         for member, (draw, reward) in enumerate(zip(draws, rewards, strict=True)):
             if (draw.temperature or 1.0) != (heat or 1.0):
                 raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.cli.configs import open_folder
 from agentrl.config import TrainConfig
+from agentrl.config.temperature import one_temperature
 from agentrl.errors import ConfigError, StepOrderError
 from agentrl.executors import in_thread
 from agentrl.python.background import Both, BothMethod
@@ -111,6 +112,7 @@ async def _session(
                 f"algorithm.{name}: a step-wise loop chooses itself what is in a batch, and nothing is added to it; leave it out "
                 f"(overrides={{'algorithm.{name}': False}})"
             )
+    one_temperature(made.rollout, "a step-wise loop")
     await in_thread("load", check_train, made)
     raise_gc_threshold()
     temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None

@@ -17,6 +17,7 @@ from agentrl.batch.schedule import cut_minibatches
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import Choice
 from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.temperature import one_temperature
 from agentrl.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
 from agentrl.executors import in_thread
 from agentrl.given import give, packed, unpack
@@ -187,7 +188,7 @@ class Trainer:
             chosen,
             step=batch.version,
             seed=self.config.seed,
-            temperature=self.config.rollout.temperature,
+            temperature=one_temperature(self.config.rollout, "a trainer"),
             kl_coef=self._session.learner.kl_coef if kl_coef is None else kl_coef,
             part=batch.part or 0,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from agentrl.config import RolloutConfig
+from agentrl.config import RolloutConfig, temperature
 from agentrl.deadline import LONGEST, in_time
 from agentrl.errors import NothingScoredError, StalledError
 from agentrl.rollout.accept import Acceptance
@@ -389,8 +389,8 @@ class Collector:
                 given=choice.given,
             )
             # `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
-            greedy = 0.0 if member == GREEDY else None
-            job = Job(choice.env, spec, choice.params, greedy, stall_timeout=math.inf)
+            heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
+            job = Job(choice.env, spec, choice.params, heat, math.inf, trained=member != GREEDY)
             # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
             async with self._slots:
                 trajectory = await self.player.play(job, self.watch)

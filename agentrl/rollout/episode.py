@@ -95,9 +95,9 @@ class Policy:
     writer: Policy | None = None
     router_replay: bool = False
 
-    def at(self, temperature: float) -> Policy:
-        """The same policy at another temperature, whose episodes are not trained on; 0 is greedy."""
-        return replace(self, temperature=temperature, router_replay=False)
+    def at(self, temperature: float, trained: bool = False) -> Policy:
+        """The same policy at another temperature, whose episodes are not trained on unless `trained`; 0 is greedy."""
+        return replace(self, temperature=temperature, router_replay=self.router_replay and trained)
 
 
 async def run_episode(

@@ -55,14 +55,16 @@ class RunEnv:
 class Job:
     """One episode to be played in the environment `env` (the name of a `RunEnv`).
 
-    `params` replace parameters of the environment, `temperature` the policy's; with a temperature of its own an episode is
-    not trained on. `stall_timeout`, if given, replaces that of the limits."""
+    `params` replace parameters of the environment, `temperature` the policy's; with a temperature of its own an episode is not
+    trained on, unless it is that of the update for which it is played (`trained`). `stall_timeout`, if given, replaces that of
+    the limits."""
 
     env: str
     spec: EpisodeSpec
     params: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
     stall_timeout: float | None = None
+    trained: bool = False
 
 
 class Player(ABC):
@@ -114,7 +116,7 @@ class LocalPlayer(Player):
 
     async def play(self, job: Job, watch: Watch) -> Trajectory:
         part, key = self._envs[job.env], job.spec.key
-        policy = part.policy if job.temperature is None else part.policy.at(job.temperature)
+        policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
         limits = part.limits if job.stall_timeout is None else replace(part.limits, stall_timeout=job.stall_timeout)
         scorer = part.scorer if self._asks or not part.scorer.asks else None
         with in_episode(key), span("episode", f"{part.name} {key}", track=key) as opened:

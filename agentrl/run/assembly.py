@@ -23,6 +23,7 @@ from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone, the_env, told
+from agentrl.config.temperature import temperature_at
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
@@ -186,7 +187,7 @@ def make_policy(
     return Policy(
         engine,
         renderer,
-        rollout.temperature if temperature is None else temperature,
+        temperature_at(rollout, 0) if temperature is None else temperature,
         rollout.top_p,
         rollout.top_k,
         make_context_policy(rollout.context),

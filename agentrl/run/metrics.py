@@ -115,6 +115,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("lr_factor", "1", "learning rate of the last supervised step over `sft.lr`", ("sft",)),
         MetricInfo("entropy", "nats", "entropy of the policy at the rollout's temperature, mean over the computed tokens that "
             "are trained"),
+        MetricInfo("temperature", "1", "with points in `rollout.temperature`: that of this update's episodes and policies"),
         MetricInfo("entropy_coef", "1", "with `algorithm.entropy_target`: the coefficient of the entropy bonus in this update"),
         MetricInfo("ratio", "1", "importance ratio of trained to proximal policy, mean over the computed tokens that are "
             "trained; gspo: of the row"),

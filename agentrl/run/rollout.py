@@ -15,6 +15,7 @@ from typing import Any, Literal
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
+from agentrl.config.temperature import one_temperature
 from agentrl.errors import ConfigError
 from agentrl.executors import share_the_lock
 from agentrl.files import atomic_write, naming
@@ -59,7 +60,7 @@ class RolloutRequest:
 
     def temperature(self, config: TrainConfig) -> float:
         """The sampling temperature; an evaluation has its own."""
-        return config.eval.temperature if self.purpose == "eval" else config.rollout.temperature
+        return config.eval.temperature if self.purpose == "eval" else one_temperature(config.rollout, "a rollout")
 
 
 @dataclass(slots=True)

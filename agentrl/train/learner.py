@@ -29,6 +29,7 @@ from agentrl.cluster.shared_folder import check_arrived, check_shared
 from agentrl.cluster.worker import Worker
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
+from agentrl.config.temperature import scheduled, temperature_at
 from agentrl.errors import CheckpointError, NonFiniteError
 from agentrl.executors import in_thread
 from agentrl.plain_data import json_text, read_json
@@ -141,7 +142,7 @@ class Learner:
         NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
         """
         self.tokens = None
-        view, metrics, broken = await self.ready(batch)
+        view, metrics, broken = await self.ready(batch, step=step)
         return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep, shown)
 
     async def ready(
@@ -150,12 +151,13 @@ class Learner:
         algorithm: AlgorithmConfig | None = None,
         own: Mapping[str, Choice] | None = None,
         estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
+        step: int = 0,
     ) -> tuple[Ragged, dict[str, float], str]:
         """The first half of `step`: the batch with all that an update of critic and actor reads, the metrics so far, and what is
         not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
         `estimator`: a function instead of them."""
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
-        view, metrics = await self._prepared(Ragged.of(batch))
+        view, metrics = await self._prepared(Ragged.of(batch), self._temperature(step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         found = await in_thread("batch", broken_rows, view)
         if found:
@@ -191,6 +193,8 @@ class Learner:
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 episodes = int(view.episode.max()) + 1
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
+        if (heat := scheduled(self.config.rollout, step)) is not None:
+            metrics["temperature"] = heat
         if self.algorithm.entropy_target is not None:
             metrics["entropy_coef"] = self.entropy_coef
             if "entropy" in learned and learned.get("optimizer_steps", 0) > 0:
@@ -207,10 +211,14 @@ class Learner:
         seen = self.actors.run_all(Actor.visited)
         return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
 
-    async def _prepared(self, view: Ragged) -> tuple[Ragged, dict[str, float]]:
+    def _temperature(self, step: int) -> float:
+        """That at which all policies of update `step` are computed, the one at which its episodes were sampled. Greedy ones have
+        no distribution to train: theirs is that of 1."""
+        return temperature_at(self.config.rollout, step) or 1.0
+
+    async def _prepared(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
         """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
         reference policy, and values, each only if the config asks for it."""
-        temperature = self.config.rollout.temperature or 1.0
         # First, so that each of the forward passes below computes a shared prefix once.
         view = await in_thread("batch", with_trees, view, self.sharing)
         metrics: dict[str, float] = {}
@@ -245,14 +253,14 @@ class Learner:
         if self.experience is not None:
             kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
             if kept is not None:
-                added.insert(0, await self._recalled(kept))
+                added.insert(0, await self._recalled(kept, self._temperature(step)))
         return (await in_thread("batch", joined, view, added, self.sharing) if added else view), metrics
 
-    async def _recalled(self, kept: TensorDict) -> TensorDict:
+    async def _recalled(self, kept: TensorDict, temperature: float) -> TensorDict:
         """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
         if self.algorithm.proximal != "recompute":
             return kept
-        now = await self.actors.arun(Actor.compute_logprob, kept, self.config.rollout.temperature or 1.0)
+        now = await self.actors.arun(Actor.compute_logprob, kept, temperature)
         if self.critics is not None:
             await self._rest("actor", self.actors)
         view = Ragged.of(kept)
@@ -276,7 +284,7 @@ class Learner:
                 with_coefficient(algorithm, self.entropy_coef),
                 step=step,
                 seed=seed,
-                temperature=self.config.rollout.temperature,
+                temperature=self._temperature(step),
                 kl_coef=self.kl_coef,
             )
         return metrics

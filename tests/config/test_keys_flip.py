@@ -126,7 +126,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "RolloutConfig.temperature": (
         see.asked,
         PLAY,
-        {"rollout.temperature=1.0": {ASKED}, "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)}},
+        {
+            "rollout.temperature=1.0": {ASKED},
+            "rollout.temperature=0.5": {(2048, 0.5, 1.0, 0)},
+            "rollout.temperature=[[0,0.75]]": {(2048, 0.75, 1.0, 0)},
+        },
     ),
     "RolloutConfig.top_p": (see.asked, PLAY, {"rollout.top_p=1.0": {ASKED}, "rollout.top_p=0.5": {(2048, 1.0, 0.5, 0)}}),
     "RolloutConfig.top_k": (see.asked, PLAY, {"rollout.top_k=0": {ASKED}, "rollout.top_k=5": {(2048, 1.0, 1.0, 5)}}),

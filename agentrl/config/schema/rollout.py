@@ -13,11 +13,11 @@ from agentrl.config.schema.base import (
     NotNegativeInt,
     PositiveInt,
     Seconds,
-    Temperature,
     Tokens,
     Turns,
     Unit,
 )
+from agentrl.config.schema.env import Steps
 
 Factor = Annotated[float, Field(ge=1.0, le=8.0), Unit("1")]
 
@@ -83,9 +83,9 @@ class RolloutConfig(Frozen):
     """What the policy may sample in one turn."""
     max_episode_tokens: Tokens = 16384
     """All of an episode: prompts, tool results and what is sampled."""
-    temperature: Temperature = 1.0
+    temperature: Annotated[Steps, Unit("1")] = 1.0
     """Of sampling and of the policy that is trained, softmax(logits / temperature), so a training run needs at least 0.01 (0 is
-    greedy)."""
+    greedy): a number, or points `[[update, temperature], ...]` with straight lines between them."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), Unit("1")] = 1.0
     """Only the most likely tokens that have this probability together may be drawn."""
     top_k: Annotated[NotNegativeInt, Unit("tokens")] = 0

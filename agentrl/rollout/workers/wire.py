@@ -33,6 +33,7 @@ def job_fields(job: Job) -> Fields:
         "params": dict(job.params),
         "temperature": job.temperature,
         "stall_timeout": job.stall_timeout,
+        "trained": job.trained,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
+from agentrl.config.temperature import check_temperatures
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import AgentrlError, ConfigError
 from agentrl.rollout.accept import FILTERS
@@ -14,17 +15,16 @@ from agentrl.rollout.sampler.base import make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.run.engines import engine_of
 
-LEAST_TEMPERATURE = 0.01
-
 
 def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work.
 
     Reads: rollout.temperature, rollout.sampler, rollout.accept, rollout.context, rollout.summary_model, rollout.colocate,
-    rollout.max_staleness, rollout.filter_zero_variance, eval.temperature, reward_model, weights.lora, engine, env, seed.
+    rollout.max_staleness, rollout.filter_zero_variance, eval.temperature, algorithm.experience, reward_model, weights.lora,
+    engine, env, seed.
     """
     rollout = config.rollout
-    _check_temperatures(config)
+    check_temperatures(config)
     if rollout.accept is not None:
         FILTERS.bind(rollout.accept.name, rollout.accept.args)
     source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, config.seed)
@@ -52,7 +52,8 @@ def check_trainable(config: TrainConfig) -> None:
 
     Reads: rollout.temperature, env.wrappers.
     """
-    if config.rollout.temperature == 0:
+    given = config.rollout.temperature
+    if 0 in ([value for _, value in given] if isinstance(given, list) else [given]):
         raise ConfigError(
             "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
             "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
@@ -64,15 +65,6 @@ def check_trainable(config: TrainConfig) -> None:
             f"env.wrappers: {choice.name} counts wall-clock time (queues and publishes too), and episodes that it cuts are "
             "unscored, so a policy could escape a bad reward by being slow; use rollout.episode_timeout"
         )
-
-
-def _check_temperatures(config: TrainConfig) -> None:
-    for section, value in (("rollout", config.rollout.temperature), ("eval", config.eval.temperature)):
-        if 0 < value < LEAST_TEMPERATURE:
-            raise ConfigError(
-                f"{section}.temperature = {value:g}: expected 0 (greedy) or at least {LEAST_TEMPERATURE:g}; "
-                "vLLM raises lower values to 0.01"
-            )
 
 
 def _check_colocated(config: TrainConfig) -> None:

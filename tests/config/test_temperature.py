@@ -1,0 +1,54 @@
+"""`rollout.temperature` as points: what each update gets, and beside what it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.config import TrainConfig
+from agentrl.config.temperature import check_temperatures, one_temperature, scheduled, temperature_at
+from agentrl.errors import ConfigError
+
+POINTS = [[2, 1.3], [8, 0.7]]
+
+
+def config_of(temperature: Any, **sections: Any) -> TrainConfig:
+    rollout = {"temperature": temperature, **sections.pop("rollout", {})}
+    return TrainConfig.model_validate({"env": {"id": "key_value"}, "model": {"path": "m"}, "rollout": rollout, **sections})
+
+
+def test_between_points_lies_a_straight_line_and_beyond_them_the_nearest() -> None:
+    rollout = config_of(POINTS).rollout
+    assert [temperature_at(rollout, step) for step in (0, 2, 5, 8, 99)] == pytest.approx([1.3, 1.3, 1.0, 0.7, 0.7])
+    assert scheduled(rollout, 5) == pytest.approx(1.0)
+    plain = config_of(0.9).rollout
+    assert (temperature_at(plain, 5), scheduled(plain, 5), one_temperature(plain, "a rollout")) == (0.9, None, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "more", "message"),
+    [
+        (
+            [[4, 1.0], [4, 0.7]],
+            {},
+            r"rollout.temperature: expected points \[step, temperature\] with ascending steps, got \[4, 4\]",
+        ),
+        ([], {}, r"ascending steps, got \[\]"),
+        ([[0, 1.0], [9, 0.001]], {}, r"rollout.temperature = 0.001: expected 0 \(greedy\) or at least 0.01"),
+        (POINTS, {"rollout": {"max_staleness": 2}}, r"rollout.max_staleness = 2 trains tokens that earlier updates' episodes"),
+        (POINTS, {"algorithm": {"experience": {}}}, r"algorithm.experience trains episodes of earlier updates"),
+    ],
+)
+def test_points_that_no_update_could_follow_are_refused(temperature: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_temperatures(config_of(temperature, **more))
+    if more:
+        check_temperatures(config_of(0.9, **more))
+
+
+def test_without_updates_one_number_is_asked_for() -> None:
+    with pytest.raises(
+        ConfigError, match=r"a rollout has no number of updates; give one number, such as rollout.temperature=0.7"
+    ):
+        one_temperature(config_of(POINTS).rollout, "a rollout")
