@@ -227,8 +227,8 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
 
 def _tokens(config: TrainConfig) -> int:
     """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
-    # A warm start's transcripts may be as long as a micro-batch.
-    if config.model.packing == "packed" or config.sft is not None:
+    # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
+    if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
         return config.optim.micro_tokens
     return min(config.optim.micro_tokens, widest(config).rollout.max_episode_tokens)
 

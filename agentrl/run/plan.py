@@ -27,7 +27,8 @@ TRAINED: dict[str, Role] = {"actor": "policy", "critic": "value"}
 @dataclass(frozen=True, slots=True)
 class Batches:
     """One update. Episodes, minibatches and optimizer steps are exact as long as all episodes are scored. Tokens and `micros`
-    (micro-batches of a data rank in a minibatch) are what they are at most: if every episode were as long as it may be."""
+    (micro-batches of a data rank in a minibatch) are what they are at most: if every episode were as long as it may be. `kept`,
+    `shown`: episodes and demonstrations that are added at most (`algorithm.experience`, `algorithm.demonstrations`)."""
 
     groups: int
     group_size: int
@@ -42,6 +43,8 @@ class Batches:
     tokens: int
     micro_tokens: int
     micros: int
+    kept: int = 0
+    shown: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,10 @@ def batches_of(config: TrainConfig) -> Batches:
     wide = widest(config).rollout
     longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
     at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
+    again, gold = algorithm.experience, algorithm.demonstrations
+    kept = 0 if again is None else min(int(again.share * episodes + 0.5), again.size)
+    shown = 0 if gold is None else gold.episodes
+    most = max(parts) + math.ceil((kept + shown) / len(parts))
     return Batches(
         groups=rollout.groups,
         group_size=rollout.group_size,
@@ -151,7 +158,9 @@ def batches_of(config: TrainConfig) -> Batches:
         sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
         tokens=episodes * wide.max_episode_tokens,
         micro_tokens=config.optim.micro_tokens,
-        micros=math.ceil(math.ceil(max(parts) / ranks) / at_once),
+        micros=math.ceil(math.ceil(most / ranks) / at_once),
+        kept=kept,
+        shown=shown,
     )
 
 
@@ -166,6 +175,8 @@ def lines(plan: RunPlan) -> list[str]:
     cut = f"{len(b.minibatches)} minibatches of {_span(b.minibatches)}" if len(b.minibatches) > 1 else "1 minibatch"
     passes = f" x {b.epochs} passes" if b.epochs > 1 else ""
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
+    added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
+    beside = f", and at most {' and '.join(added)} beside them" if added else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
@@ -173,7 +184,7 @@ def lines(plan: RunPlan) -> list[str]:
         ("model", f"{plan.model}, computed in {plan.dtype}; engine {plan.engine}"),
         *(("trained", _trained(one)) for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
-         f"{_count(b.optimizer_steps, 'optimizer step')}"),
+         f"{_count(b.optimizer_steps, 'optimizer step')}{beside}"),
         ("tokens", f"an episode at most {b.sampled_tokens:,} sampled and {b.episode_tokens:,} in all, an update {b.tokens:,}"),
         ("a minibatch", f"over {_count(b.data_ranks, 'rank')}, in micro-batches of at most {b.micro_tokens:,} tokens: at most "
          f"{b.micros:,} on each, if every episode is as long as it may be"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,10 @@ from agentrl.run.demonstrations import MEMBER, Demonstrations
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Group, Task, Trajectory
 from agentrl.warm_start import gold_transcript
+from tests.e2e.inside import config_of as run_of
+from tests.e2e.inside import execute, updates
+
+SHORT = Path(__file__).parents[1] / "e2e/short.json"
 
 
 def config_of(*overrides: str) -> Any:
@@ -95,3 +101,31 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name() -> None:
 def test_a_step_wise_loop_refuses_what_it_would_not_add(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{name}: a step-wise loop chooses itself"):
         session("quickstart", overrides={f"algorithm.{name}": {}})
+
+
+def test_the_tasks_of_groups_that_a_filter_drops_are_shown_too(tmp_path: Path) -> None:
+    """Three groups were replaced because nobody solved them, and so were their three replacements not: four are shown."""
+    filtered = ["rollout.filter_zero_variance=true", "rollout.max_filtered=1.0", "env.reward=key_value_exact"]
+    (row,) = updates(execute(tiny(tmp_path, "filtered", "steps=1", "algorithm.demonstrations={}", *filtered)))
+    assert row["groups_filtered"] == 3 and row["success"] == 0
+    assert row["demonstrations/episodes"] == 4 and row["demonstrations/nll"] > 3 and row["advantage_zero"] == 1
+    assert row["grad_norm"] > 0.01
+
+
+def test_beside_a_bound_on_staleness_and_adapters_each_keeps_its_own_age(tmp_path: Path) -> None:
+    """`max_staleness` counts an update's own tokens alone; kept ones are older, up to `max_age`."""
+    digit = tmp_path / "digit.json"
+    success = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
+    digit.write_text(json.dumps(json.loads(SHORT.read_text()) | {"name": "digit", "success": success}))
+    more = ["rollout.max_staleness=1", "algorithm.experience={rare=1.0,share=1.0,max_age=3}", "model.lora={rank=2}"]
+    rows = updates(execute(tiny(tmp_path, "stale", "steps=5", f"env.reward={digit}", *more)))
+    assert max(row["staleness_max"] for row in rows) <= 1
+    ages = [row["experience/age_max"] for row in rows if row["experience/episodes"]]
+    assert 1 < max(ages) <= 3
+    assert all(row["episodes_trained"] == row["scored"] == 12 for row in rows)
+    assert any(row["experience/episodes"] for row in rows)
+
+
+def tiny(out: Path, name: str, *more: str) -> Any:
+    model = "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
+    return run_of(out, name, model, "health.lint=false", "health.preflight=false", "health.max_unsolvable=1", *more)

@@ -106,3 +106,13 @@ def test_the_command_prints_a_screen_or_json(capsys: pytest.CaptureFixture[str])
     assert {row["role"] for row in found["memory"]} == {"actor", "rollout"} and found["peaks"][0]["limit"] > 0
     assert main(["train", "quickstart", "--json"]) == 2
     assert "--json is for planning" in capsys.readouterr().err
+
+
+def test_what_is_added_to_an_update_is_in_no_minibatch_of_its_own() -> None:
+    """15 episodes in 4 steps: a third of them again is 5, but 3 are kept; 4 demonstrations: at most 4 + 2 episodes a step."""
+    found = plan("algorithm.minibatch=4", "algorithm.experience={share=0.33,size=3}", "algorithm.demonstrations={}")
+    batches = found.batches
+    assert (batches.kept, batches.shown, batches.minibatches, batches.optimizer_steps) == (3, 4, [4, 4, 4, 3], 4)
+    assert batches.micros == 2 and plan("algorithm.minibatch=4").batches.micros == 2  # 3 rows of 30 tokens in 100: 6 and 4 rows
+    assert "4 optimizer steps, and at most 3 kept and 4 demonstrations beside them" in "\n".join(lines(found))
+    assert plan("algorithm.minibatch=9", "algorithm.demonstrations={episodes=5}").batches.micros == 4  # 8 and 3 rows

@@ -30,11 +30,20 @@ from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectori
 
 import agentrl.train.layout
 from agentrl.batch import collate, select
+from agentrl.batch.origin import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
 from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.dispatch import Call
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.worker import WorkerContext
-from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig, OptimConfig
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    DemonstrationsConfig,
+    ExperienceConfig,
+    LoraSection,
+    ModelConfig,
+    OptimConfig,
+)
 from agentrl.experts import FREE
 from agentrl.train.actor import Actor
 from agentrl.train.attention import PACKED, register_packed_attention
@@ -60,6 +69,11 @@ LOSSES: dict[str, dict[str, Any]] = {
         "proximal": "recompute",
         "correction": Choice(name="masked", args={"cap": 2.0}),
         "aggregate": "seq_mean_token_sum",
+    },
+    "added": {
+        "aggregate": "seq_mean_token_mean",
+        "experience": ExperienceConfig(coef=0.7),
+        "demonstrations": DemonstrationsConfig(coef=0.3),
     },
 }
 ULYSSES = ModelConfig(sequence_parallel=2)
@@ -443,7 +457,14 @@ def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
     return batch.clone().update({"experts": jagged(table[ids.values().long()], offsets_of(ids))}), table
 
 
-BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle}
+def added() -> Any:
+    """The rows of `noisy`, of which the last four were added: two in the policy loss, one in each other term."""
+    batch = noisy()
+    batch[ORIGIN] = torch.tensor([FRESH] * 9 + [KEPT, KEPT, IMITATED, SHOWN])
+    return batch
+
+
+BATCHES: dict[str, Callable[[], Any]] = {"ledgers": of_ledgers, "idle": idle, "added": added}
 
 
 def saving_for_ever(tiny: str, root: Path) -> Body:

@@ -15,7 +15,8 @@ from agentrl.batch import collate
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.errors import ConfigError
 from agentrl.train.entropy import adapted_entropy_coef
-from agentrl.train.learner import Learner, check_learner
+from agentrl.train.learner import Learner
+from agentrl.train.learner_checks import check_learner
 from tests.publishing import weights_of
 
 

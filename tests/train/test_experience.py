@@ -15,20 +15,22 @@ from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.batch import collate
-from agentrl.batch.origin import KEPT, ORIGIN
-from agentrl.batch.rows import Ragged
+from agentrl.batch.origin import KEPT, ORIGIN, SHOWN
+from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.batch.schedule import cut_minibatches
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
     DemonstrationsConfig,
     ExperienceConfig,
+    KlConfig,
     RolloutConfig,
 )
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.experts import FREE
 from agentrl.train.experience import RARE, Experience, demonstrated, joined, with_rare
 from agentrl.train.learner_checks import check_learner
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
 CLIP = 0.2
 RLOO, PLAIN = Choice(name="rloo"), Choice(name="ppo_clip", args={"dual_clip": None})
@@ -142,6 +144,113 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     assert metrics["experience/episodes"] == 3 and metrics["experience/age_max"] == 1
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "decoupled_ppo", "truncated"])
+def test_episodes_that_are_added_again_count_twice_in_every_loss_and_mean(tiny: str, loss: str) -> None:
+    """The update's own episodes as kept ones: loss and gradient are twice as large, whatever a row's loss hangs on."""
+    modes = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+    batch = played(tiny, 2, 20)
+    for mode in modes if loss in ("ppo_clip", "gspo") else modes[1:2]:
+        own: dict[str, Any] = {"aggregate": mode, "loss": Choice(name=loss)}
+        if loss in ("decoupled_ppo", "truncated"):
+            own["proximal"] = "recompute"
+        if loss == "truncated":
+            own |= {"loss": Choice(name="ppo_clip"), "correction": Choice(name="truncated")}
+        found = []
+        for kept in (None, experience(share=1.0)):
+            optim = toy_optim(max_grad_norm=1e9)
+            learner = opened(tiny, config_of(algorithm=algorithm(**own, experience=kept), optim=optim))
+            if kept is not None:
+                keep(learner, again := batch.clone(), [(g, m) for g in (20, 21) for m in range(4)])
+                for one in learner.experience._kept:  # other groups, as those of another update would be
+                    one.rows["group"] += 100
+                del again
+            found.append(asyncio.run(learner.step(batch, 1)))
+        once, twice = found
+        assert abs(once["loss"]) > 1e-5 and once["grad_norm"] > 0
+        assert twice["loss"] == pytest.approx(2 * once["loss"], rel=1e-3), mode
+        assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"], rel=1e-3), mode
+        assert twice["episodes_trained"] == once["episodes_trained"] == 8
+
+
+@pytest.mark.parametrize("groups", ["split", "kept"])
+def test_shared_prefixes_change_nothing_about_what_is_added(tiny: str, groups: str) -> None:
+    """Members of one kept group share their prompt, a demonstration that of its group; nothing joins a prefix that it lacks."""
+    found = []
+    for mode in ("off", "on"):
+        added = {"experience": experience(share=1.0), "demonstrations": DemonstrationsConfig(coef=0.3)}
+        chosen = algorithm(groups=groups, minibatch=8, **added)
+        learner = opened(tiny, config_of(algorithm=chosen, optim=toy_optim(prefix_sharing=mode)))
+        keep(learner, long_prompts(1, 10), [(10, 0), (10, 1), (11, 2)])
+        gold = long_prompts(2, 20, 2)  # the prompts of the update's own groups
+        gold["member"] -= 9
+        found.append(asyncio.run(learner.step(long_prompts(2, 20), 1, shown=demonstrated(gold))))
+    off, on = found
+    assert off.pop("prefix_ratio") == 1.0 and on.pop("prefix_ratio") > 1.5
+    assert off.pop("prefix_ratio_possible") == 1.0 and on.pop("prefix_ratio_possible") > 1.5
+    assert on == pytest.approx(off, rel=1e-4, abs=1e-5) and off["experience/episodes"] == 3
+
+
+def long_prompts(seed: int, group: int, size: int = 4) -> TensorDict:
+    """Two groups of `size`, each behind a prompt of 60 tokens of its own."""
+    rng, members = np.random.default_rng(seed), []
+    prompts = [rng.integers(7, 400, 60).tolist() for _ in range(2)]
+    for place in range(2 * size):
+        ledger = TokenLedger()
+        ledger.append_context(prompts[place // size], 0)
+        ledger.append_sampled(rng.integers(7, 400, 6).tolist(), [-6.0] * 6, [0] * 6, 0)
+        task = Task(id=f"t{place // size}", seed=seed)
+        members.append(Trajectory("made-up", task, member=place % size, ledgers=[ledger], reward=float(place % 2)))
+    batch = collate(members, [group + place // size for place in range(2 * size)])
+    batch[RARE] = torch.zeros(len(batch), dtype=torch.bool)
+    return batch
+
+
+def test_a_critic_learns_from_an_updates_own_episodes_alone(tiny: str) -> None:
+    found = []
+    for kept in (None, experience(term="supervised", share=1.0)):
+        own = algorithm(advantage=Choice(name="gae"), experience=kept)
+        learner = opened(tiny, config_of(algorithm=own, critic=toy_critic()))
+        if kept is not None:
+            keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
+        found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
+    without, added = found
+    for name in ("critic/loss", "critic/value", "critic/grad_norm", "advantage_abs", "tokens_trained"):
+        assert added[name] == pytest.approx(without[name], rel=1e-6), name
+    assert added["experience/nll"] > 1 and added["loss"] > without["loss"] + 1
+
+
+def test_a_reference_is_not_asked_about_what_is_added(tiny: str) -> None:
+    """The KL and its gradient are of the update's own tokens, wherever the kept ones are."""
+    found = []
+    for kept in (None, experience(term="supervised")):
+        own = algorithm(kl=KlConfig(coef=0.5), experience=kept)
+        learner = opened(tiny, config_of(algorithm=own))
+        asyncio.run(learner.step(played(tiny, 3, 30), 0))  # so that the policy is not the reference any more
+        if kept is not None:
+            keep(learner, played(tiny, 1, 10), [(10, 0)])
+        found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
+    without, added = found
+    assert without["kl_reference"] > 0 and added["kl_reference"] == pytest.approx(without["kl_reference"], rel=1e-5)
+    assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
+
+
+def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
+    def routed(batch: TensorDict) -> TensorDict:
+        offsets = offsets_of(batch["sampled"])
+        return batch.update({"experts": jagged(torch.ones(int(offsets[-1]), 2, 3, dtype=torch.uint8), offsets)})
+
+    view = Ragged.of(routed(played(tiny, 2, 20)))
+    view = view.with_tokens(advantages=torch.ones(int(view.offsets[-1])))
+    store = Experience(experience(share=1.0), 0)
+    store.keep(view.with_rows(**{RARE: torch.ones(len(view), dtype=torch.bool)}))
+    kept, _ = store.draw(1, 8)
+    assert kept is not None
+    whole = joined(view, [kept, demonstrated(collate(trajectories(2, seed=3), [30, 30]))], "off")
+    origin, experts = whole.numbers(ORIGIN), whole.batch["experts"]
+    for row in range(len(whole)):
+        assert (experts[row] == (FREE[torch.uint8] if origin[row] == SHOWN else 1)).all()
 
 
 def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str) -> None:
