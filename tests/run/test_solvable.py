@@ -3,7 +3,6 @@ refused, shown and left out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run import horizon
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks import solvable
+from agentrl.run.checks.agent import Scripted
 from agentrl.run.checks.solvable import OFF, check_solvable, survey_lines, survey_of
 from agentrl.trajectory import StopReason
 
@@ -47,27 +46,6 @@ def config(**changes: Any) -> TrainConfig:
     return config_from(table)
 
 
-class Gold(Engine):
-    """Samples the gold turns of an environment."""
-
-    def __init__(self, turns: Sequence[list[int]]) -> None:
-        self._turns = list(turns)
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        ids = self._turns.pop(0)
-        cut = ids[: sampling.max_tokens]
-        return Generation(cut, [0.0] * len(cut), [0] * len(cut), "stop" if len(cut) == len(ids) else "length")
-
-    async def start(self) -> None: ...
-
-    async def abort(self, request_key: str) -> None: ...
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("env", ["key_value", "workspace"])
 async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_anything_does_not(env: str) -> None:
     wide = {"max_turns": 60, "max_turn_tokens": 900, "max_episode_tokens": 4000}
@@ -79,10 +57,8 @@ async def test_an_episode_with_exactly_what_is_needed_succeeds_and_with_less_of_
 
     async def played(limits: Limits) -> Any:
         built = ref.build()
-        gold = [renderer.assistant(turn) for turn in built.gold_turns(built.make_task(need.seed, "heldout"))]
-        return await run_episode(
-            built, Policy(Gold(gold), renderer), EpisodeSpec(need.seed, "heldout", 0, 0, "x"), limits, scorer
-        )
+        gold = Scripted(renderer, built.gold_turns(built.make_task(need.seed, "heldout")))
+        return await run_episode(built, Policy(gold, renderer), EpisodeSpec(need.seed, "heldout", 0, 0, "x"), limits, scorer)
 
     whole = await played(exact)
     assert (whole.stop, whole.success) == (StopReason.DONE, True)

@@ -65,7 +65,7 @@ async def _rehearse(config: TrainConfig) -> str:
     assert agents is not None
     env = ref.build()
     turns = _gold(env)
-    policy = Policy(_Scripted(renderer, turns), renderer)
+    policy = Policy(Scripted(renderer, turns), renderer)
     spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
     limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
     try:
@@ -94,7 +94,7 @@ def _gold(env: ToolEnv) -> list[Message]:
         return [Message("assistant", "This is a rehearsal.")]
 
 
-class _Scripted(Engine):
+class Scripted(Engine):
     """Samples the given turns one after the other, and then the last one again."""
 
     def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
