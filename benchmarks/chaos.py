@@ -39,30 +39,20 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
+from tests.tiny_run import MODEL, shorter_is_better  # noqa: E402
+
 GRACE_S = 10.0
 RESULTS = ROOT / "benchmarks" / "proofs" / "chaos.json"
 PRIVATE = "AGENTRL_CHAOS_PRIVATE"
 TAG = "AGENTRL_CHAOS"
-SPEC = {
-    "agentrl_reward": 1,
-    "name": "short",
-    "success": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}},
-    "root": {"use": "cost.tokens", "args": {"max": 100}},
-}
+SPEC = shorter_is_better(100)
 CONFIG = """
 steps = 6
 engine = "embedded"
 [env]
 id = "key_value"
 reward = "{spec}"
-[model.init]
-layers = 1
-hidden = 32
-mlp = 32
-heads = 2
-kv_heads = 1
-head_dim = 16
-[rollout]
+{model}[rollout]
 groups = 3
 group_size = 4
 max_turns = 3
@@ -320,7 +310,7 @@ def played(arguments: argparse.Namespace, wanted: list[int], book: Book) -> None
     kinds = arguments.kinds.split(",")
     out = Path(tempfile.mkdtemp(prefix="agc-"))
     (out / "spec.json").write_text(json.dumps(SPEC))
-    (out / "run.toml").write_text(CONFIG.format(spec=out / "spec.json"))
+    (out / "run.toml").write_text(CONFIG.format(spec=out / "spec.json", model=MODEL))
     print(f"seed {arguments.seed}; folders of points with a fault stay in {out}", flush=True)
     whole: dict[str, tuple[Any, float]] = {}
     for number in wanted:

@@ -28,27 +28,18 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEC = {
-    "agentrl_reward": 1,
-    "name": "short",
-    "success": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}},
-    "root": {"use": "cost.tokens", "args": {"max": 12}},
-}
-"""Fewer tokens are better, so that a model that knows nothing has something to learn."""
+sys.path.insert(0, str(ROOT))
+
+from tests.tiny_run import MODEL, shorter_is_better  # noqa: E402
+
+SPEC = shorter_is_better(12)
 CONFIG = """
 steps = {updates}
 engine = "embedded"
 [env]
 id = "key_value"
 reward = "{spec}"
-[model.init]
-layers = 1
-hidden = 32
-mlp = 32
-heads = 2
-kv_heads = 1
-head_dim = 16
-[rollout]
+{model}[rollout]
 groups = {groups}
 group_size = 5
 max_turns = 2
@@ -138,7 +129,7 @@ def watched(out: Path, arguments: argparse.Namespace) -> int:
     temporary.mkdir(parents=True, exist_ok=True)
     (out / "spec.json").write_text(json.dumps(SPEC))
     text = CONFIG.format(
-        updates=arguments.updates, groups=arguments.episodes // 5, spec=out / "spec.json", backend=arguments.backend
+        model=MODEL, updates=arguments.updates, groups=arguments.episodes // 5, spec=out / "spec.json", backend=arguments.backend
     )
     (out / "run.toml").write_text(text)
     command = [sys.executable, "-m", "agentrl.cli.main", "train", str(out / "run.toml"), f"out={out}", "name=run", "--overwrite"]

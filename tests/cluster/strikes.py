@@ -34,14 +34,7 @@ trajectories_every = 1
 [env]
 id = "key_value"
 reward = "{reward}"
-[model.init]
-layers = 1
-hidden = 32
-mlp = 32
-heads = 2
-kv_heads = 1
-head_dim = 32
-[rollout]
+{model}[rollout]
 groups = 2
 group_size = 4
 max_turns = 2

@@ -33,6 +33,7 @@ from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
 from tests.conftest import proof
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import assert_same
+from tests.tiny_run import MODEL
 
 pytestmark = pytest.mark.timeout(1800)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a Ray is ended through /proc")
@@ -324,7 +325,7 @@ def carrying(mark: bytes) -> list[Path]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("struck") / "run.toml"
-    path.write_text(CONFIG.format(reward=REWARD))
+    path.write_text(CONFIG.format(reward=REWARD, model=MODEL))
     return path
 
 
