@@ -79,6 +79,18 @@ CLIENTS = [
 ]
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
 
+SOURCES = [
+    "tests/test_docs.py",
+    "tests/test_shape.py",
+    "tests/test_coming_from.py",
+    "tests/test_shown.py",
+    "tests/config/test_no_dead_keys.py",
+]
+"""The files that read the code of the project as trees (tests/sources.py), in the one process that has parsed it."""
+
+TOGETHER = {file: name for name, files in (("ray", RAY), ("clients", CLIENTS), ("sources", SOURCES)) for file in files}
+"""The name of what a file is played with by one process."""
+
 LONGEST = [
     *RAY,
     "tests/shelf/test_mcp_env.py",
@@ -101,6 +113,7 @@ LONGEST = [
     "tests/train/test_prefix_training.py",
     "tests/examples/test_examples.py",
     "tests/test_packaging.py",
+    *SOURCES,
 ]
 """The files that take longest, longest first (`make test ARGS=--durations=60` says). A file stays in one process, and these
 begin before the others, so that no process is left alone at the end with a long one."""
@@ -108,7 +121,7 @@ begin before the others, so that no process is left alone at the end with a long
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with the files of RAY as one, and those of CLIENTS; None: xdist's own."""
+    """`--dist loadfile` with the files of TOGETHER as one each; None: xdist's own."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -116,7 +129,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ray" if file in RAY else "clients" if file in CLIENTS else file
+            return TOGETHER.get(file, file)
 
     return Files(config, log)
 
@@ -125,12 +138,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is collected stays to the end: a search for garbage in it finds none, half a second a time (a quarter of all that
     collecting takes), and so does each one that a test asks for later."""
+    from agentrl.run.gc_threshold import raise_gc_threshold
+
     was_on = gc.isenabled()
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        raise_gc_threshold()  # as a run does: else a twentieth of what tests compute is a search for garbage
         if was_on:
             gc.enable()
 

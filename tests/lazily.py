@@ -13,6 +13,8 @@ class Lazily:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks each thing in a file of tests for `__test__`, and would import it
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 

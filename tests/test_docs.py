@@ -18,6 +18,7 @@ from agentrl.catalog import find_config
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Choice, EnvConfig
 from agentrl.run.metrics import info_of
+from tests.sources import nodes
 from tests.test_shape import LEVELS, SAME, registries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +118,7 @@ def classes() -> dict[str, tuple[set[str], set[str]]]:
     found: dict[str, tuple[set[str], set[str]]] = {}
     for top in ("agentrl", "envs", "tools", "tests", "benchmarks", "examples", ".ci"):
         for file in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes(file):
                 if isinstance(node, ast.ClassDef):
                     members, bases = found.setdefault(node.name, (set(), set()))
                     members |= members_of(node)
@@ -188,12 +189,11 @@ def test_every_config_key_that_a_page_names_is_there(page: Path) -> None:
 
 
 @cache
-@cache
 def words() -> set[str]:
     """Every name that the package defines, takes or reads: of modules, classes, functions, arguments, attributes."""
     found = {part for file in (ROOT / "agentrl").rglob("*.py") for part in (file.stem, file.parent.name)}
     for file in (ROOT / "agentrl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             for field in ("name", "id", "attr", "arg"):
                 found |= {value} if isinstance(value := getattr(node, field, None), str) else set()
     return found
@@ -247,8 +247,7 @@ def test_the_design_has_the_registries_with_their_words() -> None:
 
 def reads_words(file: Path) -> bool:
     """Whether it asks an entry for its needs or traits."""
-    nodes = ast.walk(ast.parse(file.read_text()))
-    return any(isinstance(node, ast.Attribute) and node.attr in ("needs", "traits") for node in nodes)
+    return any(isinstance(node, ast.Attribute) and node.attr in ("needs", "traits") for node in nodes(file))
 
 
 def test_the_design_has_the_dispatch_table() -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from agentrl.cli.main import COMMANDS
 from agentrl.errors import did_you_mean, hinted
 from agentrl.registry import Registry
 from tests.conftest import LONGEST
+from tests.sources import nodes, tree
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
@@ -98,12 +98,6 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "agentrl" and len(parts) > 1 else None
 
 
-@cache
-def nodes(file: Path) -> list[ast.AST]:
-    """All nodes of a file, parsed once."""
-    return list(ast.walk(ast.parse(file.read_text())))
-
-
 def imports(file: Path) -> list[tuple[int, str]]:
     found = []
     for node in nodes(file):
@@ -154,7 +148,7 @@ def test_no_file_leads_back_to_itself_by_imports() -> None:
 def test_a_class_name_stands_for_one_thing() -> None:
     homes: dict[str, list[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(file.read_text()).body if "_shelf" not in file.parts else []:
+        for node in tree(file).body if "_shelf" not in file.parts else []:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
@@ -213,19 +207,39 @@ def test_importing_agentrl_loads_nothing_heavy_and_changes_no_environment_variab
     assert json.loads(out.stdout) == {"heavy": [], "changed": False}
 
 
-@pytest.mark.parametrize("command", [name.replace("_", "-") for name in COMMANDS])
-def test_every_command_has_help_with_examples_and_loads_no_torch(command: str) -> None:
-    code = (
-        "import sys\nfrom agentrl.cli.main import build_parser\n"
-        f"try: build_parser().parse_args(['{command}', '--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "assert 'torch' not in sys.modules, 'help loads torch'"
-    )
+HELPS = """
+import contextlib, io, json, os, sys
+from agentrl.cli.main import build_parser
+parser = build_parser()  # of every command, whichever is asked for
+for command in sys.argv[1:]:
+    if os.fork() == 0:  # as in a process of its own, whose start is paid for once
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                code = parser.parse_args([command, "--help"])
+            except SystemExit as end:
+                code = end.code
+        print(json.dumps([command, str(code), "torch" in sys.modules, said.getvalue()]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+NAMES = [name.replace("_", "-") for name in COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, list[Any]]:
+    """Of each command's help: exit code, whether it loads torch, what it says."""
     env = {**os.environ, "COLUMNS": "100"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    out = subprocess.run([sys.executable, "-c", HELPS, *NAMES], capture_output=True, text=True, timeout=120, env=env)
     assert out.returncode == 0, out.stderr
-    assert f"agentrl {command}" in out.stdout
-    assert "examples:" in out.stdout
+    return {command: found for command, *found in map(json.loads, out.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_every_command_has_help_with_examples_and_loads_no_torch(command: str, helps: dict[str, list[Any]]) -> None:
+    code, torch, said = helps[command]
+    assert (code, torch) == ("0", False)
+    assert f"agentrl {command}" in said
+    assert "examples:" in said
 
 
 def test_pyproject_is_the_only_place_that_names_a_version() -> None:

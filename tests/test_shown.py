@@ -25,6 +25,7 @@ from agentrl.run.display import Display
 from agentrl.run.log_file import LogFile
 from agentrl.shown import console, say
 from agentrl.tool import tool
+from tests.sources import nodes
 
 NASTY = "a\x1b]0;title\x07b\x1b[2Jc\rd\x08e\x9b31mf\u202eg\u2066h\u200bi\u2028j\x00k\x7fl"
 WRITTEN = "a\\x1b]0;title\\x07b\\x1b[2Jc\\x0dd\\x08e\\x9b31mf\\u202eg\\u2066h\\u200bi\\u2028j\\x00k\\x7fl"
@@ -125,7 +126,7 @@ def test_nothing_of_agentrl_prints_by_another_door() -> None:
         name = str(path.relative_to(root))
         if name in PROGRAMS or name == "shown.py" or name.startswith("_shelf/"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             prints = isinstance(node, ast.Name) and node.id == "print"
             console_ = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Console"
             writes = isinstance(node, ast.Attribute) and node.attr in ("write", "writelines") and _is_standard(node.value)

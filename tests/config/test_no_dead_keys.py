@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from agentrl.config import schema
+from tests.sources import nodes
 
 PACKAGE = Path(schema.__file__).resolve().parents[2]
 SECTIONS = [value for value in vars(schema).values() if isinstance(value, type) and issubclass(value, BaseModel)]
@@ -22,7 +23,7 @@ def read() -> set[str]:
     for file in PACKAGE.rglob("*.py"):
         if "config" in file.relative_to(PACKAGE).parts[:1]:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found.add(node.attr)
     return found
