@@ -20,6 +20,7 @@ from agentrl.config import RolloutConfig
 from agentrl.errors import EngineError, StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
+from agentrl.rollout import collect
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
 from agentrl.rollout.episode import Limits, Policy, score_group
@@ -339,8 +340,8 @@ def test_waiting_for_a_place_is_no_time_of_an_episode(room: Any, renderer: Rende
 
 
 def test_an_episode_longer_than_the_stall_timeout_that_moves_is_no_stall(room: Any, renderer: Renderer) -> None:
-    """1.2 s of one turn's tokens, then eight tool calls of 0.15 s, with a stall timeout of 0.5 s."""
-    part = [("ponder", 120), *[("call", "wait", {"seconds": 0.15})] * 8, "bye"]
+    """0.8 s of one turn's tokens, then five tool calls of 0.15 s, with a stall timeout of 0.5 s."""
+    part = [("ponder", 80), *[("call", "wait", {"seconds": 0.15})] * 5, "bye"]
     members, _ = play(room(), renderer, {0: part, 1: part}, stall_timeout=0.5)
     assert [m.stop.value for m in members] == ["done", "done"]
 
@@ -366,7 +367,7 @@ def test_a_stall_says_which_episode_waits_for_what_since_when(room: Any, rendere
 def test_a_blocked_loop_is_no_stall(room: Any, renderer: Renderer) -> None:
     async def block(collect: Collector) -> None:
         await asyncio.sleep(0.1)
-        time.sleep(1.5)
+        time.sleep(0.9)
 
     members, _ = play(room(), renderer, {key: [("ponder", 30), "bye"] for key in range(2)}, meanwhile=block, stall_timeout=0.5)
     assert [m.stop.value for m in members] == ["done", "done"]
@@ -484,6 +485,7 @@ def test_a_request_that_cannot_be_aborted_does_not_run_on_beside_the_next_attemp
 
     monkeypatch.setattr(Actor, "generate", watched)
     monkeypatch.setattr(Actor, "abort", dead)
+    monkeypatch.setattr(collect, "MAX_REPLACEMENTS_PER_GROUP", 1)  # two groups are enough
     with pytest.raises(StalledError, match="engine_error: the replica is gone"):
         play(room(), renderer, {0: ["think"], 1: ["think"]}, turn_timeout=0.1, retries=1, max_episodes=1)
     assert len(beside) >= 4 and not any(beside)

@@ -73,8 +73,9 @@ def test_no_two_requests_share_a_stream(room: Callable[..., EnvRef], renderer: R
         group, member, attempt = (int(part[1:]) for part in key.split("."))
         assert seed == stream(f"{stream(f'5/episode/{group}/{member}/{attempt}')}/turn/{turn}")
     assert {key for key, _ in seeds if key.startswith("g0.m1.")} == {"g0.m1.a0", "g0.m1.a1"}
-    assert {where: sampling.seed for where, sampling in collected(room(), renderer, seed=5).items()} == seeds
-    others = collected(room(), renderer, seed=6)
+    again = {where: sampling.seed for where, sampling in collected(room(), renderer, seed=5, updates=1).items()}
+    assert len(again) == 2 * 15 and again.items() <= seeds.items()
+    others = collected(room(), renderer, seed=6, updates=1)
     assert not {sampling.seed for sampling in others.values()} & set(seeds.values())
 
 
