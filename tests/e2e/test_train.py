@@ -118,29 +118,35 @@ def test_ctrl_c_finishes_the_step_leaves_a_checkpoint_and_says_how_to_go_on(tmp_
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "done"
 
 
-def test_two_ranks_learn_the_same_and_when_one_is_killed_it_is_named_and_the_run_goes_on(done: Path, tmp_path: Path) -> None:
-    """Two ranks in a pool. Same batch, so the first update has the loss and gradient norm of one rank, in fp32."""
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=proof)])
+def test_two_ranks_learn_the_same_and_when_one_is_killed_it_is_named_and_the_run_goes_on(
+    done: Path, tmp_path: Path, kill: bool
+) -> None:
+    """Two ranks in a pool. Same batch, so the first update has the loss and gradient norm of one rank, in fp32. (Without the
+    kill: who died is in tests/cluster/test_ray_group.py, and that a run goes on after it in tests/run/test_restarts.py.)"""
     pool = ["cluster.actors=2", "cluster.pools.train.per_node=2", "cluster.pools.train.cpus=0.5", "cluster.roles.actor=train"]
-    config = [arg for arg in small(tmp_path, "lost", "steps=6", *pool) if not arg.startswith(("sft.", "model.init."))]
+    steps = 6 if kill else 1
+    config = [arg for arg in small(tmp_path, "lost", f"steps={steps}", *pool) if not arg.startswith(("sft.", "model.init."))]
     head, _, rest = Path(config[0]).read_text().partition("[model.init]")
     plain = tmp_path / "plain.toml"
     plain.write_text(head + "[rollout]" + rest.partition("[rollout]")[2])
     process = start(tmp_path, str(plain), *config[1:], f"model.path={done / 'warm_start'}")
-    wait_for_step(tmp_path / "lost", 3, process)
-    victims = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if " ".join(child.cmdline()).startswith("ray::Host")
-    ]
-    assert len(victims) == 2
-    victims[0].kill()
+    if kill:
+        wait_for_step(tmp_path / "lost", 3, process)
+        victims = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if " ".join(child.cmdline()).startswith("ray::Host")
+        ]
+        assert len(victims) == 2
+        victims[0].kill()
     text = finish(process)
     assert process.returncode == 0, text
-    assert "restarting from the newest checkpoint (1 of 2)" in text and "actor" in text
+    assert ("restarting from the newest checkpoint (1 of 2)" in text and "actor" in text) == kill
     summary = json.loads((tmp_path / "lost" / "summary.json").read_text())
-    assert summary["status"] == "done" and summary["restarts"] == 1
+    assert summary["status"] == "done" and summary["restarts"] == kill
     updates = [row for row in numbers(tmp_path / "lost") if row["phase"] == "train"]
-    assert [row["step"] for row in updates] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in updates] == [*range(1, steps + 1)]
     two, one = updates[0], next(row for row in numbers(done) if row["phase"] == "train")
     assert two["success"] == one["success"]
     for key in ("loss", "grad_norm", "entropy"):

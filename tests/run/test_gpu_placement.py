@@ -117,11 +117,18 @@ def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str,
         pools.close()
 
 
-def test_pools_of_four_and_four_are_where_actors_and_replicas_run(address: str, models: dict[str, str], idle: None) -> None:
-    """Eight processes for the eight cards of a node: none waits for another's, and no card has two."""
-    training, sampling = started(load_config(GPU / "split_4_4.toml", overrides("split_4_4", address, models)))
-    assert [cards for _, cards in training] == ["0", "1", "2", "3"]
-    assert [cards for _, cards in sampling] == ["4", "5", "6", "7"]
+WIDE = ["cluster.actors=2", "cluster.pools.train.per_node=2", "cluster.pools.train.gpus=2.0", "vllm.replicas=2",
+        "cluster.pools.sample.per_node=2", "cluster.pools.sample.gpus=2.0", "vllm.tensor_parallel=2"]  # fmt: skip
+FILLED = [(WIDE, ["0,1", "2,3"], ["4,5", "6,7"]), pytest.param([], [*"0123"], [*"4567"], marks=proof)]
+
+
+@pytest.mark.parametrize(("more", "actors", "replicas"), FILLED)
+def test_pools_that_fill_a_node_are_where_actors_and_replicas_run(
+    address: str, models: dict[str, str], idle: None, more: list[str], actors: list[str], replicas: list[str]
+) -> None:
+    """All eight cards of a node, two for a process or one: none waits for another's, and no card has two."""
+    training, sampling = started(load_config(GPU / "split_4_4.toml", [*overrides("split_4_4", address, models), *more]))
+    assert [cards for _, cards in training] == actors and [cards for _, cards in sampling] == replicas
     assert len({node for node, _ in training + sampling}) == 1
 
 

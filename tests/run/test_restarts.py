@@ -17,6 +17,7 @@ from agentrl.run import main
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
+from agentrl.train.learner import Learner
 from agentrl.warm_start import Transcripts
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
@@ -111,3 +112,24 @@ def test_a_warm_start_that_was_cut_off_has_each_row_once(tmp_path: Path, monkeyp
     found = numbers(execute(config, resumed=resumed, only_warm_start=True))
     assert len(calls) == 1 and [(row["phase"], row["step"]) for row in found] == [("sft", 10), ("sft", 20), ("gate", 20)]
     assert found == expected
+
+
+def test_a_run_whose_worker_died_goes_on_from_its_newest_checkpoint_to_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It dies in its third update, of which a row is lost that no checkpoint has."""
+    every = ["steps=3", "checkpoint.every=2", *TINY]
+    whole = execute(config_of(tmp_path, "whole", *every))
+    learn, steps = Learner._learn, list[int]()
+
+    async def dying(self: Learner, *args: Any) -> Any:
+        steps.append(args[-1])
+        if steps == [0, 1, 2]:
+            raise WorkerDiedError("group 'actor': worker process gone: rank 1")
+        return await learn(self, *args)
+
+    monkeypatch.setattr(Learner, "_learn", dying)
+    run = execute(config_of(tmp_path, "cut", *every, "cluster.max_restarts=1"))
+    assert steps == [0, 1, 2, 2] and numbers(run) == numbers(whole)
+    assert "rank 1; restarting from the newest checkpoint (1 of 1)" in capsys.readouterr().out.replace("\n", " ")
+    assert load_run(run).summary["restarts"] == 1
