@@ -129,6 +129,7 @@ _EPISODES = {
     "rollout.group_size": _UPDATE,
     "rollout.oversample": _UPDATE,
     "rollout.oversample_members": _UPDATE,
+    "rollout.grow": _UPDATE,
     "rollout.max_staleness": _UPDATE,
     "rollout.min_survivors": _UPDATE,
     "rollout.filter_zero_variance": _UPDATE,

@@ -24,6 +24,7 @@ from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.episode import EpisodeSpec, score_group
 from agentrl.rollout.evaluate import fault_of, success_rate
 from agentrl.rollout.group import alike, first_of, more, sound, unscored_cause
+from agentrl.rollout.grow import growth
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.mixture.source import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv
@@ -268,9 +269,6 @@ class Collector:
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice)
-        scorer = self.envs[choice.env].scorer
-        if scorer.compares:
-            await score_group(group.trajectories, scorer)
         self._count_episodes(group)
         self._spent.finished(group)
         self._over.pop(index, None)
@@ -288,6 +286,11 @@ class Collector:
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
         await self._scored(index, choice, group)
+
+    async def _compared(self, group: Group) -> None:
+        scorer = self.envs[group.env].scorer
+        if scorer.compares:
+            await score_group(group.trajectories, scorer)
 
     async def _scored(self, index: int, choice: TaskChoice, group: Group) -> None:
         """A group with enough scored members: it is shown, and filtered, refused, or complete."""
@@ -336,6 +339,7 @@ class Collector:
             "groups_filtered": float(self._filtered),
             "groups_zero_variance": float(sum(alike(group) for group in groups)),
             **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
+            **({} if self.config.grow == 1 else {"members_grown": float(self._played["members_grown"])}),
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
             **self._spent.take(),
         }
@@ -348,22 +352,24 @@ class Collector:
         self._faults.clear()
 
     async def _group(self, index: int, choice: TaskChoice) -> Group:
-        if choice.env not in self._greedy:
-            return Group(index, choice.seed, await self._members(index, choice), env=choice.env)
-        async with asyncio.TaskGroup() as tasks:
-            members = tasks.create_task(self._members(index, choice))
-            greedy = tasks.create_task(self._member(index, choice, GREEDY))
-        return Group(index, choice.seed, members.result(), greedy.result(), choice.env)
-
-    async def _members(self, index: int, choice: TaskChoice) -> list[Trajectory]:
-        """The finished members, by number; with oversampling the others are cancelled once there are enough."""
         size = self.config.group_size
+        numbers = range(size + more(size, self.config.oversample_members))
+        async with asyncio.TaskGroup() as tasks:
+            members = tasks.create_task(self._members(index, choice, numbers, size))
+            greedy = tasks.create_task(self._member(index, choice, GREEDY)) if choice.env in self._greedy else None
+        group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
+        await self._compared(group)
+        while numbers := growth(group, self.config):
+            group.trajectories += await self._members(index, choice, numbers, len(numbers))
+            await self._compared(group)
+            self._played["members_grown"] += len(numbers)
+        return group
+
+    async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
+        """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
         done: dict[int, Trajectory] = {}
         async with asyncio.TaskGroup() as tasks:
-            running = {
-                tasks.create_task(self._member(index, choice, member)): member
-                for member in range(size + more(size, self.config.oversample_members))
-            }
+            running = {tasks.create_task(self._member(index, choice, member)): member for member in numbers}
             while running and sound(done) < size:
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are

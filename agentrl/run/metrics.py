@@ -97,6 +97,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "state (`failed`, `filtered`, `refused`, `stale`)"),
         MetricInfo("members_cancelled", "episodes", "members given up because their group had enough "
             "(`rollout.oversample_members`), since the start"),
+        MetricInfo("members_grown", "episodes", "members that groups were given besides, since the last row (`rollout.grow`)"),
         MetricInfo("episodes_played", "episodes", "episodes that ended since the last update, also those of dropped groups"),
         MetricInfo("episodes_unscored", "episodes", "how many of these have no reward (`health.max_unscored`)"),
         MetricInfo("faults/<cause>", "attempts", "attempts at an episode since the last update that came to no score, by cause: "

@@ -14,6 +14,7 @@ from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each, widest
+from agentrl.rollout.grow import largest
 from agentrl.run.checks.reward import evaluations_of
 from agentrl.run.engines import engine_name
 from agentrl.train.estimator_inputs import needs_greedy
@@ -33,6 +34,7 @@ class Batches:
     groups: int
     group_size: int
     started: int
+    grown: int
     episodes: int
     minibatches: list[int]
     epochs: int
@@ -149,6 +151,7 @@ def batches_of(config: TrainConfig) -> Batches:
         groups=rollout.groups,
         group_size=rollout.group_size,
         started=more(rollout.groups, rollout.oversample) * (more(rollout.group_size, rollout.oversample_members) + greedy),
+        grown=rollout.groups * largest(rollout),
         episodes=episodes,
         minibatches=parts,
         epochs=algorithm.epochs,
@@ -156,7 +159,7 @@ def batches_of(config: TrainConfig) -> Batches:
         data_ranks=ranks,
         episode_tokens=wide.max_episode_tokens,
         sampled_tokens=min(wide.max_turns * wide.max_turn_tokens, wide.max_episode_tokens),
-        tokens=episodes * wide.max_episode_tokens,
+        tokens=rollout.groups * largest(rollout) * wide.max_episode_tokens,
         micro_tokens=config.optim.micro_tokens,
         micros=math.ceil(math.ceil(most / ranks) / at_once),
         kept=kept,
@@ -177,6 +180,7 @@ def lines(plan: RunPlan) -> list[str]:
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
     added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
     beside = f", and at most {' and '.join(added)} beside them" if added else ""
+    more += f" (up to {b.grown:,} where groups grow)" if b.grown > b.episodes else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),

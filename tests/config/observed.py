@@ -140,8 +140,8 @@ def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list
 
     async def body() -> tuple[Any, Scribe, list[Any]]:
         collector = collector_of(ref, policy, scorer_of(config), config.rollout, context=4096, seed=config.seed)
-        found = await collector._members(0, TaskChoice(0, env=ref.id))
-        return collector, engine, found
+        found = await collector._group(0, TaskChoice(0, env=ref.id))
+        return collector, engine, found.trajectories
 
     return asyncio.run(body())
 

@@ -145,6 +145,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
         "rollout.group_size=4",  # started, back, cancelled
         {"rollout.oversample_members=1.0": (4, 4, 0), "rollout.oversample_members=1.5": (6, 4, 2)},
     ),
+    "RolloutConfig.grow": (
+        see.members,
+        "rollout.group_size=4",  # none of them wins
+        {"rollout.grow=1.0": (4, 4, 0), "rollout.grow=1.5": (6, 6, 0), "rollout.grow=2.5": (10, 10, 0)},
+    ),
     "RolloutConfig.retries": (
         see.attempts,
         PLAY,

@@ -20,6 +20,7 @@ from agentrl.reward.lint import gold_fault
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.ops import GateNode
 from agentrl.reward.probes import gold_episode
+from agentrl.rollout.grow import largest
 from agentrl.rollout.sampler.base import make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.train.estimator_inputs import needs_greedy
@@ -173,20 +174,21 @@ def check_judge(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
     step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
     evaluations = evaluations_of(config)
     episodes = config.steps * step + evaluations * config.eval.tasks
+    grown = episodes + config.steps * rollout.groups * (largest(rollout) - rollout.group_size)
     sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"
     if asked.least * episodes > budget:
         last = max(0, budget // asked.least - config.eval.tasks) // step
         raise ConfigError(
             f"reward.judge.calls: {budget} calls are not enough: reward spec {scorer.name!r} asks its judges about "
             f"{asked.least * episodes} times ({sums}, {asked.least} per episode), so they are spent at about step "
-            f"{last}; set reward.judge.calls={asked.most * episodes}, or fewer steps"
+            f"{last}; set reward.judge.calls={asked.most * grown}, or fewer steps"
         )
-    if asked.most * episodes > budget:
+    if asked.most * grown > budget:
         log.warning(
             "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d per episode); the run stops with a "
             "checkpoint if they are spent",
             budget,
-            asked.most * episodes,
+            asked.most * grown,
             sums,
             asked.most,
         )
@@ -202,7 +204,8 @@ def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
         asked = questions(scorer, rollout.max_turns) if scorer.asks else Questions(0, 0)
         episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
         if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
-            steps.append(Questions(asked.least * episodes, asked.most * episodes))
+            grown = episodes + rollout.groups * (largest(rollout) - rollout.group_size)
+            steps.append(Questions(asked.least * episodes, asked.most * grown))
         tasks = one.eval.tasks
         evaluated = Questions(evaluated.least + asked.least * tasks, evaluated.most + asked.most * tasks)
     least = config.steps * min(step.least for step in steps) + evaluations * evaluated.least

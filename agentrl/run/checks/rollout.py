@@ -20,8 +20,8 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
     """Raise ConfigError if the sampler, the environment parameters that it sets, or the context policy cannot work.
 
     Reads: rollout.temperature, rollout.sampler, rollout.accept, rollout.context, rollout.summary_model, rollout.colocate,
-    rollout.max_staleness, rollout.filter_zero_variance, eval.temperature, algorithm.experience, reward_model, weights.lora,
-    engine, env, seed.
+    rollout.max_staleness, rollout.filter_zero_variance, rollout.grow, rollout.group_size, rollout.oversample_members,
+    eval.temperature, algorithm.experience, reward_model, weights.lora, engine, env, seed.
     """
     rollout = config.rollout
     check_temperatures(config)
@@ -40,11 +40,29 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them, so it would drop groups that the reward model tells apart; unset one of the two"
         )
+    _check_grow(config)
     make_context_policy(rollout.context)
     traits = CONTEXTS.entry(rollout.context.name).traits
     if rollout.summary_model is not None and "summarizes" not in traits:
         names = CONTEXTS.that_are("summarizes")
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
+
+
+def _check_grow(config: TrainConfig) -> None:
+    if config.rollout.grow == 1:
+        return
+    if config.rollout.oversample_members > 1:
+        raise ConfigError(
+            "rollout.grow looks at the scores of all members of a group, and rollout.oversample_members drops the slowest of "
+            "them unseen; set one of the two to 1"
+        )
+    if config.reward_model is not None:
+        raise ConfigError(
+            "rollout.grow gives groups more members by the spec's rewards, before [reward_model] has scored them; unset one "
+            "of the two"
+        )
+    if config.rollout.group_size == 1:
+        raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
 
 
 def check_trainable(config: TrainConfig) -> None:

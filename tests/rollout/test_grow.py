@@ -1,0 +1,163 @@
+"""A group whose members all score the same grows, and nothing else of it changes: from a config, with its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.config import RolloutConfig
+from agentrl.config.load import config_from
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.rollout.group import alike
+from agentrl.run.checks.rollout import check_rollout
+from agentrl.run.loop import make_batch
+from agentrl.run.plan import batches_of
+from agentrl.trajectory import Group
+from tests.publishing import exchange
+from tests.rollout.test_spent import made
+
+SIZE, GROW, MOST = 2, 2.5, 5
+
+
+def groups_of(renderer: Renderer, updates: int = 4, **more: Any) -> tuple[list[Group], list[dict[str, float]], Any]:
+    async def scenario() -> tuple[list[Group], list[dict[str, float]], Any]:
+        engine, collect = made(renderer, **{"group_size": SIZE, "groups": 3, **more})
+        groups, rows = [], []
+        for _ in range(updates):
+            batch = await collect.collect()
+            groups += batch
+            rows.append(collect.metrics())
+            collect.trained(batch)
+            await exchange(collect)
+        await collect.close()
+        return groups, rows, engine
+
+    return asyncio.run(scenario())
+
+
+def said(group: Group) -> list[tuple[int, float | None, list[int]]]:
+    return [(t.member, t.reward, t.ledgers[0].token_ids.tolist()) for t in group.trajectories]
+
+
+def test_groups_grow_by_their_size_until_scores_differ_or_they_are_as_large_as_they_may_be(renderer: Renderer) -> None:
+    """Against a run whose groups have 5 members from the start: the first 2, 4 or 5 of them, whichever differ first."""
+    large, _, _ = groups_of(renderer, 10, group_size=MOST)
+    grown, rows, engine = groups_of(renderer, 10, grow=GROW)
+    assert [group.index for group in grown] == [group.index for group in large] == list(range(30))
+    for whole, group in zip(large, grown, strict=True):
+        count = next((n for n in (2, 4) if len({t.reward for t in whole.trajectories[:n]}) > 1), MOST)
+        assert said(group) == said(whole)[:count]
+    sizes = [len(group.trajectories) for group in grown]
+    assert set(sizes) == {2, 4, 5}, sizes
+    assert [row["members_grown"] for row in rows] == [sum(sizes[at : at + 3]) - 6 for at in range(0, 30, 3)]
+    assert sum(row["tokens_sampled"] for row in rows) == sum(engine.gave.values()), "what it costs is counted"
+
+
+def test_the_filter_sees_a_group_once_it_is_grown(renderer: Renderer) -> None:
+    plain, before, _ = groups_of(renderer, filter_zero_variance=True)
+    grown, after, _ = groups_of(renderer, grow=GROW, filter_zero_variance=True)
+    filtered = [sum(row["groups_filtered"] for row in rows) for rows in (before, after)]
+    assert 0 <= filtered[1] < filtered[0], filtered
+    assert not any(alike(group) for group in [*plain, *grown])
+    assert max(len(group.trajectories) for group in grown) > SIZE and {len(group.trajectories) for group in plain} == {SIZE}
+
+
+def test_a_resume_grows_the_same_groups(renderer: Renderer) -> None:
+    whole, rows, _ = groups_of(renderer, grow=GROW, filter_zero_variance=True)
+
+    async def broken() -> tuple[list[Group], list[dict[str, float]]]:
+        groups, found = list[Group](), list[dict[str, float]]()
+        _, collect = made(renderer, group_size=SIZE, groups=3, grow=GROW, filter_zero_variance=True, max_delay=0.003)
+        for _ in range(4):
+            batch = await collect.collect()
+            groups += batch
+            found.append(collect.metrics())
+            collect.trained(batch)
+            state = json.loads(json.dumps(collect.to_json()))
+            await collect.close()
+            _, collect = made(renderer, group_size=SIZE, groups=3, grow=GROW, filter_zero_variance=True, seed=5, max_delay=0.003)
+            collect.load_json(state)
+            await exchange(collect)
+        await collect.close()
+        return groups, found
+
+    groups, found = asyncio.run(broken())
+    assert [said(group) for group in groups] == [said(group) for group in whole] and found == rows
+
+
+@pytest.mark.parametrize("options", [{"fail": 0.3, "retries": 0}, {"greedy": True}, {"max_staleness": 2, "max_delay": 0.003},
+                                     {"odd": True}, {"oversample": 1.5}])  # fmt: skip
+def test_next_to_faults_greedy_episodes_staleness_refusals_and_spare_groups(renderer: Renderer, options: dict[str, Any]) -> None:
+    groups, _, _ = groups_of(renderer, grow=GROW, **options)
+    assert len({group.index for group in groups}) == 12
+    for group in groups:
+        numbers = [t.member for t in group.trajectories]
+        assert numbers == list(range(len(numbers))) and len(numbers) in (2, 4, 5)
+        assert (len(numbers) == MOST) >= alike(group), "one whose members are alike is as large as it may be"
+        if "odd" in options:
+            assert group.index % 2 == 0
+        if len(numbers) > 2:
+            first = Group(0, 0, group.trajectories[: 4 if len(numbers) == MOST else 2], group.baseline)
+            assert alike(first), "and none grew that had something to say"
+
+
+def test_a_batch_knows_which_rows_are_compared(renderer: Renderer) -> None:
+    groups, _, _ = groups_of(renderer, 2, grow=GROW)
+    batch = make_batch(groups, config_from({"env": {"id": "key_value"}}).algorithm.advantage)
+    assert Counter(batch["group"].tolist()) == {group.index: len(group.trajectories) for group in groups}
+    assert len(batch) > SIZE * len(groups)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rollout": {"grow": 2.0, "oversample_members": 1.5}}, "rollout.oversample_members drops the slowest"),
+        ({"rollout": {"grow": 2.0}, "reward_model": {"path": "x"}}, "before [reward_model] has scored"),
+        ({"rollout": {"grow": 2.0, "group_size": 1}}, "rollout.group_size = 1"),
+    ],
+)
+def test_what_cannot_grow_is_refused_by_name(more: dict[str, Any], said: str) -> None:
+    config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, **more})
+    with pytest.raises(ConfigError, match=r"^rollout\.grow") as refused:
+        check_rollout(config, EnvRef.of(config))
+    assert said in str(refused.value)
+
+
+CONFIG = """
+base = "quickstart"
+name = "r"
+steps = 2
+engine = "embedded"
+sft = false
+trackers = []
+trajectories_every = 1
+cluster = { backend = "inline" }
+rollout = { groups = 2, group_size = 2, grow = 2.0, max_turns = 2, max_turn_tokens = 6 }
+eval = { tasks = 1 }
+health = { idle_updates = 1000 }
+model = { init = { layers = 1, hidden = 16 } }
+"""
+
+
+def test_a_run_from_a_config_grows_and_plans_for_it(tmp_path: Path) -> None:
+    """A random model solves nothing, so every group is as large as it may be."""
+    from agentrl.cli.main import main
+
+    (tmp_path / "c.toml").write_text(CONFIG)
+    assert main(["train", str(tmp_path / "c.toml"), f"out={tmp_path}"]) in (0, 1)
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if row["phase"] == "train"):
+        assert row["scored"] == 8 and row["members_grown"] == 4
+        assert len((tmp_path / "r" / "trajectories" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()) == 8
+    from agentrl.config import load_config
+
+    plan = batches_of(load_config(tmp_path / "r" / "config.toml"))
+    assert (plan.episodes, plan.grown, plan.tokens) == (4, 8, 8 * plan.episode_tokens)
+    assert RolloutConfig().grow == 1.0
