@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from long_runs import HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
-UPDATES = ["steps=20", "eval.every=4"]
+UPDATES = 20
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
 COMMON = [
     "engine=embedded",
@@ -73,11 +73,8 @@ def train(args: argparse.Namespace) -> None:
     known, model, config = arms(), warm(args.quick), spec(args.quick)
     for seed in args.seeds:
         for arm in args.arms or known:
-            run(
-                f"means-{arm}-{seed}",
-                config,
-                [*COMMON, *(FEW if args.quick else UPDATES), f"seed={seed}", model, *known[arm]["overrides"]],
-            )
+            size = FEW if args.quick else [f"steps={known[arm].get('steps', UPDATES)}", "eval.every=4"]
+            run(f"means-{arm}-{seed}", config, [*COMMON, *size, f"seed={seed}", model, *known[arm]["overrides"]])
 
 
 def report() -> None:

@@ -69,7 +69,7 @@ def curve(name: str, keys: Sequence[str]) -> list[list[float]]:
     tokens, rows = 0.0, list[list[float]]()
     for row in load_run(work() / "runs" / name).metrics:
         if row["phase"] == "train":
-            tokens += row["tokens"]
+            tokens += row.get("tokens_sampled", row["tokens"])  # a row of an older build has no thrown-away tokens
         elif row["phase"] in ("before", "eval", "after") and (not rows or rows[-1][0] != row["step"]):
             rows.append([row["step"], tokens, *[float(row[key]) for key in keys]])
     return rows
