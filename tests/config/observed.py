@@ -329,9 +329,12 @@ class Course:
             player=SimpleNamespace(metrics=dict),
             engine=SimpleNamespace(forget=self.waited("forget", None)),
             display=Display(Console(quiet=True)),
-            collector=SimpleNamespace(ledger=ledger, collect=collect, trained=trained, metrics=dict, ahead=str, watch=Watch()),
+            collector=SimpleNamespace(
+                ledger=ledger, collect=collect, trained=trained, metrics=lambda: {"tokens_sampled": 0}, ahead=str, watch=Watch()
+            ),
             watchdog=SimpleNamespace(read=dict),
             horizons={},
+            demonstrations=None,
             callbacks=SimpleNamespace(step=self.waited("on_step", None)),
             tracing=Tracing(config, "embedded"),
             rest=self.waited("rest", None),
