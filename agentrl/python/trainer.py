@@ -180,6 +180,11 @@ class Trainer:
                 "algorithm.entropy_target: the coefficient is steered once per update; use trainer.update(batch), or give each "
                 'call its own: trainer.forward_backward(batch, algorithm={"entropy_target": None, "entropy_bonus": ...})'
             )
+        if "moving" in (chosen.kl.reference, self.config.algorithm.kl.reference):
+            raise ConfigError(
+                'algorithm.kl.reference = "moving": the reference moves once per update; use trainer.update(batch), or set it to '
+                '"start"'
+            )
         if batch.part is None:  # all rows are one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
         metrics = await self._session.actors.arun(

@@ -16,6 +16,7 @@ from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, Sft
 from agentrl.errors import AgentrlError, ConfigError, NonFiniteError
 from agentrl.train.forward import compute_logprobs
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
+from agentrl.train.moving import SHOWN
 from agentrl.train.optim import rate
 from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.sft import sft_steps
@@ -32,6 +33,7 @@ class Actor(TrainedRole):
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
+        "show": Broadcast(),
         "compute_logprob": RowsShard(),
         "compute_reference": RowsShard(),
         "update": UpdateShard(collect="metrics", balance="column"),
@@ -69,6 +71,10 @@ class Actor(TrainedRole):
         self._optim, self._total_steps = optim, total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm)
         self._engine.use_adamw(optim)
+
+    def show(self, name: str) -> None:
+        """Let a reference in this process follow the policy, under `name`."""
+        SHOWN[name] = self._made()
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""

@@ -129,6 +129,11 @@ class BaseEngine(ABC):
         assert self.optimizers is not None
         self.optimizers.set_rate(factor)
 
+    def approach(self, other: BaseEngine, weight: float) -> None:
+        """Move every parameter by `weight` of its distance to the same one of `other`, an engine of this class with the same
+        model on the same ranks: theta <- theta + weight (theta_other - theta), in float32, each rank its own shards."""
+        raise ConfigError(f'model.engine = "{self.cfg.engine}" follows no other engine')
+
     @abstractmethod
     def finite(self) -> bool:
         """Whether all trained parameters are finite; the same answer on all ranks."""
@@ -217,6 +222,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "critic": 'has the role "value": `values`',
         "reward_model": 'has the role "score": `scores`',
         "sft": "has the optimizers of a supervised warm start: `use_muon`",
+        "moving_reference": 'algorithm.kl.reference = "moving": `approach`',
         "prefix_sharing": "computes a prefix that rows share once (PackedSequences.spans)",
         "router_replay": "rollout.router_replay: sends tokens to the experts that a micro-batch names (Micro.experts)",
         "replicas": "model.replicas > 1",

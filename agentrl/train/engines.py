@@ -13,6 +13,7 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "critic": ("[critic]", lambda config: config.critic is not None),
     "reward_model": ("[reward_model]", lambda config: config.reward_model is not None),
     "sft": ("[sft]", lambda config: config.sft is not None),
+    "moving_reference": ('algorithm.kl.reference = "moving"', lambda config: config.algorithm.kl.reference == "moving"),
     "prefix_sharing": ('optim.prefix_sharing = "on"', lambda config: config.optim.prefix_sharing == "on"),
     "router_replay": ("rollout.router_replay", lambda config: config.rollout.router_replay),
     "replicas": ("model.replicas > 1", lambda config: config.model.replicas > 1),
@@ -38,7 +39,7 @@ def check_train_engine(config: TrainConfig) -> None:
     """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
     its is missing.
 
-    Reads: model, critic, reward_model, sft, optim.prefix_sharing, rollout.router_replay, cluster.actors.
+    Reads: model, critic, reward_model, sft, algorithm.kl.reference, optim.prefix_sharing, rollout.router_replay, cluster.actors.
     """
     entry = TRAIN_ENGINES.entry(config.model.engine)
     for trait, (words, asks) in ASKED.items():

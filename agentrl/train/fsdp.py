@@ -68,6 +68,7 @@ PREFIX = "hf."
         "families",
         "shard_gradients",
         "activation_checkpointing",
+        "moving_reference",
         "prefix_sharing",
         "router_replay",
         "alone",
@@ -227,6 +228,17 @@ class FsdpEngine(BaseEngine):
         else:
             self.optimizers.drop()
         return size
+
+    def approach(self, other: BaseEngine, weight: float) -> None:
+        assert isinstance(other, FsdpEngine)
+        for mine, theirs in zip(self._own_shards(), other._own_shards(), strict=True):
+            mine.lerp_(theirs, weight)
+
+    def _own_shards(self) -> list[Tensor]:
+        """This rank's part of every parameter, in place."""
+        for part in self._parts():
+            part.reshard()  # a forward pass without backward may have left it unsharded: a copy, of which the shards know nothing
+        return [local(parameter).detach() for parameter in self.module.parameters()]
 
     def finite(self) -> bool:
         parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]

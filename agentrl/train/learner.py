@@ -1,7 +1,7 @@
 """One training step over all roles, on the driver: the loop calls it once it has a batch of episodes.
 
     batch -> [actor] old_logprobs -> [reference] ref_logprobs -> [critic] values -> advantages
-          -> all finite? -> [critic] update -> actor update
+          -> all finite? -> [critic] update -> actor update -> [reference] follows, if it moves
 
 The parts in brackets run only if the config asks for them.
 """
@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 import torch
 from tensordict import TensorDict
@@ -42,6 +43,7 @@ from agentrl.train.experience import FILE, Experience, joined
 from agentrl.train.finite import broken_rows, described
 from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
 from agentrl.train.learner_checks import check_learner, fill_length_norm
+from agentrl.train.moving import moves
 from agentrl.train.pretrained import named_anywhere
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
@@ -77,12 +79,13 @@ class Learner:
         self.config, self.actors, self.pools = config, actors, pools
         self.critics: WorkerGroup[Critic] | None = None
         self.references: WorkerGroup[Reference] | None = None
+        self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if shares_prefixes(config.model) else "off"
-        self._skipped = 0
+        self._skipped, self._name = 0, uuid4().hex
         self.tokens: TrainedTokens | None = None
         kept = config.algorithm.experience
         self.experience = None if kept is None else Experience(kept, config.seed)
@@ -112,6 +115,9 @@ class Learner:
                 await check_shared(self.references, folder, "out")
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
             await self._rest("reference", self.references)
+            if moves(config):
+                self._moving = self.references
+                await self.actors.arun(Actor.show, self._name)
 
     def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
         if self.pools is not None and role in self.pools:
@@ -287,6 +293,8 @@ class Learner:
                 temperature=self._temperature(step),
                 kl_coef=self.kl_coef,
             )
+            if self._moving is not None and metrics.get("optimizer_steps", 0) > 0:
+                await self._moving.arun(Reference.follow, self._name, algorithm.kl.decay)
         return metrics
 
     def _skip(self, step: int, what: str) -> dict[str, float]:
@@ -303,6 +311,8 @@ class Learner:
         await self.actors.arun(Actor.save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.save, str(folder / "critic"))
+        if self._moving is not None:
+            await self._moving.arun(Reference.save, str(folder / "reference"))
         await in_thread("files", self._save_own, folder)
 
     async def begin_save(self, folder: Path) -> None:
@@ -310,6 +320,8 @@ class Learner:
         await self.actors.arun(Actor.begin_save, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.begin_save, str(folder / "critic"))
+        if self._moving is not None:
+            await self._moving.arun(Reference.begin_save, str(folder / "reference"))
         await in_thread("files", self._save_own, folder)
 
     def _save_own(self, folder: Path) -> None:
@@ -321,19 +333,24 @@ class Learner:
     async def saved(self) -> bool:
         """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
         done = await self.actors.arun(Actor.saved)
-        return done and (self.critics is None or await self.critics.arun(Critic.saved))
+        done = done and (self.critics is None or await self.critics.arun(Critic.saved))
+        return done and (self._moving is None or await self._moving.arun(Reference.saved))
 
     async def check_saved(self, folder: Path) -> None:
         """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
         await check_arrived(self.actors, folder / "actor", "the actor's checkpoint")
         if self.critics is not None:
             await check_arrived(self.critics, folder / "critic", "the critic's checkpoint")
+        if self._moving is not None:
+            await check_arrived(self._moving, folder / "reference", "the checkpoint of the moving reference")
 
     async def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
         await self.actors.arun(Actor.load, str(folder / "actor"))
         if self.critics is not None:
             await self.critics.arun(Critic.load, str(folder / "critic"))
+        if self._moving is not None:
+            await self._moving.arun(Reference.load, str(folder / "reference"))
         if (folder / STATE).is_file():
             self._load_coefficients(folder / STATE)
         if self.experience is not None:

@@ -8,6 +8,7 @@ from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.entropy import check_entropy
 from agentrl.train.experience import check_experience
+from agentrl.train.moving import check_moving
 from agentrl.train.role_layout import check_offload, mesh_of
 from agentrl.train.update import check_algorithm
 
@@ -16,7 +17,8 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel, cluster.actors,
-    model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`.
+    model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload` and
+    `check_moving`.
     """
     check_algorithm(fill_length_norm(config))
     check_entropy(config.algorithm)
@@ -28,6 +30,7 @@ def check_learner(config: TrainConfig) -> None:
     check_experience(config)
     mesh_of(config)
     check_offload(config)
+    check_moving(config)
     for env in config.envs:
         with told(config, env):
             _check_estimator(alone(config, env))

@@ -78,11 +78,8 @@ class ModelRole(Worker):
         return self._engine
 
 
-class TrainedRole(ModelRole):
-    """A role that learns: it counts its training steps, follows a schedule by them, and can be saved.
-
-    `init_model` of the role sets `_optim` and `_total_steps` (the length of the run, for the schedule).
-    """
+class SavedRole(ModelRole):
+    """A role whose weights change in a run: it counts the updates that changed them, and can be saved."""
 
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "save": Broadcast(),
@@ -90,19 +87,11 @@ class TrainedRole(ModelRole):
         "saved": Broadcast(),
         "load": Broadcast(),
     }
-    _optim: OptimConfig
-    _total_steps: int | None
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._saving = BackgroundSave()
         self._updates = 0
-
-    def _set_rate(self) -> float:
-        """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
-        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
-        self._ready().set_rate(factor)
-        return factor
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and RNG to `folder`."""
@@ -119,3 +108,19 @@ class TrainedRole(ModelRole):
     def load(self, folder: str) -> None:
         """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
         self._updates = int(load_state(self._made(), Path(folder))["updates"])
+
+
+class TrainedRole(SavedRole):
+    """A role that learns: it follows a schedule by its training steps.
+
+    `init_model` of the role sets `_optim` and `_total_steps` (the length of the run, for the schedule).
+    """
+
+    _optim: OptimConfig
+    _total_steps: int | None
+
+    def _set_rate(self) -> float:
+        """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
+        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
+        self._ready().set_rate(factor)
+        return factor

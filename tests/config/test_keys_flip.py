@@ -362,6 +362,10 @@ ELSEWHERE: dict[str, str] = {
     },
     "AlgorithmConfig.groups": "train/test_prefix_training.py::test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank",
     **{f"KlConfig.{key}": ACTOR for key in ("coef", "kind", "where", "straight_through")},
+    **{
+        f"KlConfig.{key}": "train/test_moving_reference.py::test_the_kl_is_to_the_average_and_less_than_to_the_start"
+        for key in ("reference", "decay")
+    },
     **{f"KlConfig.{key}": "train/test_learner.py::test_steering" for key in ("target", "horizon")},
     **{f"CriticConfig.{key}": CRITIC for key in ("lr", "clip", "epochs")},
     "CriticConfig.warmup": "train/test_learner.py::test_critic_warm_up_leaves_the_policy",

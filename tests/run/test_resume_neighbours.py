@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ CASES: dict[str, list[str]] = {
         "algorithm.demonstrations={}",
         "algorithm.minibatch=4",
     ],
+    "moving reference": ["algorithm.kl={coef=0.1,reference='moving',decay=0.75}", "optim.lr=1e-3", "checkpoint.keep=9"],
     # One episode at a time: which requests share a step of the engine depends on when the server answers.
     "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
     # Without the cache the last digits do not depend on which requests share a step.
@@ -149,7 +151,27 @@ def kept_and_shown(run: Path) -> None:
     assert (run / f"checkpoints/step_{STEPS:06d}/experience.safetensors").is_file()
 
 
+def followed(run: Path) -> None:
+    """By its saved policies; that of the start is not saved, so the recursion begins with the first reference."""
+    rows, found = updates(run), [saved(run / f"checkpoints/step_{step:06d}") for step in range(1, STEPS + 1)]
+    assert rows[0]["kl_reference"] == 0 and min(row["kl_reference"] for row in rows[1:]) > 1e-7, rows
+    for (_, before), (policy, now) in pairwise(found):
+        for name in before:
+            assert float((now[name] - 0.75 * before[name] - 0.25 * policy[name]).abs().max()) < 5e-7, name
+    policy, last = found[-1]
+    assert max(float((last[name] - policy[name]).abs().max()) for name in last) > 1e-5
+
+
+def saved(checkpoint: Path) -> list[dict[str, Any]]:
+    """The weights of the policy and of the reference, in float64."""
+    from agentrl.train.state import saved_tensors
+
+    parts = [saved_tensors(checkpoint / role) for role in ("actor", "reference")]
+    return [{name: read(name).double() for name in names if name.startswith("model.")} for names, read in parts]
+
+
 SHOWN: dict[str, Any] = {
+    "moving reference": followed,
     "experience": kept_and_shown,
     "staged": in_a_stage,
     "weighted mixture": shares_moved,

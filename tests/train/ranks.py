@@ -52,6 +52,7 @@ from agentrl.train.critic import Critic
 from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.modules import Micro, PolicyModule, shared
 from agentrl.train.reference import Reference
+from agentrl.train.role import ModelRole
 from agentrl.train.titan.library import require_torchtitan
 from agentrl.train.ulysses import Ulysses
 from tests import moe
@@ -298,6 +299,7 @@ def reduced(tiny: str, out: Path) -> Body:
                 actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
                 found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
         found["base"] = of_base(tiny, context)
+        found["moved"] = moved(tiny, context)
         found["waited"] = {engine: [waiting(tiny, context, engine, away) for away in (False, True)] for engine in ENGINES}
         if context.rank == 0:
             torch.save(found, out / "reduced.pt")
@@ -333,6 +335,24 @@ def of_base(tiny: str, context: WorkerContext) -> list[torch.Tensor]:
         actor.update(batch, algorithm, step=1)
     asked = (actor.compute_logprob, actor.compute_reference, reference.compute_logprob)
     return [method(batch)["logprobs"].values() for method in asked]
+
+
+def moved(tiny: str, context: WorkerContext) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """Weights of the policy and of a reference that follows it, before an update and after it, then without memory; and the
+    logprobs of this rank's rows by both at the end. A forward pass before each step leaves the outermost part unsharded."""
+    actor, reference, algorithm = Actor(context), Reference(context), AlgorithmConfig(minibatch=7)
+    actor.init_model(tiny, ModelConfig(), toy_optim())
+    reference.init_model(tiny, ModelConfig(), toy_optim())
+    actor.show("policy")
+    batch, weights = mine(Actor, "update", noisy(), algorithm, context), [weights_on(reference)]
+    actor.update(batch, algorithm, step=1)
+    for decay in (0.75, 0.0):
+        actor.compute_logprob(batch)
+        reference.compute_logprob(batch)
+        reference.follow("policy", decay)
+        logprobs = [role.compute_logprob(batch)["logprobs"].values() for role in (actor, reference)]
+        weights += [weights_on(actor), weights_on(reference)]
+    return weights, logprobs
 
 
 SPREAD = ["gpt-oss", "gemma2", "deepseek-v3", "llama4"]  # sinks, caps and windows, narrow values, chunks
@@ -399,7 +419,7 @@ def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, saved: Path,
     return metrics, [weights_on(actor)]
 
 
-def weights_on(actor: Actor) -> dict[str, torch.Tensor]:
+def weights_on(actor: ModelRole) -> dict[str, torch.Tensor]:
     """Copies of all weights, on every rank; a collective."""
     return {name: tensor.cpu().clone() for name, tensor in actor._ready().tensors()}
 

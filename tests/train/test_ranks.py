@@ -117,6 +117,15 @@ def test_the_frozen_base_of_adapters_on_two_ranks_is_the_model_itself(out: Path)
     assert torch.equal(base, separate) and (adapted - base).abs().max() > 1e-3
 
 
+def test_a_reference_follows_the_policy_shard_by_shard_on_two_ranks(out: Path) -> None:
+    (start, policy, average, _, last), (own, theirs) = torch.load(out / "reduced.pt")["moved"]
+    for name, tensor in average.items():
+        expected = 0.75 * start[name].double() + 0.25 * policy[name].double()
+        assert (tensor - expected).abs().max() < 5e-7 and torch.equal(last[name], policy[name]), name
+    assert max(float((policy[name] - start[name]).abs().max()) for name in start) > 1e-3
+    assert torch.equal(own, theirs)  # by the weights of now, not by those that the pass before had gathered
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_leave_out_the_step_in_which_one_of_them_has_a_number_that_is_not_finite(out: Path, layout: str) -> None:
     metrics, (weights,) = results(out, layout)["broken"]

@@ -58,7 +58,7 @@ class SftConfig(Frozen):
 
 
 class KlConfig(Frozen):
-    """A penalty for moving away from the reference policy (the model that the run started from)."""
+    """A penalty for moving away from the reference policy."""
 
     coef: Annotated[NotNegative, Unit("1")] = 0.0
     """What the divergence is multiplied by; 0 means no penalty, and no reference."""
@@ -73,6 +73,11 @@ class KlConfig(Frozen):
     horizon: Annotated[PositiveInt, Unit("episodes")] = 10_000
     """How quickly `target` is followed: the coefficient changes by at most 20 % x episodes / `horizon` per step in which the
     policy learns."""
+    reference: Literal["start", "moving"] = "start"
+    """The model that the run started from, or a moving average of the policy's weights: after every update in which the policy
+    learned, the reference is `decay` times itself plus 1 - `decay` times the policy."""
+    decay: Beta = 0.99
+    """How much of itself a moving reference keeps at each update: about 1 / (1 - `decay`) updates are in it."""
 
 
 class ExperienceConfig(Frozen):
