@@ -31,10 +31,10 @@ from agentrl.cluster.worker import Worker
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
 from agentrl.config.temperature import scheduled, temperature_at
-from agentrl.errors import CheckpointError, NonFiniteError
+from agentrl.errors import NonFiniteError
 from agentrl.executors import in_thread
-from agentrl.plain_data import json_text, read_json
 from agentrl.train.actor import Actor
+from agentrl.train.coefficients import load_coefficients, save_coefficients
 from agentrl.train.critic import Critic
 from agentrl.train.engines import shares_prefixes
 from agentrl.train.entropy import adapted_entropy_coef, with_coefficient
@@ -47,7 +47,7 @@ from agentrl.train.moving import moves
 from agentrl.train.pretrained import named_anywhere
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import RewardModel, last_rows, with_scores
-from agentrl.train.role import ModelRole
+from agentrl.train.role import ModelRole, SavedRole
 from agentrl.train.role_layout import mesh_of, rests, separate_reference
 from agentrl.train.update import mismatch
 from agentrl.train.visits import SOURCE, TrainedTokens, recomputed
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STATE = "learner.json"
-COEFFICIENTS = ("kl_coef", "entropy_coef")
-"""What of a learner an update steers, by attribute: its part of a checkpoint beside the roles' own."""
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 W = TypeVar("W", bound=Worker)
@@ -306,62 +303,47 @@ class Learner:
             raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")
         return {"skipped_steps": 1.0}
 
+    def _kept(self) -> dict[str, WorkerGroup[Any]]:
+        """The roles whose weights change, by the names of their folders in a checkpoint."""
+        groups = {"actor": self.actors, "critic": self.critics, "reference": self._moving}
+        return {name: group for name, group in groups.items() if group is not None}
+
     async def save(self, folder: Path) -> None:
         """Write the state of all roles to `folder`, for `Checkpoints.writing`."""
-        await self.actors.arun(Actor.save, str(folder / "actor"))
-        if self.critics is not None:
-            await self.critics.arun(Critic.save, str(folder / "critic"))
-        if self._moving is not None:
-            await self._moving.arun(Reference.save, str(folder / "reference"))
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.save, str(folder / name))
         await in_thread("files", self._save_own, folder)
 
     async def begin_save(self, folder: Path) -> None:
         """`save` in the background: returns when the state of all roles is copied. See `saved`."""
-        await self.actors.arun(Actor.begin_save, str(folder / "actor"))
-        if self.critics is not None:
-            await self.critics.arun(Critic.begin_save, str(folder / "critic"))
-        if self._moving is not None:
-            await self._moving.arun(Reference.begin_save, str(folder / "reference"))
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.begin_save, str(folder / name))
         await in_thread("files", self._save_own, folder)
 
     def _save_own(self, folder: Path) -> None:
-        coefficients = {name: getattr(self, name) for name in COEFFICIENTS}
-        (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
+        save_coefficients(self, folder)
         if self.experience is not None:
             self.experience.save(folder / FILE)
 
     async def saved(self) -> bool:
         """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
-        done = await self.actors.arun(Actor.saved)
-        done = done and (self.critics is None or await self.critics.arun(Critic.saved))
-        return done and (self._moving is None or await self._moving.arun(Reference.saved))
+        for group in self._kept().values():
+            if not await group.arun(SavedRole.saved):
+                return False
+        return True
 
     async def check_saved(self, folder: Path) -> None:
         """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
-        await check_arrived(self.actors, folder / "actor", "the actor's checkpoint")
-        if self.critics is not None:
-            await check_arrived(self.critics, folder / "critic", "the critic's checkpoint")
-        if self._moving is not None:
-            await check_arrived(self._moving, folder / "reference", "the checkpoint of the moving reference")
+        for name, group in self._kept().items():
+            await check_arrived(group, folder / name, f"the {name}'s checkpoint")
 
     async def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
-        await self.actors.arun(Actor.load, str(folder / "actor"))
-        if self.critics is not None:
-            await self.critics.arun(Critic.load, str(folder / "critic"))
-        if self._moving is not None:
-            await self._moving.arun(Reference.load, str(folder / "reference"))
-        if (folder / STATE).is_file():
-            self._load_coefficients(folder / STATE)
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.load, str(folder / name))
+        load_coefficients(self, folder)
         if self.experience is not None:
             await in_thread("files", self.experience.load, folder / FILE)
-
-    def _load_coefficients(self, path: Path) -> None:
-        found = read_json(path.read_text(encoding="utf-8"))
-        for name in (name for name in COEFFICIENTS if name in found):  # an older checkpoint has fewer, which nothing steered
-            if found[name] is None:
-                raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
-            setattr(self, name, float(found[name]))
 
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""
