@@ -146,7 +146,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
-        raise_gc_threshold()  # as a run does: else a twentieth of what tests compute is a search for garbage
+        raise_gc_threshold()  # as a run does: else one or two in a hundred of what tests compute is a search for garbage
         if was_on:
             gc.enable()
 
