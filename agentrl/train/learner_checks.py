@@ -17,8 +17,8 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel, cluster.actors,
-    model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload` and
-    `check_moving`.
+    model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`,
+    `check_experience` and `check_moving`.
     """
     check_algorithm(fill_length_norm(config))
     check_entropy(config.algorithm)

@@ -33,7 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("rollout.gro", {"rollout.groups=", "rollout.group_size="}),
+        ("rollout.gro", {"rollout.groups=", "rollout.group_size=", "rollout.grow="}),
         ("ste", {"steps="}),
         ("algorithm.adv", {"algorithm.advantage.name="}),
         ("model.offload=", {"model.offload=never", "model.offload=idle"}),

@@ -27,12 +27,12 @@ ALSO = {"check_assembly": "check_rollout", "check_sizes": "check_heads"}
 
 
 def declared(check: Callable[..., Any]) -> set[str]:
-    """The keys behind "Reads:" in a check's docstring, and those of the check that it calls."""
+    """The keys behind "Reads:" in a check's docstring, and those of the checks that it calls."""
     found = re.search(r"Reads: (.*?)\.\Z", inspect.cleandoc(check.__doc__ or ""), re.DOTALL)
     assert found, f"{check.__name__} does not say what it reads"
-    keys, _, other = found.group(1).replace("\n", " ").partition("; and as ")
-    module = inspect.getmodule(check)
-    return {*re.split(r",\s+", keys), *(declared(vars(module)[other.strip("`")]) if other else ())}
+    keys, _, others = found.group(1).partition("; and as ")
+    called = [vars(inspect.getmodule(check))[name] for name in re.findall(r"`(\w+)`", others)]
+    return set(re.split(r",\s+", keys)).union(*map(declared, called))
 
 
 def sections(section: Frozen, prefix: str = "") -> Iterator[tuple[int, str]]:

@@ -92,7 +92,7 @@ class Steps:
         self.ledger.version += 1
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        return {"tokens_sampled": 0.0}
 
 
 class Saver:
@@ -128,7 +128,7 @@ def session(tmp_path: Path, steps: int) -> Any:
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None),
         player=SimpleNamespace(metrics=dict), watchdog=LoopWatchdog(0.0), horizons={}, callbacks=SimpleNamespace(step=nothing),
-        tracing=Tracing(config, "embedded"),
+        demonstrations=None, tracing=Tracing(config, "embedded"),
     )  # fmt: skip
 
 

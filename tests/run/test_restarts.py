@@ -118,7 +118,7 @@ def test_a_run_whose_worker_died_goes_on_from_its_newest_checkpoint_to_the_same_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It dies in its third update, of which a row is lost that no checkpoint has."""
-    every = ["steps=3", "checkpoint.every=2", *TINY]
+    every = ["steps=3", "checkpoint.every=2", "checkpoint.asynchronous=false", *TINY]
     whole = execute(config_of(tmp_path, "whole", *every))
     learn, steps = Learner._learn, list[int]()
 

@@ -15,7 +15,7 @@ TASKS = 4
 def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
     """Raise ConfigError, naming what is in the way, if there is no gold solution that an update could show.
 
-    Reads: algorithm.demonstrations, rollout.sampler, env, agent, seed.
+    Reads: algorithm.demonstrations, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
     """
     if one.algorithm.demonstrations is None or not trained_at_all(one.envs[0].weight):
         return
