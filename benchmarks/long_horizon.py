@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from long_runs import LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+from long_runs import COMMON, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
 from agentrl.catalog import make_env
 from agentrl.env import Message, Task, ToolEnv
@@ -50,14 +50,6 @@ ARMS = {
     "dense": ["env.reward=key_value_turns", "algorithm.advantage.name=grpo"],
     "turns": ["env.reward=key_value_turns", "algorithm.advantage.name=turn_returns"],
 }
-COMMON = [
-    "engine=embedded",
-    "cluster.backend=inline",
-    "trajectories_every=100",
-    "health.idle_updates=1000",  # an arm that learns nothing is a result
-    "checkpoint.every=10",
-    "sft=false",
-]
 CREDIT = ["steps=12", "eval.every=5", "eval.tasks=48", "rollout.groups=4"]
 CLIMB = ["eval.every=8"]
 LITTLE = "rollout.sampler.args.review=0.15"

@@ -27,21 +27,12 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from long_runs import HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+from long_runs import COMMON, HERE, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
 UPDATES = 20
 BUDGET = 90_000
 """Sampled tokens at which the arms are compared."""
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
-COMMON = [
-    "engine=embedded",
-    "cluster.backend=inline",
-    "trajectories_every=100",
-    "health.idle_updates=1000",  # an arm that learns nothing is a result
-    "checkpoint.every=10",
-    "sft=false",
-    "~rollout.sampler",
-]
 SHARED = "set_share = 0.0, keys = 14, max_value = 4"
 ENV = """[[env]]
 name = "{}"
@@ -76,7 +67,11 @@ def train(args: argparse.Namespace) -> None:
     for seed in args.seeds:
         for arm in args.arms or known:
             size = FEW if args.quick else [f"steps={known[arm].get('steps', UPDATES)}", "eval.every=4"]
-            run(f"means-{arm}-{seed}", config, [*COMMON, *size, f"seed={seed}", model, *known[arm]["overrides"]])
+            run(
+                f"means-{arm}-{seed}",
+                config,
+                [*COMMON, "~rollout.sampler", *size, f"seed={seed}", model, *known[arm]["overrides"]],
+            )
 
 
 def report() -> None:

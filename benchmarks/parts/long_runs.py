@@ -17,6 +17,15 @@ from agentrl.run.reader import load_run
 HERE = Path(__file__).resolve().parents[1]
 LADDER = "recipes/horizon/key_value"
 QUICK = "--quick"
+COMMON = [
+    "engine=embedded",
+    "cluster.backend=inline",
+    "trajectories_every=100",
+    "health.idle_updates=1000",  # an arm that learns nothing is a result
+    "checkpoint.every=10",
+    "sft=false",
+]
+"""What all compared runs have, whatever their tasks."""
 
 
 def command(*words: str) -> None:

@@ -138,15 +138,17 @@ async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(
 
 def test_a_turns_new_tokens_read_the_cache_of_their_own_rows_alone_into_memory_that_stays() -> None:
     """Two rows of 64 slots: their keys and values are copied once, 2 x 2 x 2 x 40 x 8 numbers of 4 bytes, not those of all slots,
-    and the second layer's into the same memory."""
+    and the second layer's into the same memory. Histories that are one token longer take twice as much once, then no more."""
     pool = attention.Pool(SHAPE, 96)
     pool.kv = torch.randn(2, 2, 64, 2, 96, 8)
     parts = [(Sequence(str(slot), list(range(40)), pool, slot, computed=30), 10) for slot in (3, 60)]
     span = attention.Span(pool, 0, parts, SHAPE.device)
     taken = []
-    for layer in range(2):
+    for layer, tokens in ((0, 40), (1, 40), (0, 41), (1, 42)):
+        span.longest = tokens
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
             found = span.cached(pool.kv[:, layer])
-        assert torch.equal(found, pool.kv[:, layer, [3, 60], :, :40]) and found.is_contiguous()
+        assert torch.equal(found, pool.kv[:, layer, [3, 60], :, :tokens]) and found.is_contiguous()
         taken.append(sum(max(event.self_cpu_memory_usage, 0) for event in seen.key_averages()))
-    assert taken == [2 * 2 * 2 * 40 * 8 * 4, 0]
+    first = 2 * 2 * 2 * 40 * 8 * 4
+    assert taken == [first, 0, 2 * first, 0]

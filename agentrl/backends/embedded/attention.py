@@ -90,7 +90,9 @@ class Span:
         """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
         the next call for the same pool."""
         kv = kv[:, :, :, start : self.longest]
-        return self.pool.gathered(kv, self._slots) if self.view is None else kv[:, self.view]
+        if self.view is not None:
+            return kv[:, self.view]
+        return self.pool.gathered(kv, self._slots) if kv.device.type == "cpu" else kv.index_select(1, self.slots)
 
     def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""

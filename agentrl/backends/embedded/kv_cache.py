@@ -84,14 +84,13 @@ class Pool:
         return True
 
     def gathered(self, kv: Tensor, slots: list[int]) -> Tensor:
-        """A copy of these slots of a layer's [2, slots, heads, tokens, dim], valid until the next call."""
-        if kv.device.type != "cpu":
-            return kv.index_select(1, torch.tensor(slots, device=kv.device))
+        """A copy of these slots of a layer's [2, slots, heads, tokens, dim], on a CPU; valid until the next call."""
         # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
-        # stays: pages that are new each time take longer than what is written into them.
+        # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
+        # memory for just this one would be too small for the next.
         shape = (kv.shape[0], len(slots), *kv.shape[2:])
         if self._copies.numel() < math.prod(shape):
-            self._copies = kv.new_empty(math.prod(shape))
+            self._copies = kv.new_empty(max(math.prod(shape), 2 * self._copies.numel()))
         return torch.stack([kv[:, slot] for slot in slots], 1, out=self._copies[: math.prod(shape)].view(shape))
 
     def take(self) -> int:

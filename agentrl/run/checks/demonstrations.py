@@ -6,10 +6,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import trained_at_all
 from agentrl.errors import ConfigError
-from agentrl.rollout.sampler.base import fresh_seed, make_sampler
-
-TASKS = 4
-"""Tasks of each set of parameters of which the gold solution is asked for."""
+from agentrl.run.checks.start import NO_GOLD, each_env, elsewhere, no_gold
 
 
 def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
@@ -24,15 +21,8 @@ def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
 
 
 def _obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
-    if ref.at is not None:
-        return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+    if (why := elsewhere(ref)) is not None:
+        return why
     if one.agent is not None:
         return "[agent]: an agent writes prompts of its own, which a gold solution does not have"
-    for params in make_sampler(one.rollout.sampler).variants():
-        env = ref.with_params(params).build()
-        try:
-            if all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS)):
-                return "its tasks have no gold solution"
-        finally:
-            env.close()
-    return None
+    return NO_GOLD if any(no_gold(one, env) for env in each_env(one, ref)) else None

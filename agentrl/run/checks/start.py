@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
+
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
+from agentrl.env import ToolEnv
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.rollout.context.base import CONTEXTS
@@ -11,6 +15,7 @@ from agentrl.rollout.sampler.base import fresh_seed, make_sampler
 
 TASKS = 4
 """Tasks of each set of parameters of which the gold solution is asked for."""
+NO_GOLD = "its tasks have no gold solution"
 
 
 def check_start(one: TrainConfig, ref: EnvRef) -> None:
@@ -23,8 +28,8 @@ def check_start(one: TrainConfig, ref: EnvRef) -> None:
 
 
 def _obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
-    if ref.at is not None:
-        return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+    if (why := elsewhere(ref)) is not None:
+        return why
     if one.agent is not None:
         return "[agent]: an agent that plays by itself begins at the beginning"
     if "summarizes" in CONTEXTS.entry(one.rollout.context.name).traits:
@@ -32,13 +37,28 @@ def _obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
     for choice in ref.wrappers:
         if "chance_faults" in WRAPPERS.entry(choice.name).traits:
             return f"env.wrappers: with {choice.name!r} tools fail at random, and gold calls with them"
-    for params in make_sampler(one.rollout.sampler).variants():
-        env = ref.with_params(params).build()
-        try:
-            if env.user_models():
-                return "its user is a model, which would have to answer gold turns too"
-            if all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS)):
-                return "its tasks have no gold solution"
-        finally:
-            env.close()
+    for env in each_env(one, ref):
+        if env.user_models():
+            return "its user is a model, which would have to answer gold turns too"
+        if no_gold(one, env):
+            return NO_GOLD
     return None
+
+
+def elsewhere(ref: EnvRef) -> str | None:
+    """Why the gold solutions of an environment are not known here; None if it is here."""
+    if ref.at is None:
+        return None
+    return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+
+
+def each_env(one: TrainConfig, ref: EnvRef) -> Iterator[ToolEnv]:
+    """The environment with each set of parameters that the sampler may choose; closed when the next is asked for."""
+    for params in make_sampler(one.rollout.sampler).variants():
+        with closing(ref.with_params(params).build()) as env:
+            yield env
+
+
+def no_gold(one: TrainConfig, env: ToolEnv) -> bool:
+    """Whether none of its first tasks of training has a gold solution."""
+    return all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS))
