@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -60,8 +61,13 @@ class Demonstrations:
     async def _gold(self, index: int, choice: TaskChoice) -> Trajectory | None:
         part = self.envs[choice.env]
         env = without_chance(part.env.with_params(choice.params)).build()
+        limit = part.limits.episode_timeout
         try:
-            gold = await gold_transcript(env, part.policy.renderer, choice.seed, "train")
+            async with asyncio.timeout(limit):
+                gold = await gold_transcript(env, part.policy.renderer, choice.seed, "train")
+        except TimeoutError:
+            self._say(index, f"its gold solution was not played within rollout.episode_timeout = {limit:g} s")
+            return None
         except (NotImplementedError, EnvError) as fault:
             self._say(index, f"its gold solution cannot be played: {fault}")
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from agentrl.batch.origin import ORIGIN, SHOWN
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
+from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.python.steps import session
 from agentrl.render import make_renderer
@@ -41,6 +44,7 @@ class Part:
         self.env = EnvRef.of(config_of())
         self.policy = Policy.__new__(Policy)
         object.__setattr__(self.policy, "renderer", make_renderer(packaged_tokenizer(4096)))
+        self.limits = SimpleNamespace(episode_timeout=60.0)
 
 
 def group(index: int, *successes: bool | None) -> Group:
@@ -87,6 +91,27 @@ async def test_what_does_not_fit_into_a_row_is_left_out_and_counted(caplog: pyte
     rows, metrics = await shows.take()
     assert rows is not None and rows["group"].tolist() == [2] and metrics["demonstrations/skipped"] == 1
     assert f"the task of group 1 is left out: its gold solution has {lengths[6]} tokens" in caplog.text
+
+
+async def test_a_gold_solution_that_hangs_is_left_out_when_an_episode_would_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool that never answers, in one of two tasks: the update waits for as long as for an episode, and has the other."""
+    part: Any = Part()
+    part.limits.episode_timeout = 0.3
+    real = ToolEnv.astep
+
+    async def hangs(env: Any, message: Any) -> Any:
+        return await (asyncio.Event().wait() if len(env.task.gold["calls"]) == 6 else real(env, message))
+
+    monkeypatch.setattr(ToolEnv, "astep", hangs)
+    shows = Demonstrations([part], episodes=2, longest=2000)
+    shows.seen(group(0, False, False), choice(5, 6))
+    shows.seen(group(1, False, False), choice(6, 4))
+    async with asyncio.timeout(20):
+        rows, metrics = await shows.take()
+    assert rows["group"].tolist() == [1] and metrics["demonstrations/skipped"] == 1
+    assert "group 0 is left out: its gold solution was not played within rollout.episode_timeout = 0.3 s" in caplog.text
 
 
 def test_without_gold_or_elsewhere_it_is_refused_by_name() -> None:
