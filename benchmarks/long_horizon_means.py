@@ -43,7 +43,7 @@ params = {{ calls = {}, {} }}
 eval = {{ tasks = {}, weight = {} }}
 """
 WATCHED = {"long": "10 to 12 calls", "all": "2 to 12 calls"}
-GROUPS = ("curriculum", "credit", "keeping", "entropy")
+GROUPS = ("curriculum", "credit", "keeping", "entropy", "together")
 
 
 def arms() -> dict[str, dict[str, Any]]:
