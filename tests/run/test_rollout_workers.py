@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.backends.vllm.make import VllmMaker
 from agentrl.cli.main import main
 from agentrl.cluster import checks as doctor
 from agentrl.cluster.pool import ClusterNode
@@ -60,7 +61,9 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
         "rollout.workers: 4 processes of 0.5 CPU slots (of 3 on 2 nodes) and about 700 MiB each, spread over the nodes"
     ]
     assert placement.worker_lines(of("rollout.workers=0")) == []
-    # vLLM's replicas host as many workers as they are, which take no slots; any other number have processes of their own
+    # vLLM's replicas host as many workers as they are, which take no slots; any other number have processes of their own. That is
+    # counted from the config alone, also on a machine without vLLM.
+    monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)
     inside = ("engine=vllm", "vllm.replicas=6", "rollout.workers=6")
     assert placement.worker_lines(of(*inside)) == ["rollout.workers: 6, in the processes of the vllm engine"]
     check_workers(of(*inside), trains=True)

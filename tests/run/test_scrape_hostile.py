@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -45,13 +46,15 @@ def raw(endpoint: MetricsEndpoint, request: bytes, seconds: float = 10.0) -> byt
 
 HOST = b"Host: 127.0.0.1\r\n"
 END = b"Connection: close\r\n\r\n"
+TWO_HOSTS = (403, b"one Host") if find_spec("httptools") else (400, b"Invalid HTTP request")
 
 
 @pytest.mark.parametrize(
     ("request_", "status", "said"),
     [
         (b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n" + END, 403, b"its own address only (Host)"),
-        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Host: localhost\r\n" + END, 403, b"one Host"),
+        # uvicorn's parser refuses two of them itself if httptools is not there.
+        (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Host: localhost\r\n" + END, *TWO_HOSTS),
         (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Origin: http://evil.example\r\n" + END, 403, b"pages of other sites"),
         (b"GET /metrics HTTP/1.1\r\n" + HOST + b"Sec-Fetch-Site: cross-site\r\n" + END, 403, b"pages of other sites"),
         (b"POST /metrics HTTP/1.1\r\n" + HOST + b"Content-Length: 1000000000\r\n" + END, 413, b"more than 1024 bytes"),
