@@ -42,7 +42,14 @@ LIMIT = 800.0
 REWARD = Path(__file__).resolve().parents[1] / "e2e" / "short.json"
 # With the cache the last digits depend on which requests share a step, and that on the workers' speed.
 WORKERS = ["rollout.workers=2", "engine_args={cache=false}"]
-VLLM = ["engine=vllm", "vllm.replicas=2", "vllm.kv_cache_mib=64", "vllm.max_model_len=512", "vllm.max_respawns=1"]
+VLLM = [
+    "engine=vllm",
+    "vllm.replicas=2",
+    "vllm.kv_cache_mib=64",
+    "vllm.max_model_len=512",
+    "vllm.max_respawns=1",
+    "model.init.head_dim=32",
+]
 MOMENTS = ("warm start", "rollout", "update", "publish", "evaluation", "save")
 RAY = {"raylet": r"its raylet \(pid {pid}\)", "GCS": r"its GCS \(pid {pid}\)"}
 
