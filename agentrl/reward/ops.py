@@ -62,7 +62,13 @@ class OpNode(Node):
             return sum(lows), sum(highs)
         if self.label == "product":
             return _product_range([(low, high, skip) for _, low, high, skip in bounds])
-        return min(low for _, low, _, _ in bounds), max(high for _, _, high, _ in bounds)
+        if self.label == "mean":
+            return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean([(w, h, s) for w, _, h, s in bounds])
+        # The least of all is at most the least of the highs, of those that are always there; the greatest likewise.
+        lows, highs = [low for _, low, _, _ in bounds], [high for _, _, high, _ in bounds]
+        if self.label == "min":
+            return min(lows), min((high for _, _, high, skip in bounds if not skip), default=max(highs))
+        return max((low for _, low, _, skip in bounds if not skip), default=min(lows)), max(highs)
 
     def inner(self, view: View, frame: Frame) -> Result:
         results = [child.evaluate(view, frame) for child in self.of]
@@ -122,6 +128,18 @@ class GateNode(Node):
 
 def _may_skip(node: Node) -> bool:
     return node.mods.when is not None or node.mods.missing == "skip"
+
+
+def _highest_mean(bounds: Sequence[tuple[float, float, bool]]) -> float:
+    """The highest weighted mean of values [(weight, highest value, whether it may be skipped)]: with what is always there and of
+    the others, from the highest down, those that raise it."""
+    kept = [(weight, high) for weight, high, skip in bounds if not skip and weight > 0]
+    best = _mean(kept) if kept else None
+    for weight, high in sorted(((weight, high) for weight, high, skip in bounds if skip and weight > 0), key=lambda one: -one[1]):
+        if best is None or high > best:
+            kept.append((weight, high))
+            best = _mean(kept)
+    return best if best is not None else max(high for _, high, _ in bounds)
 
 
 def _times(weight: float, value: float) -> float:

@@ -278,3 +278,19 @@ def test_without_costs_and_scales_success_is_the_highest_reward_that_the_spec_ca
     score = scorer.score(trajectory)
     expected = None if score.value is None else score.value >= scorer.range[1] - 1e-6
     assert score.success == expected
+
+
+def test_the_range_of_a_mean_is_that_of_its_parts_together() -> None:
+    """A mean of a part that earns at most 1 and one that earns at most 2 is at most 1.5, not 2; one that may be left out raises it."""
+    one, two = {"use": "calls.none"}, {"op": "sum", "of": [{"use": "calls.none"}, {"use": "calls.none"}]}
+
+    def found(**root) -> tuple[float, float]:
+        return compile_spec(spec(root)).range
+
+    assert found(op="mean", of=[one, two]) == (0.0, 1.5)
+    assert found(op="mean", of=[one, {**two, "weight": 3}]) == (0.0, 1.75)
+    absent = {"when": {"$": "/task/gold/answer", "ne": 1}}
+    assert found(op="mean", of=[{**one, **absent}, two]) == (0.0, 2.0)
+    assert found(op="min", of=[one, two]) == (0.0, 1.0)
+    assert found(op="min", of=[{**one, **absent}, two]) == (0.0, 2.0)
+    assert found(op="max", of=[one, two]) == (0.0, 2.0)
