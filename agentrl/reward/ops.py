@@ -63,7 +63,9 @@ class OpNode(Node):
         if self.label == "product":
             return _product_range([(low, high, skip) for _, low, high, skip in bounds])
         if self.label == "mean":
-            return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean([(w, h, s) for w, _, h, s in bounds])
+            return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean(
+                [(w, h, s) for w, _, h, s in bounds]
+            )
         # The least of all is at most the least of the highs, of those that are always there; the greatest likewise.
         lows, highs = [low for _, low, _, _ in bounds], [high for _, _, high, _ in bounds]
         if self.label == "min":

@@ -260,14 +260,16 @@ def test_an_unscored_episode_has_no_success(root, trajectory, stop) -> None:
 
 
 @st.composite
-def plain_trees(draw, depth=2):
-    """Nodes without mods, costs and references that may dangle: their best is where the value is highest."""
+def plain_trees(draw, depth=2, sums=True):
+    """Nodes without mods, costs and references that may dangle: their best is where the value is highest. Sums stand in sums and
+    means alone: the least of 1 and of a sum that may be 2 is 1 already if that sum has half of its parts."""
     if depth == 0 or draw(st.booleans()):
         return draw(leaves.filter(lambda item: not item["use"].startswith("cost")))
-    below = plain_trees(depth=depth - 1)
     if draw(st.integers(0, 3)) == 0:
+        below = plain_trees(depth=depth - 1, sums=False)
         return {"op": "gate", "if": draw(below), "gte": draw(st.sampled_from([0.5, 1])), "then": draw(below), "else": draw(below)}
-    op = draw(st.sampled_from(["sum", "mean", "product", "min", "max", "all", "any"]))
+    op = draw(st.sampled_from(["mean", "product", "min", "max", "all", "any", *["sum"] * sums]))
+    below = plain_trees(depth=depth - 1, sums=sums and op in ("sum", "mean"))
     return {"op": op, "of": draw(st.lists(below, min_size=1, max_size=3))}
 
 
@@ -281,7 +283,7 @@ def test_without_costs_and_scales_success_is_the_highest_reward_that_the_spec_ca
 
 
 def test_the_range_of_a_mean_is_that_of_its_parts_together() -> None:
-    """A mean of a part that earns at most 1 and one that earns at most 2 is at most 1.5, not 2; one that may be left out raises it."""
+    """A mean of a part of at most 1 and one of at most 2 is at most 1.5; without a part that may be left out, 2."""
     one, two = {"use": "calls.none"}, {"op": "sum", "of": [{"use": "calls.none"}, {"use": "calls.none"}]}
 
     def found(**root) -> tuple[float, float]:
