@@ -60,6 +60,7 @@ LEVELS = {
     "backends": 4,
     "harness": 5,
     "batch": 5,
+    "data": 5,
     "cluster": 6,
     "testing": 6,
     "train": 7,

@@ -1,37 +1,143 @@
-"""`agentrl sft`: the supervised warm start alone."""
+"""`agentrl sft`: training that is not reinforcement: the supervised warm start alone, or on data that is there already."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins
+from agentrl.cli.configs import add_config, find_config_file, is_override, open_folder, read_config_origins
 from agentrl.errors import ConfigError
 
-HELP = "supervised warm start on transcripts of an environment's teacher"
+if TYPE_CHECKING:
+    from agentrl.config import TrainConfig
+
+HELP = "train on a teacher's transcripts, or on data: episodes, conversations, preferences"
 EPILOG = """examples:
-  agentrl sft configs/quickstart.toml name=warm                  writes runs/warm/warm_start
+  agentrl sft configs/quickstart.toml name=warm                  the warm start of [sft]: writes runs/warm/warm_start
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
   agentrl train configs/quickstart.toml sft=false model.path=runs/warm/warm_start    train from there
 
-The result is a Hugging Face model folder, which transformers and vLLM can load.
+  agentrl sft --data chats.jsonl model.path=Qwen/Qwen3-0.6B name=chats optim.lr=1e-5
+                                                     conversations of OpenAI's layout, Hermes or ToolACE; Parquet too
+  agentrl sft configs/quickstart.toml --data runs/quickstart --success --per-task 2 name=better
+                                                     rejection sampling: the best two successes of each task
+  agentrl sft --data runs/quickstart --loss dpo model.path=runs/quickstart/final name=dpo
+                                                     pairs of one task, the better preferred (also chosen/rejected files)
+  agentrl sft --data pairs.jsonl --loss reward model.path=Qwen/Qwen3-0.6B name=judge
+                                                     a reward model, for [reward_model]
+  agentrl sft --resume runs/chats                    continue from the newest checkpoint
+
+The result is a Hugging Face model folder, which transformers and vLLM can load: RUN/final, of a warm start RUN/warm_start.
+Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_config(parser, "a TOML file or the name of a packaged config, with an [sft] section", required=True)
+    add_config(
+        parser, "a TOML file or the name of a packaged config, with an [sft] or a [data] section; with --data it may be left out"
+    )
+    parser.add_argument(
+        "--data", action="append", metavar="PATH", help="a file, a folder of files, or a run (data.path); may be repeated"
+    )
+    parser.add_argument("--loss", choices=("sft", "dpo", "reward"), help="what is learned from it (data.loss)")
+    parser.add_argument("--min-reward", type=float, metavar="R", help="of episodes: only those with at least this reward")
+    parser.add_argument("--success", action="store_true", help="of episodes: only those that solved their task")
+    parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: so many of each task at most, the best first")
+    parser.add_argument("--resume", metavar="RUN", help="continue the run on data in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Warm up; returns the exit code."""
-    config = read_config(args)
+    """Train; returns the exit code."""
+    if args.resume is not None:
+        return _resume(args)
+    config, overrides = _config(args)
+    if config.data is not None:
+        return _on_data(args, config, overrides)
     if config.sft is None:
-        raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8")
+        raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
     from agentrl.run.checks import check_train
     from agentrl.run.main import execute
 
     notes = check_train(config)
     folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
     return execute(config, folder, resumed=False, only_warm_start=True, notes=notes)
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """The options as overrides, which are before those that were written as such."""
+    named = [("min_reward", args.min_reward), ("per_task", args.per_task), ("loss", args.loss), ("success", args.success or None)]
+    found = [f"data.{key}={json.dumps(value)}" for key, value in named if value is not None]
+    return [*([f"data.path={json.dumps(args.data)}"] if args.data else []), *found]
+
+
+def _config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+    from agentrl.config import load_config
+    from agentrl.config.load import config_from
+    from agentrl.config.paths import with_absolute_paths
+
+    if args.config is not None and is_override(args.config):
+        args.overrides, args.config = [args.config, *args.overrides], None
+    given = [*_given(args), *args.overrides]
+    if args.config is None:
+        if not args.data:
+            raise ConfigError("a config or data is needed: agentrl sft CONFIG, or agentrl sft --data PATH model.path=MODEL")
+        return with_absolute_paths(config_from({}, given)), given
+    return with_absolute_paths(load_config(find_config_file(args.config), given, find_config_file)), given
+
+
+def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]) -> int:
+    """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
+    from agentrl.config.origin import Origins, read_origins
+    from agentrl.run.checks.data import check_data
+    from agentrl.run.display import Display
+    from agentrl.run.main import execute
+    from agentrl.run.offline import write_data
+
+    notes = check_data(config)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
+    try:
+        with Display() as display:
+            write_data(config, read, display)
+        file = None if args.config is None else find_config_file(args.config)
+        origins = Origins() if file is None else read_origins(file, overrides, find_config_file)
+        folder = open_folder(config, overwrite=args.overwrite, origins=origins)
+        read.rename(folder.data)
+    finally:
+        shutil.rmtree(read, ignore_errors=True)
+    return execute(config, folder, resumed=False, notes=notes)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from agentrl.config import load_config
+    from agentrl.config.identity import check_resumed
+    from agentrl.config.origin import read_origins
+    from agentrl.config.paths import with_absolute_paths
+    from agentrl.run.checks.data import check_data
+    from agentrl.run.folder import RunFolder
+    from agentrl.run.main import execute
+    from agentrl.run.provenance import check_resumable
+
+    file = Path(args.resume) / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{args.resume}: not a run folder (it has no config.toml)")
+    texts = [text for text in (args.config, *args.overrides) if text is not None] + _given(args)
+    before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
+    if before.data is None:
+        run = shlex.quote(args.resume)
+        raise ConfigError(
+            f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
+        )
+    check_resumed(before, config, Path(args.resume))
+    folder = RunFolder(Path(args.resume))
+    notes = check_resumable(before, config, folder, check_data)
+    return execute(config, folder, resumed=True, notes=notes, origins=read_origins(file, texts))

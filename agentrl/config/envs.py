@@ -46,6 +46,8 @@ def each(config: TrainConfig) -> list[TrainConfig]:
 
 def widest(config: TrainConfig) -> TrainConfig:
     """The config with the widest limits of all environments in [rollout], for what all share, such as the engine's cache."""
+    if not config.envs:
+        return config
     rollouts = [one.rollout for one in each(config)]
     names = ("max_turns", "max_turn_tokens", "max_episode_tokens")
     limits = {name: max(getattr(rollout, name) for rollout in rollouts) for name in names}
@@ -85,7 +87,9 @@ def _with(section: Any, own: Any, but: str = "") -> Any:
 
 
 def the_env(config: TrainConfig) -> EnvConfig:
-    """The only environment of a config. Raises ConfigError if it has several."""
+    """The only environment of a config. Raises ConfigError if it has several, or none."""
+    if not config.envs:
+        raise ConfigError("env: this takes an environment, and the config has none; it trains on [data] (agentrl sft)")
     if len(config.envs) > 1:
         names = ", ".join(env.called for env in config.envs)
         raise ConfigError(f"env: this takes one environment, and the config has {len(config.envs)}: {names}")
@@ -93,8 +97,10 @@ def the_env(config: TrainConfig) -> EnvConfig:
 
 
 def check_envs(config: TrainConfig) -> None:
-    """Raise ConfigError for two environments of one name, for weights that leave nothing to train on or to compare by, for a
-    schedule whose steps do not ascend, and for names in `sft.envs` that there are not."""
+    """Of a config with environments: raise ConfigError for two of one name, for weights that leave nothing to train on or to
+    compare by, for a schedule whose steps do not ascend, and for names in `sft.envs` that there are not."""
+    if not config.envs:
+        return
     names = [env.called for env in config.envs]
     for number, name in enumerate(names):
         if name in names[:number]:

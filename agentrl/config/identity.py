@@ -110,6 +110,7 @@ _ANYWHERE = {
 _EPISODES = {
     **_ANYWHERE,
     "sft": _TRAINING,
+    "data": _TRAINING,
     "env.sft": _TRAINING,
     "env.advantage": _TRAINING,
     "env.weight": _UPDATE,
@@ -146,6 +147,8 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
         "vllm.tensor_parallel": "spreads the same computation over GPUs",
         "vllm.enforce_eager": "computes the same numbers slower",
         "vllm.args": "samples from the same weights; how far it is from the trainer is measured in each step",
+        "data.epochs": "says how long a run takes; a decaying learning rate is stretched",
+        "data.max_bad": "says when a run does not start",
         "optim.micro_tokens": "cuts the same batch into other pieces",
         "optim.prefix_sharing": "computes the same numbers once",
         "eval.temperature": "measures, and trains nothing",
@@ -190,7 +193,8 @@ def without_secrets(config: TrainConfig) -> dict[str, Any]:
 
 def _with_secrets(table: dict[str, Any]) -> list[dict[str, Any]]:
     """Of a config's dump, the tool servers and agents, the run's and those of its environments."""
-    entries = table["env"] if isinstance(table["env"], list) else [table["env"]]
+    given = table.get("env", [])
+    entries = given if isinstance(given, list) else [given]
     servers = [server for part in (table, *entries) for server in part.get("tools", {}).get("mcp", {}).values()]
     return [*servers, *(part["agent"] for part in (table, *entries) if "agent" in part)]
 

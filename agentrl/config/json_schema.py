@@ -23,8 +23,9 @@ def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, A
     schema = _loosened(TrainConfig.model_json_schema())
     schema["properties"] = {"base": BASE, **schema["properties"]}
     env = schema["properties"]["env"]
-    one, several = env.pop("oneOf")
-    env["anyOf"] = [one, several, {"type": "object", "additionalProperties": one}]
+    given, unset = env["anyOf"]
+    one, several = given["oneOf"]
+    env["anyOf"] = [one, several, {"type": "object", "additionalProperties": one}, unset]
     for key, known in (names or {}).items():
         _offer(schema, key, sorted(known))
     return {"$schema": DIALECT, "title": "A config of agentrl", **schema}

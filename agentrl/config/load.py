@@ -38,9 +38,11 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
 
     Raises ConfigError.
     """
-    table = overridden(table, parse_overrides(overrides))
+    table = _without_false(overridden(table, parse_overrides(overrides)), TrainConfig)
+    if table.get("env") is None and not table.get("data"):
+        raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:
-        config = TrainConfig.model_validate(_without_false(table, TrainConfig))
+        config = TrainConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_explain(error, as_list(table), layers, overrides)) from None
     check_envs(config)

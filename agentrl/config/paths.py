@@ -22,6 +22,7 @@ READ = (
     ("env", "tools", "sets"),
     ("tools", "sets"),
     ("model", "path"),
+    ("data", "path"),
     ("critic", "path"),
     ("reward_model", "path"),
 )

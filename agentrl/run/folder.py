@@ -9,6 +9,7 @@ tokens/            what training made of their tokens (run/token_file.py)
 checkpoints/       step_NNNNNN/                 log.txt           everything logged
 model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
 horizons.json      the bins by which success is told by horizon (run/horizon.py)
+data/              token rows of [data] (agentrl/data/store.py)
 exports/           step_NNNNNN/, checkpoints that were evaluated later, as such folders
 """
 
@@ -71,6 +72,7 @@ class RunFolder:
         self.warm_start = path / "warm_start"
         self.final = path / "final"
         self.exports = path / "exports"
+        self.data = path / "data"
 
     @classmethod
     def create(cls, config: TrainConfig, origins: Origins | None = None) -> RunFolder:

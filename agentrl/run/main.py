@@ -43,6 +43,7 @@ from agentrl.run.interrupt import Interrupt
 from agentrl.run.lock import locked
 from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
+from agentrl.run.offline import only_data, summary_of_data, train_on_data
 from agentrl.run.provenance import check_contents, updates_done
 from agentrl.run.quiet import quiet_libraries
 from agentrl.run.rows import thrown_away
@@ -95,7 +96,7 @@ def execute(
     outcome = RunOutcome(only_warm_start=only_warm_start)
     log_file = _log_to(folder, config.keep)
     with (
-        full_disk_said(folder.path, f"continue with: {_resume_command(folder)}"),
+        full_disk_said(folder.path, f"continue with: {_resume_command(config, folder)}"),
         locked(folder.path),
         log_file,
         Display() as display,
@@ -103,15 +104,17 @@ def execute(
     ):
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
-        display.say(f"agentrl train: {folder.path} ({'resumed' if resumed else 'new'})")
+        display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
-        packing = packing_of(config)
+        shown = config if config.data is None else only_data(config)
+        packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
-        config = with_packing(config)  # one decision for all roles and ranks, before any of them is started
-        for line in () if resumed else survey_lines(config):
+        # One decision for all roles and ranks, before any of them is started.
+        config, shown = with_packing(config), with_packing(shown)
+        for line in () if resumed else survey_lines(shown):
             display.say(line)
-        for line in (*notes, *_packing_notes(packing), *advice(config), *model_notes(config)):
+        for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
             display.warn(line)
         try:
             run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
@@ -123,7 +126,7 @@ def execute(
         except AgentrlError as error:
             outcome.error = f"{type(error).__name__}: {error}"
             if isinstance(error, (WorkerDiedError, EngineError, StalledError)):  # what died is no fault of the run's
-                raise type(error)(f"{error}; continue with: {_resume_command(folder)}") from error
+                raise type(error)(f"{error}; continue with: {_resume_command(config, folder)}") from error
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -186,6 +189,11 @@ async def _attempt(
 ) -> None:
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
+    if config.data is not None:
+        outcome.engine, outcome.status = "none", "interrupted"
+        if await train_on_data(config, folder, display, run_log, interrupt):
+            outcome.status = "done"
+        return
     session = await open_session(config, folder, display, callbacks)
     outcome.engine = session.engine_name
     run_log.live(session)
@@ -226,7 +234,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
         raise JudgeBudgetError(
-            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(folder)} reward.judge..."
+            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(config, folder)} reward.judge..."
         ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         session.display.phase("finish", 1)
@@ -246,12 +254,13 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log
     rows = folder.read_metrics()
     if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
         outcome.status = "failed"
-    ended = outcome.status == "done" and not outcome.only_warm_start
+    ended = outcome.status == "done" and not outcome.only_warm_start and config.data is None
     if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
         outcome.cause = str(finding)
         outcome.status = finding.status if finding.fails else "done"
     with _unless_failed(outcome, "the curve is not drawn"):
-        draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
+        if config.data is None:
+            draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
     with _unless_failed(outcome, "summary.json is not written"):
         folder.write_summary(summary := _summary(config, rows, outcome))
         run_log.ended(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
@@ -293,6 +302,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         **thrown_away(updates),
         "seconds": round(seconds, 1),
         "restarts": outcome.restarts,
+        **(summary_of_data(config, rows) if config.data is not None else {}),
     }
 
 
@@ -313,7 +323,10 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
-        display.say(f"interrupted. Continue with: {_resume_command(folder)}")
+        display.say(f"interrupted. Continue with: {_resume_command(config, folder)}")
+        return
+    if config.data is not None:
+        display.say(f"the trained model is in {folder.final}")
         return
     if outcome.only_warm_start:
         display.say(f"the warmed-up model is in {folder.warm_start}")
@@ -375,8 +388,12 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
     ]
 
 
-def _resume_command(folder: RunFolder) -> str:
-    return f"agentrl train --resume {shlex.quote(str(folder.path))}"
+def _command(config: TrainConfig) -> str:
+    return "train" if config.data is None else "sft"
+
+
+def _resume_command(config: TrainConfig, folder: RunFolder) -> str:
+    return f"agentrl {_command(config)} --resume {shlex.quote(str(folder.path))}"
 
 
 @contextmanager

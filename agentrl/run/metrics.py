@@ -18,10 +18,13 @@ PHASES = {
     "train": "an update",
     "eval": "a held-out evaluation after `eval.every` updates",
     "after": "the held-out evaluation after the last update",
+    "data": "an optimizer step of a run on data (`agentrl sft` with [data])",
+    "heldout": "its held-out examples, before the first step, every `eval.every` steps, and after the last",
 }
 _PLAYED = ("gate", "before", "train", "eval", "after")
 _HELD = ("gate", "before", "eval", "after")
 _TRAIN = ("train",)
+_DATA = ("data", "heldout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +112,10 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     ),
     "The update": (
         MetricInfo("loss", "loss", "mean over the optimizer steps of the loss; supervised: cross entropy per assistant token, in "
-            "nats", ("train", "sft")),
+            "nats; of pairs: their mean", ("train", "sft", "data", "heldout")),
         MetricInfo("grad_norm", "norm", "L2 norm of the gradient before clipping, mean over the optimizer steps that were "
-            "taken", ("train", "sft")),
-        MetricInfo("lr", "1", "learning rate of this update (`optim.lr` times its schedule)"),
+            "taken", ("train", "sft", "data")),
+        MetricInfo("lr", "1", "learning rate of this update (`optim.lr` times its schedule)", ("train", "data")),
         MetricInfo("lr_factor", "1", "learning rate of the last supervised step over `sft.lr`", ("sft",)),
         MetricInfo("entropy", "nats", "entropy of the policy at the rollout's temperature, mean over the computed tokens that "
             "are trained"),
@@ -132,13 +135,13 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "\"reward\""),
         MetricInfo("kl_coef", "1", "coefficient of the KL penalty (adaptive with `algorithm.kl.target`)"),
         MetricInfo("tokens_trained", "tokens", "tokens that the denominators count: sampled, and not rejected by a correction",
-            ("train", "sft")),
+            ("train", "sft", "data")),
         MetricInfo("tokens_computed", "tokens", "of these, computed (in every epoch): without rows that cannot have a gradient"),
         MetricInfo("episodes_trained", "episodes", "episodes that the denominators count"),
         MetricInfo("minibatches", "steps", "minibatches of the update"),
-        MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft")),
+        MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft", "data")),
         MetricInfo("skipped_optimizer_steps", "steps", "optimizer steps that were not, since a loss or a gradient was not "
-            "finite", ("train", "sft")),
+            "finite", ("train", "sft", "data")),
         MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, as something in the batch was not finite"),
         MetricInfo("transcripts_skipped", "transcripts", "teacher transcripts that were too long, since the start", ("sft",)),
         MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model "
@@ -250,11 +253,21 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("time/batch_s", "s", "making the batch"),
         MetricInfo("time/update_s", "s", "advantages and updates of all roles"),
         MetricInfo("time/publish_s", "s", "bringing the weights to the engine"),
+        MetricInfo("time/data_s", "s", "a step on data", ("data",)),
         MetricInfo("time/eval_s", "s", "the evaluation", _HELD),
         MetricInfo("time/episode_s", "s", "an episode from its setup to its end, without scoring, mean", _PLAYED),
         MetricInfo("time/episode_max_s", "s", "the longest one", _PLAYED),
         MetricInfo("time/episode_engine_s", "s", "of an episode, waiting for the engine, mean", _PLAYED),
         MetricInfo("time/episode_env_s", "s", "of an episode, waiting for the environment and its tools, mean", _PLAYED),
+    ),
+    "Runs on data (docs/offline.md)": (
+        MetricInfo("epoch", "passes", "how often the data was gone over", ("data",)),
+        MetricInfo("examples", "examples", "held-out examples that were measured", ("heldout",)),
+        MetricInfo("accuracy", "share", "pairs of which the chosen episode has the higher reward", _DATA),
+        MetricInfo("reward_chosen", "reward", "of the chosen episodes: with `data.loss` \"dpo\" beta (log pi - log ref), with "
+            "\"reward\" the score", _DATA),
+        MetricInfo("reward_rejected", "reward", "the same of the rejected ones", _DATA),
+        MetricInfo("reward_margin", "reward", "`reward_chosen` - `reward_rejected`", _DATA),
     ),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.devices import has_gpus, nodes_of
 from agentrl.cluster.group import WorkerGroup
@@ -123,17 +123,17 @@ def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
     return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
 
 
-def start_actors(config: TrainConfig, pools: Pools | None) -> WorkerGroup[Actor]:
-    """The actor's processes, in its pool if it has one."""
+def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] = Actor) -> WorkerGroup[Any]:
+    """The actor's processes, in its pool if it has one; `role`: what learns in them."""
     mesh = mesh_of(config)
     if pools is None or "actor" not in pools:
         # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.
         groups = launch_roles(
-            config.cluster.model_copy(update={"roles": {}}), {"actor": Actor}, {"actor": mesh}, config.cluster.call_timeout
+            config.cluster.model_copy(update={"roles": {}}), {"actor": role}, {"actor": mesh}, config.cluster.call_timeout
         )
         return groups["actor"]
     try:
-        return pools.launch("actor", Actor, mesh)
+        return pools.launch("actor", role, mesh)
     except AgentrlError:
         pools.close()
         raise

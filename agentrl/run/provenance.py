@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.config import TrainConfig
@@ -30,15 +31,18 @@ def write_provenance(config: TrainConfig, folder: RunFolder) -> None:
     atomic_write(folder.path / FILE, json.dumps(redacted(provenance), indent=2) + "\n")
 
 
-def check_resumable(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
-    """All checks before a run that was started with `before` continues with `config`; returns what its user should know.
+def check_resumable(
+    before: TrainConfig, config: TrainConfig, folder: RunFolder, check: Callable[[TrainConfig], list[str]] = check_train
+) -> tuple[str, ...]:
+    """All checks before a run that was started with `before` continues with `config`, `check` among them; returns what its user
+    should know.
 
     Raises a UserError if something that the run needs is missing (the message then says where it was started), and ConfigError if
     a file has other content than at the start, or config.toml other values than the newest checkpoint was trained with.
     """
     _check_own_config(before, folder)
     try:
-        notes = check_train(config)
+        notes = check(config)
     except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
         raise type(error)(f"{error}{origin_hint(folder)}") from None
     now = contents_of(config, "train")
@@ -119,7 +123,7 @@ def updates_done(folder: RunFolder) -> int:
 def _steps_note(config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
     """A note if the run is to end before where it is: then it only ends again, and trains nothing."""
     done = updates_done(folder)
-    if config.steps >= done:
+    if config.steps >= done or config.data is not None:
         return ()
     return (
         f"steps = {config.steps}, and the run has done {done} updates: it is over; to go on give more, such as steps={done + 10}",

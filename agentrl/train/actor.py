@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,8 +19,9 @@ from agentrl.train.forward import compute_logprobs
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
 from agentrl.train.moving import SHOWN
 from agentrl.train.optim import rate
+from agentrl.train.pairs import Dpo, pair_step, policy_totals
 from agentrl.train.role import TrainedRole, open_engine
-from agentrl.train.sft import sft_steps
+from agentrl.train.sft import sft_rate, sft_steps
 from agentrl.train.source import WeightSource
 from agentrl.train.update import Gradients, UpdateSettings, add_gradients, check_algorithm, update_policy
 from agentrl.train.visits import SOURCE, LogRatios, Visits
@@ -45,6 +47,8 @@ class Actor(TrainedRole):
         "begin_sft": Broadcast(),
         "sft_steps": StepsShard(collect="metrics", balance="column"),
         "end_sft": Broadcast(),
+        "supervise": StepsShard(collect="metrics", balance="column"),
+        "prefer": StepsShard(collect="metrics", balance="column"),
         "open_route": Broadcast(),
         "route_attached": Broadcast(),
         "next_bucket": Broadcast(),
@@ -183,7 +187,8 @@ class Actor(TrainedRole):
         """`count` supervised optimizer steps over equal parts of the rows, in order."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
-        metrics = sft_steps(self._ready(), Ragged.of(batch), self._sft, self._sft_done, self._optim.micro_tokens)
+        rate_at = partial(sft_rate, cfg=self._sft)
+        metrics = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._sft_done, self._optim.micro_tokens)
         self._sft_done += count
         return metrics
 
@@ -193,6 +198,22 @@ class Actor(TrainedRole):
         engine.export(Path(folder))
         self._sft = None
         engine.use_adamw(self._optim)
+
+    # -- data that is there already --------------------------------------------------------------------
+
+    def supervise(self, batch: TensorDict, count: int) -> dict[str, float]:
+        """`count` supervised optimizer steps over equal parts of the rows, with the optimizer and the schedule of [optim]."""
+        metrics = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
+        self._updates += count
+        return {**metrics, "lr": metrics["lr_factor"] * self._optim.lr}
+
+    def prefer(self, batch: TensorDict, count: int, pairs: int, loss: Dpo) -> dict[str, float]:
+        """One optimizer step (`count` is 1) of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
+        column `trajectory`, with the row column `reference` (train/pairs.py)."""
+        engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
+        metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
+        self._updates += count
+        return {**metrics, "lr": factor * self._optim.lr}
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
         """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError

@@ -50,7 +50,9 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     trust = config.model.trust_remote_code
     tensors = saved_weights(chosen / "actor", config.model.lora)
     with full_disk_said(target, "repeat the command"), _made_or_removed(target):
-        save_model(source, load_model_config(source, trust), tensors, torch.float32, target, trust=trust)
+        scores = config.data is not None and config.data.loss == "reward"
+        about = load_model_config(source, trust)
+        save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores)
     return int(read_manifest(chosen)["step"])
 
 
@@ -77,7 +79,7 @@ def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str,
 
 def start_model(folder: Path, config: TrainConfig) -> str:
     """The model that a run's training started from. Raises ModelError if it no longer exists."""
-    for built in (folder / "warm_start", folder / "model"):
+    for built in (folder / "classifier", folder / "warm_start", folder / "model"):
         if (built / "config.json").is_file():
             return str(built)
     if config.model.path is None:

@@ -78,6 +78,7 @@ class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
     routing: Routing | None = None
+    classifier: bool = False
     _joined: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -94,7 +95,7 @@ class FsdpEngine(BaseEngine):
         bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
         """
         register_packed_attention()
-        self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
+        self.path, self.cfg, self.max_grad_norm, self.classifier = path, cfg, max_grad_norm, role == "score"
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = compute_dtype(cfg, self.device)
         self.sharded = dist.is_available() and dist.is_initialized()
@@ -384,7 +385,8 @@ class FsdpEngine(BaseEngine):
         tensors = self._one_by_one()
         try:
             if not self.sharded or dist.get_rank() == 0:
-                save_model(self.path, self.config, tensors, self.compute_dtype, folder, trust=self.cfg.trust_remote_code)
+                trust = self.cfg.trust_remote_code
+                save_model(self.path, self.config, tensors, self.compute_dtype, folder, trust=trust, classifier=self.classifier)
         finally:
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass

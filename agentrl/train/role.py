@@ -121,6 +121,9 @@ class TrainedRole(SavedRole):
 
     def _set_rate(self) -> float:
         """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
-        factor = rate(self._updates, self._optim.warmup, self._optim.schedule, self._total_steps)
+        factor = self._rate_at(self._updates)
         self._ready().set_rate(factor)
         return factor
+
+    def _rate_at(self, step: int) -> float:
+        return rate(step, self._optim.warmup, self._optim.schedule, self._total_steps)

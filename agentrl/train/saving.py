@@ -23,17 +23,18 @@ def save_model(
     folder: Path,
     max_bytes: int = MAX_FILE_BYTES,
     trust: bool = False,
+    classifier: bool = False,
 ) -> None:
     """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does.
 
-    `tensors`: every weight of the causal language model, by the name that its module has, in any order; floating-point ones
-    are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs have come (fused experts are
-    written one by one), and then let go. `trust`: code of the model's own may run; it is written beside the weights. Raises
-    ModelError if one is missing or unknown.
+    `tensors`: every weight of the causal language model (or of the sequence `classifier`), by the name that its module has, in
+    any order; floating-point ones are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs
+    have come (fused experts are written one by one), and then let go. `trust`: code of the model's own may run; it is written
+    beside the weights. Raises ModelError if one is missing or unknown.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
-    shell = empty_like(config, dtype)
+    shell = empty_like(config, dtype, classifier)
     saving = Saving(shell)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightWriter(folder, saving.expected, max_bytes) as writer:
@@ -49,16 +50,15 @@ def save_model(
     load_tokenizer(source, trust).save_pretrained(folder)
 
 
-def empty_like(config: Any, dtype: torch.dtype) -> Any:
-    """A causal language model of that config on the meta device."""
-    from transformers import AutoModelForCausalLM
+def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any:
+    """A causal language model, or a sequence classifier, of that config on the meta device."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     with torch.device("meta"):
         # A copy, because from_config writes its attention implementation into the config that it is given.
         own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code
-        )
+        return kind.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code)
 
 
 def _on_host(tensors: Iterable[tuple[str, Tensor]], saving: Saving) -> Iterator[tuple[str, Tensor]]:

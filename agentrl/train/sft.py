@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from agentrl.batch.rows import Ragged
@@ -22,8 +24,9 @@ def sft_rate(step: int, cfg: SftConfig) -> float:
     return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
 
 
-def sft_steps(engine: BaseEngine, view: Ragged, cfg: SftConfig, first: int, cap: int) -> dict[str, float]:
-    """One optimizer step per minibatch, numbered from `first`; every rank calls it with its own rows.
+def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> dict[str, float]:
+    """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
+    calls it with its own rows.
 
     The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
     the weights are not finite afterwards.
@@ -33,7 +36,7 @@ def sft_steps(engine: BaseEngine, view: Ragged, cfg: SftConfig, first: int, cap:
     counts = counts_of(view)
     meter, steps = Meter(), Steps(engine, view, f"supervised steps from {first}")
     for number, bins in enumerate(micros):
-        engine.set_rate(sft_rate(first + number, cfg))
+        engine.set_rate(rate_at(first + number))
 
         def loss(rows: list[int], tokens: float = max(counts[number].tokens, 1.0)) -> Tensor:
             logprobs, _ = engine.logprobs(Pack(view, rows, engine.device).micro, 1.0, False)
@@ -48,5 +51,5 @@ def sft_steps(engine: BaseEngine, view: Ragged, cfg: SftConfig, first: int, cap:
         **steps.metrics(),
         "loss": sums["loss"] / len(parts),
         "tokens_trained": sum(part.tokens for part in counts),
-        "lr_factor": sft_rate(first + len(parts) - 1, cfg),
+        "lr_factor": rate_at(first + len(parts) - 1),
     }

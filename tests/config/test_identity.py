@@ -51,6 +51,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "agent": {"command": ["a"], "python": "m:f", "url": "http://a", "pass_env": ["P"], "env": {"KEY": "k"}},
     "model": {"path": "m", "init": {}, "lora": {}, "dtype": "float32", "activation_checkpointing": True, "shard_gradients": True},
     "sft": {"envs": ["kv"], "teacher": {"stop": 0.1}, "params": {"calls": 2}, "gate_params": {"calls": 3}},
+    "data": {"path": ["d"], "min_reward": 0.5, "per_task": 2},
     "rollout": {
         "sampler": {"name": "s", "args": {"a": 1}},
         "mixture": {"name": "m", "args": {"a": 1}},
@@ -175,7 +176,7 @@ def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
     """A new key is part of the identity by default; the sections where it is not are these."""
     for purpose in get_args(Purpose):
         sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
-        update = {"sft", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "rollout.sampler"}
+        update = {"sft", "data", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "rollout.sampler"}
         update |= {"rollout.mixture", "rollout.accept", "rollout.start", "env.sft", "env.advantage", "env.sampler"}
         kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
         assert sections == kept | ({"vllm.args"} if purpose == "train" else update)

@@ -55,6 +55,17 @@ GATE = {"temperature": 0.0, "tasks": 64, "seed": 0, "split": "train", "params": 
 EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params": {}}
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 
+OFFLINE = "run/test_offline.py"
+# the test of a run on data -> the keys whose effect it sees
+DATA = {
+    "chats_of_both_layouts_and_files_are_learned_and_the_loss_on_held_out_ones_falls": ("path", "batch", "epochs", "heldout"),
+    "rejection_sampling_keeps_the_best_of_each_task_with_their_tokens_as_they_are": ("min_reward", "per_task", "split"),
+    "successes_alone_and_messages_rendered_anew_are_the_same_rows": ("success", "rerender"),
+    "pairs_of_a_run_are_learned": ("loss", "margin"),
+    "beta_is_what_the_margin_is_multiplied_by": ("beta",),
+    "too_many_bad_rows_refuse_the_run_and_few_are_named": ("max_bad",),
+}
+
 # key -> what observes it, further overrides, and what is observed for each value
 Effects = dict[str, Any]
 EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
@@ -300,6 +311,7 @@ ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train
 PROGRAMS = "harness/test_programs.py"
 PLACEMENT, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
+    **{f"DataConfig.{key}": f"{OFFLINE}::test_{name}" for name, of in DATA.items() for key in of},
     "SandboxConfig.provider": "sandbox/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
     "SandboxConfig.args": "sandbox/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
     "SandboxConfig.warm": "sandbox/test_pool.py::test_warm_ones_are_taken_at_once_and_started_again_behind",

@@ -6,6 +6,7 @@ with `[model.init]` carry its values themselves.
 
 from agentrl.config.schema.base import Choice, Frozen, Weight
 from agentrl.config.schema.cluster import ClusterConfig, PoolConfig, Role
+from agentrl.config.schema.data import DataConfig
 from agentrl.config.schema.engines import ApiConfig, SglangConfig, VllmConfig, WeightsConfig
 from agentrl.config.schema.env import ONE, SEVERAL, EnvConfig, EnvEval, EnvLimits, EnvSft, Steps, WeightAt
 from agentrl.config.schema.learning import (
@@ -34,6 +35,7 @@ __all__ = [
     "Choice",
     "ClusterConfig",
     "CriticConfig",
+    "DataConfig",
     "DemonstrationsConfig",
     "EnvConfig",
     "EnvEval",

@@ -20,6 +20,7 @@ from agentrl.config.schema.base import (
     Unit,
 )
 from agentrl.config.schema.cluster import ClusterConfig
+from agentrl.config.schema.data import DataConfig
 from agentrl.config.schema.engines import ApiConfig, SglangConfig, VllmConfig, WeightsConfig
 from agentrl.config.schema.env import BY_KIND, ONE, SEVERAL, EnvConfig
 from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, OptimConfig, SftConfig
@@ -118,11 +119,14 @@ class TrainConfig(Frozen):
     machine."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine that has no section here."""
-    env: Annotated[
-        Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(SEVERAL)],
-        BY_KIND,
-    ]
-    """The environment, `[env]`, or several, `[[env]]`."""
+    env: (
+        Annotated[
+            Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(SEVERAL)],
+            BY_KIND,
+        ]
+        | None
+    ) = None
+    """The environment, `[env]`, or several, `[[env]]`; only a config with [data] may have none."""
     tools: ToolsConfig = ToolsConfig()
     """Tools in addition to the environment's own."""
     agent: AgentConfig | None = None
@@ -131,6 +135,8 @@ class TrainConfig(Frozen):
     """The model that is trained."""
     sft: SftConfig | None = None
     """A supervised warm start before the first update; by default none."""
+    data: DataConfig | None = None
+    """Data that is there already, for `agentrl sft`; by default none."""
     rollout: RolloutConfig = RolloutConfig()
     """How episodes are run."""
     reward: RewardConfig = RewardConfig()
@@ -177,4 +183,6 @@ class TrainConfig(Frozen):
     @property
     def envs(self) -> tuple[EnvConfig, ...]:
         """The environments of the run, one for `[env]`: what is read instead of `env`."""
+        if self.env is None:
+            return ()
         return tuple(self.env) if isinstance(self.env, list) else (self.env,)

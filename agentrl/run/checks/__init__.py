@@ -1,10 +1,10 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
-started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `parts`, `remote`,
-`rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`, `workers`, `reward`,
-`preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that computes
-with it.
+started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `data`, `parts`,
+`remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`, `workers`,
+`reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that
+computes with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.agent import check_agent
 from agentrl.run.checks.capacity import check_capacity
+from agentrl.run.checks.data import check_not_data
 from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.run.checks.harder import check_next
 from agentrl.run.checks.held_out import check_held_out
@@ -53,6 +54,7 @@ def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, disk, memory and cores, then the config; returns what is
     suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its weights, and nothing that
     costs money is tried."""
+    check_not_data(config)
     _check_sources(config, planned)
     check_capacity(config)
     return _check_parts(config, planned)

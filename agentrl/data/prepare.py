@@ -1,0 +1,136 @@
+"""From the files of `[data]` to a store of token rows: what is usable is rendered once, what is not is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import DataConfig
+from agentrl.data.chats import openai_chat
+from agentrl.data.episodes import Scored, best, is_episode, pairs, scored
+from agentrl.data.files import BadRowError, RowPlace, rows_of, sources
+from agentrl.data.preferences import preference
+from agentrl.data.rendered import chat_of, rendered, says_the_same, turn_ids
+from agentrl.data.sharegpt import sharegpt_chat
+from agentrl.data.store import About, RowWriter
+from agentrl.errors import ConfigError
+from agentrl.render.base import Renderer
+from agentrl.trajectory import TokenLedger, Trajectory
+
+NAMED = 3
+"""So many bad rows are named in a refusal."""
+LAYOUTS = (
+    "an episode of a run, OpenAI's messages, ShareGPT's conversations (Hermes, ToolACE), or with a loss of pairs prompt, chosen "
+    "and rejected"
+)
+Ledgers = list[TokenLedger]
+
+
+class Preparation:
+    """Reads the data of a config once. `tokenizer`: the model's; `longest`: the most tokens of a row; `rows` counts them."""
+
+    def __init__(self, data: DataConfig, renderer: Renderer, tokenizer: Any, longest: int) -> None:
+        self.data, self.renderer, self.tokenizer, self.longest = data, renderer, tokenizer, longest
+        self.each = 1 if data.loss == "sft" else 2
+        self.rows = 0
+        self.left_out: list[tuple[str, str]] = []
+        self.passed: Counter[str] = Counter()
+
+    def write(self, folder: Path, seed: int) -> About:
+        """Write the store. Raises ConfigError if too many rows are bad, nothing is left, or tokens are another tokenizer's."""
+        found: list[Scored] = []
+        with RowWriter(folder, self.each) as writer:
+            for place, row in self._rows():
+                self._attempt(place, partial(self._row, place, row, found, writer))
+            for episodes in self._chosen(found):
+                self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
+            self._check_share(writer.examples)
+            return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed))
+
+    def said(self) -> str:
+        """How far it is, in words."""
+        return f"{self.rows:,} rows"
+
+    def _rows(self) -> Iterator[tuple[RowPlace, Mapping[str, Any] | BadRowError]]:
+        for file in sources(self.data.path):
+            for place, row in rows_of(file):
+                self.rows += 1
+                yield place, row
+
+    def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except BadRowError as problem:
+            self.left_out.append((str(place), str(problem)))
+
+    def _row(self, place: RowPlace, row: Mapping[str, Any] | BadRowError, found: list[Scored], writer: RowWriter) -> None:
+        """A chat is rendered at once; an episode waits until all of its task are known."""
+        if isinstance(row, BadRowError):
+            raise row
+        if is_episode(row):
+            if (one := scored(place, row, self.data, self.passed)) is not None:
+                found.append(one)
+        else:
+            self._add(writer, str(place), self._chats(row))
+
+    def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
+        self._add(writer, str(episodes[0].task), self._recorded(episodes))
+
+    def _chats(self, row: Mapping[str, Any]) -> list[Ledgers]:
+        paired = "chosen" in row or "preferred_output" in row
+        if paired != (self.each == 2) or not (paired or "messages" in row or "conversations" in row):
+            expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
+            keys = ", ".join(list(row)[:6]) or "no keys"
+            raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {keys} (layouts: {LAYOUTS})')
+        if paired:
+            return [rendered(chat, self.renderer) for chat in preference(row)]
+        return [rendered(openai_chat(row) if "messages" in row else sharegpt_chat(row), self.renderer)]
+
+    def _chosen(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
+        if self.each == 2:
+            yield from pairs(found, self.data, self.passed)
+        else:
+            yield from ((one,) for one in best(found, self.data, self.passed))
+
+    def _recorded(self, episodes: Sequence[Scored]) -> list[Ledgers]:
+        return [self._ledgers(one.place, one.load()) for one in episodes]
+
+    def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
+        if self.data.rerender:
+            return rendered(chat_of(episode), self.renderer)
+        if not any(ledger.sampled_tokens for ledger in episode.ledgers):
+            raise BadRowError("no token that its policy sampled")
+        size = len(self.tokenizer)
+        texts = self.tokenizer.batch_decode([turn_ids(episode, turn.index) for turn in episode.turns])
+        top = max(int(ledger.token_ids.max()) for ledger in episode.ledgers if len(ledger))
+        if top >= size or not says_the_same(episode, self.renderer, texts):
+            raise ConfigError(
+                f"data.path: {place}: its tokens say something else with this model's tokenizer than its messages do: they were "
+                "sampled with another one. Take the model that the run trained, or set data.rerender=true to render the "
+                "messages anew with this model's chat template"
+            )
+        return [ledger for ledger in episode.ledgers if ledger.sampled_tokens]
+
+    def _add(self, writer: RowWriter, task: str, episodes: list[Ledgers]) -> None:
+        if (most := max(len(ledger) for ledgers in episodes for ledger in ledgers)) > self.longest:
+            raise BadRowError(
+                f"{most} tokens, and a row, which is never cut, may have {self.longest} (the lesser of optim.micro_tokens and "
+                "the model's context)"
+            )
+        writer.add(task, episodes)
+
+    def _check_share(self, examples: int) -> None:
+        share = len(self.left_out) / max(self.rows, 1)
+        named = "".join(f"\n  {place}: {why}" for place, why in self.left_out[:NAMED])
+        more = f"\n  ... and {len(self.left_out) - NAMED} more" if len(self.left_out) > NAMED else ""
+        if share > self.data.max_bad:
+            raise ConfigError(
+                f"data.path: {len(self.left_out)} of {self.rows} rows cannot be used ({share:.1%}), and data.max_bad = "
+                f"{self.data.max_bad:g}; mend them, or raise data.max_bad:{named}{more}"
+            )
+        if not examples:
+            filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
+            raise ConfigError(f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}")

@@ -1,0 +1,212 @@
+"""Two layouts of function calling that write calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
+
+Hermes (NousResearch/hermes-function-calling-v1): from "system", "human", "gpt", "tool"; a call is `<tool_call>` with an object of
+`name` and `arguments` (JSON, or Python's way to write it), a result `<tool_response>`; tools in the key `tools`, or between
+`<tools>` and `</tools>` in the system message.
+
+ToolACE (Team-ACE/ToolACE): a key `system`, whose text holds a JSON list of functions; from "user", "assistant", "tool"; calls as
+`[name(a=1, b="x"), other()]`, where names may hold spaces; results of all calls as one list.
+
+A system message that tells the model its tools and how to call them is left out of the chat (in ToolACE: from the list of
+functions on), since the model's own chat template says both, in its own way.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agentrl.data.chats import Chat, arguments_of, checked, parsed, tools_of
+from agentrl.data.files import BadRowError
+from agentrl.plain_data import read_json
+from agentrl.trajectory import Message, ToolCall
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+_RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
+_TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
+_SCRATCH = re.compile(r"<think>(.*?)</think>\s*", re.S)
+_LIST = re.compile(r"\[\s*\{\s*\"")
+
+
+def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
+    """A row of either layout. Raises BadRowError, which says what is wrong with it."""
+    turns = row.get("conversations")
+    if isinstance(turns, str):
+        turns = parsed(turns, "conversations")
+    if not isinstance(turns, list) or not turns:
+        raise BadRowError("conversations: expected a list of messages")
+    said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    system = row.get("system") if isinstance(row.get("system"), str) else ""
+    if said[0][0] == "system":
+        system, said = said[0][1], said[1:]
+    kept, inside = _split(system or "")
+    tools = tools_of(row.get("tools")) or tools_of(inside)
+    tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
+    if tagged:
+        messages = [part for role, text in said for part in _hermes(role, text)]
+    else:
+        names = [tool["function"]["name"] for tool in tools]
+        messages = [part for role, text in said for part in _toolace(role, text, names)]
+    opening = [Message("system", kept)] if kept else []
+    every = (*opening, *_paired(messages))
+    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools))
+
+
+def _said(turn: Any, at: str) -> tuple[str, str]:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+        raise BadRowError(f'{at}: expected {{"from": ..., "value": ...}}')
+    role = ROLES.get(str(turn.get("from")))
+    if role is None:
+        raise BadRowError(f"{at}.from: expected one of {', '.join(ROLES)}, got {turn.get('from')!r}")
+    return role, turn["value"]
+
+
+def _split(system: str) -> tuple[str, list[Any] | None]:
+    """What is kept of a system message, and the functions in it."""
+    if found := _TOOLS.search(system):
+        return "", _literal(found[1], "the functions of the system message")
+    if found := _LIST.search(system):
+        try:
+            tools, _ = json.JSONDecoder().raw_decode(system, found.start())
+        except ValueError as problem:
+            raise BadRowError(f"the functions of the system message: not JSON: {problem}") from None
+        before = system[: found.start()].rstrip()
+        # The sentence that leads over to the list goes with it.
+        return before.rpartition("\n")[0].strip() if before.endswith(":") else before, tools
+    return system.strip(), None
+
+
+def _hermes(role: str, text: str) -> list[Message]:
+    if role == "tool":
+        return [Message("tool", part) for part in _RESULT.findall(text) or [text.strip()]]
+    if role != "assistant":
+        return [Message(role, text)]  # type: ignore[arg-type]
+    scratch = _SCRATCH.match(text.lstrip())
+    text = text.lstrip()[scratch.end() :] if scratch else text
+    calls = []
+    for body in _CALL.findall(text):
+        call = _literal(body, "a <tool_call>")
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise BadRowError(f"a <tool_call> without a name: {body[:80]}")
+        calls.append(ToolCall(call["name"], arguments_of(call.get("arguments"), "a <tool_call>")))
+    rest = _CALL.sub("", text).strip()
+    if "<tool_call>" in rest:
+        raise BadRowError("a <tool_call> that does not end")
+    return [Message("assistant", rest, tuple(calls), reasoning=scratch[1].strip("\n") if scratch else None)]
+
+
+def _toolace(role: str, text: str, names: list[str]) -> list[Message]:
+    if role == "tool":
+        try:
+            results = json.loads(text)
+        except ValueError:
+            return [Message("tool", text)]
+        if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):
+            return [Message("tool", text)]
+        return [Message("tool", json.dumps(item["results"], ensure_ascii=False)) for item in results]
+    if role != "assistant":
+        return [Message(role, text)]  # type: ignore[arg-type]
+    body = text.strip()
+    if not (body.startswith("[") and body.endswith(")]") and (names or "(" in body)):
+        return [Message("assistant", text.strip())]
+    return [Message("assistant", "", tuple(bracket_calls(body)))]
+
+
+def bracket_calls(text: str) -> list[ToolCall]:
+    """The calls of `[name(a=1), other name(b="x")]`. Arguments are Python's or JSON's literals. Raises BadRowError."""
+    calls, at = list[ToolCall](), 1
+    while at < len(text) - 1:
+        begin = text.find("(", at)
+        end = -1 if begin < 0 else _closing(text, begin)
+        if end < 0:
+            raise BadRowError(f"not a list of calls: {text[:80]}")
+        calls.append(ToolCall(text[at:begin].strip(), _arguments(text[begin : end + 1])))
+        rest = text[end + 1 :].lstrip()
+        if not rest.startswith((",", "]")):
+            raise BadRowError(f"not a list of calls: {text[:80]}")
+        at = len(text) - len(rest) + 1
+    return calls
+
+
+def _closing(text: str, begin: int) -> int:
+    """Where the parenthesis at `begin` ends, outside of strings; -1 if nowhere."""
+    depth, quote, at = 0, "", begin
+    while at < len(text):
+        char = text[at]
+        if quote:
+            at += char == "\\"
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if not depth:
+                return at
+        at += 1
+    return -1
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f{text}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("arguments without names")
+        return {str(item.arg): _value(item.value) for item in call.keywords}
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        raise BadRowError(f"arguments that cannot be read: {text[:80]}: {problem}"[:200]) from None
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, with JSON's words for true, false and null too. Raises ValueError for anything else."""
+
+    class Words(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            words = {"true": True, "false": False, "null": None}
+            return ast.copy_location(ast.Constant(words[name.id]), name) if name.id in words else name
+
+    return ast.literal_eval(Words().visit(node))
+
+
+def _literal(text: str, what: str) -> Any:
+    """JSON, or Python's way to write the same. Raises BadRowError."""
+    try:
+        return read_json(text)
+    except ValueError:
+        pass
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        raise BadRowError(f"{what}: neither JSON nor a literal: {problem}"[:200]) from None
+
+
+def _paired(messages: list[Message]) -> list[Message]:
+    """Results one a call: if one message answers several calls, or several answer one, they are joined."""
+    found, at = list[Message](), 0
+    while at < len(messages):
+        found.append(messages[at])
+        calls = len(messages[at].tool_calls)
+        at += 1
+        results = []
+        while at < len(messages) and messages[at].role == "tool":
+            results.append(messages[at])
+            at += 1
+        if len(results) > calls > 0:
+            results = [replace(results[0], content="\n".join(result.content for result in results))]
+        found += results
+    return found

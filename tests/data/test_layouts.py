@@ -1,0 +1,136 @@
+"""Each layout of chat data, read: roles, calls, tools, what is trained, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentrl.data.chats import openai_chat
+from agentrl.data.files import BadRowError
+from agentrl.data.preferences import preference
+from agentrl.data.rendered import rendered
+from agentrl.data.sharegpt import bracket_calls, sharegpt_chat
+from agentrl.render import make_renderer
+from agentrl.train.tokenizer import packaged_tokenizer
+
+ADD = {"name": "add", "description": "sum", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": ADD}]
+CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASKED = [
+    {"role": "user", "content": "one more than 0"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "x", "content": "1"},
+    {"role": "assistant", "content": "It is 1", "weight": 0},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "thanks"},
+]
+HERMES = {
+    "conversations": [
+        {"from": "system", "value": f"You may call <tools>\n[{json.dumps(TOOLS[0])}]\n</tools> in <tool_call> tags."},
+        {"from": "human", "value": "one more than 0"},
+        {"from": "gpt", "value": "Adding.\n<tool_call>\n{'arguments': {'a': 1}, 'name': 'add'}\n</tool_call>"},
+        {"from": "tool", "value": '<tool_response>\n{"sum": 1}\n</tool_response>'},
+        {"from": "gpt", "value": "It is 1"},
+    ]
+}
+TOOLACE = {
+    "system": "You compose functions.\nHere is a list of functions in JSON format that you can invoke:\n"
+    + json.dumps([{"name": "Add One", "description": "", "parameters": {"type": "dict", "properties": {"a": {"type": "int"}}}}])
+    + ". \nShould you decide to return the function call(s), put it in the format of [func1(a=1)]",
+    "conversations": [
+        {"from": "user", "value": "one more than 0, and than 1"},
+        {"from": "assistant", "value": '[Add One(a=0), Add One(a=1, note="a) b, c", deep={"x": [true, null]})]'},
+        {"from": "tool", "value": '[{"name": "Add One", "results": {"sum": 1}}, {"name": "Add One", "results": {"sum": 2}}]'},
+        {"from": "assistant", "value": "1 and 2"},
+    ],
+}
+
+
+def test_openai_messages_weights_and_the_end_of_a_row() -> None:
+    chat = openai_chat({"messages": ASKED, "tools": TOOLS})
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert chat.trained == (False, True, False, False, False, True)
+    assert chat.messages[1].tool_calls[0].arguments == {"a": 1} and chat.messages[2].name == "add"
+
+
+def test_the_tokens_of_trained_messages_alone_are_sampled() -> None:
+    tokenizer = packaged_tokenizer(512)
+    [ledger] = rendered(openai_chat({"messages": ASKED, "tools": TOOLS}), make_renderer(tokenizer))
+    text = tokenizer.decode(ledger.token_ids[ledger.sampled].tolist())
+    assert "add" in text and "yes" in text and "It is 1" not in text and "sure" not in text
+    assert "It is 1" in tokenizer.decode(ledger.ids())
+
+
+def test_hermes_calls_in_pythons_writing_and_its_system_message() -> None:
+    chat = sharegpt_chat(HERMES)
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.messages[1].content == "Adding." and chat.messages[1].tool_calls[0].arguments == {"a": 1}
+    assert chat.messages[2].content == '{"sum": 1}' and chat.tools[0]["function"]["name"] == "add"
+
+
+def test_toolace_calls_with_spaces_in_names_and_a_result_each() -> None:
+    chat = sharegpt_chat(TOOLACE)
+    assert chat.messages[0].content == "You compose functions."
+    first, second = chat.messages[2].tool_calls
+    assert (first.name, first.arguments) == ("Add One", {"a": 0})
+    assert second.arguments == {"a": 1, "note": "a) b, c", "deep": {"x": [True, None]}}
+    assert [json.loads(message.content) for message in chat.messages if message.role == "tool"] == [{"sum": 1}, {"sum": 2}]
+    assert chat.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
+
+
+def test_a_preference_in_both_layouts_trains_what_follows_the_prompt() -> None:
+    said = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm"}, {"role": "user", "content": "so?"}]
+    for row in (
+        {"prompt": asked, "chosen": said[0], "rejected": said[1]},
+        {"chosen": asked + said[0], "rejected": asked + said[1]},
+        {"input": {"messages": asked}, "preferred_output": said[0], "non_preferred_output": said[1]},
+    ):
+        chosen, rejected = preference(row)
+        assert chosen.trained == rejected.trained == (False, False, False, True)
+        assert (chosen.messages[-1].content, rejected.messages[-1].content) == ("yes", "no")
+
+
+def chat(**changed: Any) -> dict[str, Any]:
+    return {"messages": ASKED, "tools": TOOLS, **changed}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (chat(tools=[]), "'add', which its tools do not have"),
+        (chat(messages=[]), "expected a list of messages"),
+        (chat(messages=[{"role": "robot", "content": "x"}]), "messages[0].role: expected one of"),
+        (chat(messages=[{"role": "user", "content": "x"}]), "no assistant's message to learn"),
+        (chat(messages=[*ASKED[:3], {**ASKED[3], "weight": 0.5}]), "messages[3].weight: expected 0 or 1, got 0.5"),
+        (chat(messages=[ASKED[0], ASKED[2], ASKED[5]]), "answers no call before it"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "only text can be trained on, got image_url"),
+        (chat(messages=[ASKED[0], {"role": "assistant", "function_call": {"name": "add"}}]), "write it as tool_calls"),
+        (
+            chat(messages=[ASKED[0], {"role": "assistant", "tool_calls": [CALL, CALL]}], parallel_tool_calls=False),
+            "2 calls at once, and parallel_tool_calls is false",
+        ),
+        (
+            chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]),
+            "messages[1].tool_calls[0].arguments: not JSON",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRowError) as problem:
+        openai_chat(row)
+    assert said in str(problem.value)
+
+
+@pytest.mark.parametrize("text", ["[f(1)]", "[f(a=__import__('os'))]", "[f(a=1]", "[f(a=1) g()]", "[f(a=b)]"])
+def test_calls_that_are_no_literals_are_refused(text: str) -> None:
+    with pytest.raises(BadRowError):
+        bracket_calls(text)
+
+
+def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
+    with pytest.raises(BadRowError, match="begins with an assistant's message"):
+        rendered(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))

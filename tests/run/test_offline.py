@@ -1,0 +1,270 @@
+"""Runs on data from the command line: each loss, what is chosen and refused, Ctrl-C and resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.cli.main import main
+from agentrl.data.store import RowStore
+from agentrl.render import make_renderer
+from agentrl.run.interrupt import Interrupt
+from agentrl.run.objectives import Supervised
+from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.trajectory import Trajectory
+from agentrl.warm_start import transcript
+from tests.conftest import proof
+from tests.data.test_layouts import ASKED, HERMES, TOOLS
+
+MODEL = "model.init={layers=2,hidden=32,mlp=64,heads=4,kv_heads=2,head_dim=8}"
+USUAL = [MODEL, "cluster.backend=inline", "optim.lr=3e-3", "trackers=[]"]
+
+
+def sft(*words: str, out: Path, name: str = "run") -> int:
+    return main(["sft", *words, *USUAL, f"out={out}", f"name={name}"])
+
+
+def rows(run: Path, phase: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["phase"] == phase]
+
+
+def written(file: Path, made: list[Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return file
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve chats, of two layouts, in JSON lines and in Parquet: what data.path names."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("chats")
+    written(folder / "a.jsonl", [{"messages": ASKED, "tools": TOOLS}] * 5 + [HERMES])
+    table = pyarrow.Table.from_pylist([{"messages": ASKED, "tools": json.dumps(TOOLS)}] * 6)
+    pyarrow.parquet.write_table(table, folder / "b.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's episodes: four tasks of key_value, each played three times by the teacher, with rewards 0, 0.5 and 1."""
+    run = tmp_path_factory.mktemp("played")
+    renderer, made = make_renderer(packaged_tokenizer(512)), list[Trajectory]()
+    env = EnvRef("key_value")
+    for seed in range(4):
+        for member in range(3):
+            one = asyncio.run(transcript(env.build(), renderer, seed, {}))
+            one.member, one.reward, one.success = member, member / 2, member == 2
+            made.append(one)
+    made[0].reward = made[0].success = None
+    made.append(replace(made[-1], task=replace(made[-1].task, split="heldout")))
+    (run / "trajectories").mkdir()
+    (run / "trajectories" / "step_000001.jsonl").write_text("".join(json.dumps(one.to_json()) + "\n" for one in made))
+    (run / "trajectories" / "after_000001.jsonl").write_text(json.dumps(made[-1].to_json()) + "\n")
+    return run
+
+
+def test_chats_of_both_layouts_and_files_are_learned_and_the_loss_on_held_out_ones_falls(chats: Path, tmp_path: Path) -> None:
+    assert sft("--data", str(chats), "data.epochs=4", "data.batch=4", "data.heldout=0.2", "eval.every=5", out=tmp_path) == 0
+    run = tmp_path / "run"
+    held = rows(run, "heldout")
+    assert [row["step"] for row in held] == [0, 5, 10, 12] and held[-1]["loss"] < 0.8 * held[0]["loss"]
+    assert [row["step"] for row in rows(run, "data")] == list(range(1, 13))  # 9 chats in batches of 4, 4 times
+    about = json.loads((run / "data" / "data.json").read_text())
+    assert (about["examples"], len(about["heldout"]), about["left_out"]) == (12, 3, [])
+    assert (run / "final" / "model.safetensors").is_file()
+    assert json.loads((run / "summary.json").read_text())["heldout_after"] == held[-1]["loss"]
+
+
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--data", str(chats), "data.epochs=2", "data.batch=4", "optim.schedule=linear", "checkpoint.every=100")
+    assert sft(*words, out=tmp_path, name="whole") == 0
+    pressed: list[Interrupt] = []
+    install, step = Interrupt.install, Supervised.step
+
+    def installed(self: Interrupt) -> None:
+        pressed.append(self)
+        install(self)
+
+    async def third(self: Any, examples: np.ndarray) -> dict[str, float]:
+        found = await step(self, examples)
+        if len(rows(tmp_path / "cut", "data")) == 2:
+            pressed[-1].request()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupt, "install", installed)
+        patch.setattr(Supervised, "step", third)
+        assert sft(*words, out=tmp_path, name="cut") == 130
+    assert f"agentrl sft --resume {tmp_path / 'cut'}" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path / "cut", "data")] == [1, 2, 3]
+    assert main(["sft", "--resume", str(tmp_path / "cut")]) == 0
+    for phase in ("data", "heldout"):
+        whole, cut = ([{**row, "time/data_s": 0} for row in rows(tmp_path / name, phase)] for name in ("whole", "cut"))
+        assert whole == cut
+    one, two = ((tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == two
+
+
+def test_rejection_sampling_keeps_the_best_of_each_task_with_their_tokens_as_they_are(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--data", str(played), "--min-reward", "0.5", "--per-task", "1", "data.heldout=0.0")
+    assert sft(*words, out=tmp_path) == 0
+    store = RowStore(tmp_path / "run" / "data")
+    best = [Trajectory.from_json(json.loads(line)) for line in (played / "trajectories" / "step_000001.jsonl").open()][2::3]
+    found = store.load(store.train)
+    assert [one.ledgers[0].ids() for one in found] == [one.ledgers[0].ids() for one in best]
+    assert all((a.ledgers[0].sampled == b.ledgers[0].sampled).all() for a, b in zip(found, best, strict=True))
+    said = capsys.readouterr().out
+    assert (
+        "1 of the split 'heldout'" in said
+        and "1 unscored" in said
+        and "3 below data.min_reward" in said
+        and "4 more than data.per_task = 1" in said
+    )
+
+
+def test_successes_alone_and_messages_rendered_anew_are_the_same_rows(played: Path, tmp_path: Path) -> None:
+    """The same tokenizer and chat template write the teacher's episodes again as they were."""
+    for name, more in (("recorded", []), ("again", ["data.rerender=true"])):
+        assert sft("--data", str(played), "--success", "data.heldout=0.0", *more, out=tmp_path, name=name) == 0
+    one, two = (RowStore(tmp_path / name / "data") for name in ("recorded", "again"))
+    assert one.about.examples == two.about.examples == 4
+    assert [t.ledgers[0].ids() for t in one.load(one.train)] == [t.ledgers[0].ids() for t in two.load(two.train)]
+
+
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_pairs_of_a_run_are_learned(loss: str, played: Path, tmp_path: Path) -> None:
+    """Of each task the best and the worst, equal in tokens here: a DPO loss of log 2 throughout, as nothing tells them apart."""
+    words = ("--data", str(played), "--loss", loss, "data.heldout=0.0", "data.beta=0.5", "data.margin=0.4")
+    assert sft(*words, out=tmp_path) == 0
+    store = RowStore(tmp_path / "run" / "data")
+    assert (store.about.each, store.about.examples) == (2, 4)  # of task 0 the worst scored one has 0.5
+    assert rows(tmp_path / "run", "data")[0]["loss"] == pytest.approx(np.log(2))
+
+
+@pytest.mark.parametrize("loss", ["dpo", "reward"])
+def test_preferences_in_a_file_are_learned(loss: str, tmp_path: Path) -> None:
+    pair = {
+        "prompt": ASKED[:1],
+        "chosen": [*ASKED[1:3], ASKED[5]],
+        "rejected": [{"role": "assistant", "content": "who knows"}],
+        "tools": TOOLS,
+    }
+    file = written(tmp_path / "pairs.jsonl", [pair] * 12)
+    assert sft("--data", str(file), "--loss", loss, "data.epochs=5", "data.heldout=0.2", out=tmp_path) == 0
+    held = rows(tmp_path / "run", "heldout")
+    assert held[0]["loss"] == pytest.approx(np.log(2)) and held[0]["reward_margin"] == 0.0
+    assert held[-1]["loss"] < 0.6 and held[-1]["accuracy"] == 1.0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+
+
+def test_adapters_alone_learn_and_are_merged_into_the_result(chats: Path, tmp_path: Path) -> None:
+    assert sft("--data", str(chats), "data.epochs=3", "data.heldout=0.2", "model.lora.rank=4", out=tmp_path) == 0
+    held = rows(tmp_path / "run", "heldout")
+    assert held[-1]["loss"] < held[0]["loss"]
+
+
+@proof
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("loss", "split"),
+    [("sft", []), ("dpo", []), ("reward", []), ("sft", ["model.sequence_parallel=2"]), ("dpo", ["model.sequence_parallel=2"]),
+     ("dpo", ["model.tensor_parallel=2"])],
+)  # fmt: skip
+def test_two_ranks_train_what_one_does(loss: str, split: list[str], tmp_path: Path) -> None:
+    """Rows of a pair are on different ranks, in one batch of an odd number; the same losses, norms and weights."""
+    wrong = [{"role": "assistant", "content": "no " * times} for times in range(1, 10)]
+    made = [{"prompt": ASKED[:1], "chosen": [*ASKED[1:3], ASKED[5]], "rejected": [one], "tools": TOOLS} for one in wrong]
+    made = [{"messages": [*one["prompt"], *one["rejected"]]} for one in made] if loss == "sft" else made
+    file = written(tmp_path / "rows.jsonl", made)
+    words = ("--data", str(file), "--loss", loss, "data.batch=3", "data.heldout=0.2", "data.epochs=2", "eval.every=1")
+    assert sft(*words, out=tmp_path, name="one") == 0
+    assert sft(*words, "cluster.backend=ray", "cluster.actors=2", *split, out=tmp_path, name="two") == 0
+    for phase in ("data", "heldout"):
+        one, two = (rows(tmp_path / name, phase) for name in ("one", "two"))
+        assert len(one) == len(two) > 2
+        for key in ("loss", "grad_norm", "accuracy", "reward_margin", "tokens_trained"):
+            assert [row.get(key) for row in two] == pytest.approx([row.get(key) for row in one], rel=2e-4, abs=1e-6), key
+
+
+def test_beta_is_what_the_margin_is_multiplied_by(tmp_path: Path) -> None:
+    """The first step of AdamW is lr against the gradient's sign, whatever beta is: the same policy, so margins as 1 to 3."""
+    pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{"role": "assistant", "content": "no"}]}
+    file, margins = written(tmp_path / "pairs.jsonl", [pair] * 8), []
+    for beta in ("0.1", "0.3"):
+        words = ("--data", str(file), "--loss", "dpo", f"data.beta={beta}", "data.heldout=0.5", "optim.max_grad_norm=1e9")
+        assert sft(*words, out=tmp_path, name=f"beta_{beta}") == 0
+        margins.append(rows(tmp_path / f"beta_{beta}", "heldout")[-1]["reward_margin"])
+    assert margins[1] == pytest.approx(3 * margins[0], rel=1e-2) and margins[0] > 0
+
+
+def shifted(played: Path, folder: Path) -> Path:
+    """The episodes with every token another one: those of another tokenizer."""
+    made = [Trajectory.from_json(json.loads(line)) for line in (played / "trajectories" / "step_000001.jsonl").open()]
+    table = [one.to_json() for one in made]
+    for row, one in zip(table, made, strict=True):
+        row["ledgers"] = [{**ledger.to_json(), "token_ids": [token ^ 1 for token in ledger.ids()]} for ledger in one.ledgers]
+    return written(folder / "other.jsonl", table)
+
+
+def test_another_tokenizers_tokens_are_refused_by_name_and_rendered_anew_if_asked(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = shifted(played, tmp_path)
+    assert sft("--data", str(file), out=tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "other.jsonl:2" in said and "sampled with another one" in said and "data.rerender=true" in said
+    assert not (tmp_path / "run").exists()
+    assert sft("--data", str(file), "data.rerender=true", out=tmp_path) == 0
+
+
+def test_too_many_bad_rows_refuse_the_run_and_few_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"messages": ASKED, "tools": TOOLS}
+    file = written(tmp_path / "mixed.jsonl", [good, {"messages": ASKED}, good, {"text": "x"}, good])
+    assert sft("--data", str(file), out=tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "2 of 5 rows cannot be used (40.0%), and data.max_bad = 0.01" in said
+    assert "mixed.jsonl:2: messages[1]: a call of 'add'" in said and "mixed.jsonl:4: data.loss" in said
+    assert list(tmp_path.iterdir()) == [file]  # nothing is left behind
+    assert sft("--data", str(file), "data.max_bad=0.5", "data.heldout=0.0", out=tmp_path) == 0
+    assert "cannot be used: " in capsys.readouterr().out
+
+
+REFUSED = [
+    (["--data", "nowhere.jsonl"], "there is no such file or folder"),
+    (["--data", "HERE", "--loss", "dpo", "--success"], "would find no worse one"),
+    (["--data", "HERE", "--loss", "reward", "model.lora.rank=4"], "trains a new head besides"),
+    (["--data", "HERE", "--loss", "reward", "model.sequence_parallel=2"], "model.sequence_parallel"),
+    (["--data", "HERE", "optim.micro_tokens=16"], "16 (the lesser of optim.micro_tokens"),
+    (["--data", "HERE", "data.pats=x"], "data.pats: unknown key"),
+    ([], "a config or data is needed"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_a_mistake_is_refused_by_name(
+    words: list[str], said: str, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft(*[str(chats) if word == "HERE" else word for word in words], out=tmp_path) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_train_and_eval_refuse_a_config_of_data(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "data.toml"
+    config.write_text(f'cluster.backend = "inline"\n[data]\npath = ["{chats}"]\n[model.init]\nlayers = 1\n')
+    assert main(["train", str(config), f"out={tmp_path}"]) == 2
+    assert "agentrl train learns from episodes that it plays" in capsys.readouterr().err
+    assert main(["sft", str(config), f"out={tmp_path}", "data.pats=1"]) == 2
