@@ -20,6 +20,7 @@ from agentrl.files import naming
 from agentrl.plain_data import json_text, read_json
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.evaluate import Evaluation
+from agentrl.run.demonstrations import Demonstrations
 from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.spans import at, here, note, now, spanned
 from agentrl.train.checkpoint import Checkpoints
@@ -35,15 +36,22 @@ class Saver:
     """Saves and loads a run's checkpoints; at most one is being written.
 
     A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
-    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`). With
-    `checkpoint.asynchronous` its files are written while training continues; it is valid from the moment when
-    its manifest exists, so a kill before that loses only this one.
+    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`), and the
+    demonstrations that are owed to the next update. With `checkpoint.asynchronous` its files are written while
+    training continues; it is valid from the moment when its manifest exists, so a kill before that loses only this one.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, learner: Learner, collector: Collector, say: Callable[[str], None]
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        learner: Learner,
+        collector: Collector,
+        say: Callable[[str], None],
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
+        self._demonstrations = demonstrations
         cfg = config.checkpoint
         self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
         self._writing: asyncio.Task[None] | None = None
@@ -63,6 +71,8 @@ class Saver:
             # No await between these two: a group that ended in between would be in neither of them, or in both.
             state = {"step": step, "ledger": self._collector.to_json(contents=False)}
             groups = self._collector.complete_groups()
+            if self._demonstrations is not None:
+                state["demonstrations"] = self._demonstrations.to_json()
             state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
             await in_thread("files", _write_driver, aside, state, groups)
         except Exception as error:
@@ -133,6 +143,8 @@ class Saver:
         await self._learner.load(newest)
         state = read_json((newest / DRIVER).read_text())
         self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
+        if self._demonstrations is not None:
+            self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
         if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
             self._say(
                 f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -26,7 +28,7 @@ MEMBER = -2
 class Demonstrations:
     """Remembers the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next update.
 
-    With `rollout.max_staleness` 0 nothing is remembered over an update, and so nothing over a resume."""
+    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds what has failed since the last update."""
 
     def __init__(self, envs: Sequence[RunEnv], episodes: int, longest: int) -> None:
         """`episodes`: the most of an update; `longest`: tokens of the longest row that can be trained."""
@@ -38,6 +40,14 @@ class Demonstrations:
         """A group has ended, whose task is `choice`."""
         if success_rate(group.scored()) == 0.0:
             self._failed[group.index] = choice
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The tasks that are owed to the next update, for a checkpoint."""
+        return [{"group": index, "choice": asdict(choice)} for index, choice in self._failed.items()]
+
+    def load_json(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `to_json`."""
+        self._failed = {one["group"]: TaskChoice(**one["choice"]) for one in state}
 
     async def take(self) -> tuple[TensorDict | None, dict[str, float]]:
         """The rows of the next update's demonstrations (None if there are none), and metrics."""

@@ -201,7 +201,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     learner = Learner(config, actors, pools)
     offload, colocated = rests(config, "actor"), config.rollout.colocate
     publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
-    saver = Saver(config, folder, learner, collector, display.say)
+    saver = Saver(config, folder, learner, collector, display.say, demonstrations)
     tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
     watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
     watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it

@@ -154,3 +154,15 @@ def test_beside_a_bound_on_staleness_and_adapters_each_keeps_its_own_age(tmp_pat
 def tiny(out: Path, name: str, *more: str) -> Any:
     model = "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
     return run_of(out, name, model, "health.lint=false", "health.preflight=false", "health.max_unsolvable=1", *more)
+
+
+def test_what_has_failed_since_the_last_update_is_in_the_checkpoint_and_is_shown_after_a_resume(tmp_path: Path) -> None:
+    """Under a bound on staleness groups end while the weights are published: one that fails then is in no update yet."""
+    words = ["rollout.max_staleness=1", "env.reward=key_value_exact", "algorithm.demonstrations={episodes=9}"]
+    run = execute(tiny(tmp_path, "stale", "steps=2", "checkpoint.every=1", *words))
+    owed = json.loads((run / "checkpoints/step_000002/driver.json").read_text())["demonstrations"]
+    rows = updates(execute(tiny(tmp_path, "stale", "steps=3", "checkpoint.every=1", *words), resumed=True))
+    shown = [row["demonstrations/episodes"] for row in rows]
+    assert shown[2] >= len(owed)  # 3 or 6 of them
+    # Every group fails, and those that an update trains have all ended: 9 in three updates, and at most 6 are ahead of these.
+    assert 9 <= sum(shown) <= 15, (shown, owed)
