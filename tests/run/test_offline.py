@@ -24,11 +24,11 @@ from tests.conftest import proof
 from tests.data.test_layouts import ASKED, HERMES, TOOLS
 
 MODEL = "model.init={layers=2,hidden=32,mlp=64,heads=4,kv_heads=2,head_dim=8}"
-USUAL = [MODEL, "cluster.backend=inline", "optim.lr=3e-3", "trackers=[]"]
+USUAL = [MODEL, "optim.lr=3e-3", "trackers=[]"]
 
 
-def sft(*words: str, out: Path, name: str = "run") -> int:
-    return main(["sft", *words, *USUAL, f"out={out}", f"name={name}"])
+def sft(*words: str, out: Path, name: str = "run", backend: str = "inline") -> int:
+    return main(["sft", *words, *USUAL, f"cluster.backend={backend}", f"out={out}", f"name={name}"])
 
 
 def rows(run: Path, phase: str) -> list[dict[str, Any]]:
@@ -192,12 +192,12 @@ def test_two_ranks_train_what_one_does(loss: str, split: list[str], tmp_path: Pa
     file = written(tmp_path / "rows.jsonl", made)
     words = ("--data", str(file), "--loss", loss, "data.batch=3", "data.heldout=0.2", "data.epochs=2", "eval.every=1")
     assert sft(*words, out=tmp_path, name="one") == 0
-    assert sft(*words, "cluster.backend=ray", "cluster.actors=2", *split, out=tmp_path, name="two") == 0
+    assert sft(*words, "cluster.actors=2", *split, out=tmp_path, name="two", backend="ray") == 0
     for phase in ("data", "heldout"):
         one, two = (rows(tmp_path / name, phase) for name in ("one", "two"))
-        assert len(one) == len(two) > 2
-        for key in ("loss", "grad_norm", "accuracy", "reward_margin", "tokens_trained"):
-            assert [row.get(key) for row in two] == pytest.approx([row.get(key) for row in one], rel=2e-4, abs=1e-6), key
+        assert len(one) == len(two) >= 6
+        for key in {"loss", "grad_norm", "reward_margin", "tokens_trained"} & set(one[0]):
+            assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=2e-4, abs=1e-6), key
 
 
 def test_beta_is_what_the_margin_is_multiplied_by(tmp_path: Path) -> None:
