@@ -38,10 +38,26 @@ CASES: dict[str, list[str]] = {
         "algorithm.minibatch=4",
     ],
     "moving reference": ["algorithm.kl={coef=0.1,reference='moving',decay=0.75}", "optim.lr=1e-3", "checkpoint.keep=9"],
+    "samplers": ["rollout.groups=8", "rollout.group_size=2"],
+    "start and grow": [
+        "rollout.start={left=1,step=1,threshold=0.4,window=2,whole=0.3}",
+        "rollout.grow=2.0",
+        "env.params={calls=[3,5],set_share=0.5}",
+        "rollout.group_size=2",
+        "rollout.groups=6",
+        "rollout.max_turns=7",
+        "rollout.max_turn_tokens=12",
+    ],
     # One episode at a time: which requests share a step of the engine depends on when the server answers.
     "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
     # Without the cache the last digits do not depend on which requests share a step.
     "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
+}
+SAMPLERS = {
+    "predicted": "{ranges={calls=[2,6]}}",
+    "by_progress": "{buckets=[{calls=2},{calls=5}],window=4}",
+    "success_weighted": "{buckets=[{calls=2},{calls=5}]}",
+    "staged": "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,back=0.45,ahead=0.2,window=1}",
 }
 CHANGED = {"workers": ["rollout.workers=1"]}
 """What a resume gives in place of what the run began with."""
@@ -67,6 +83,9 @@ def overrides(case: str, specs: Path, url: str) -> list[str]:
     if case == "weighted mixture":
         one = "{{name='{}', id='key_value', reward='{}', params={{calls={}}}, limits={{max_turns={}}}}}"
         return [*more, f"env=[{one.format('few', digit, 2, 3)}, {one.format('many', digit, 6, 9)}]"]
+    if case == "samplers":
+        one = "{{name='{0}', id='key_value', reward='{1}', sampler={{name='{0}',args={2}}}}}"
+        return [*more, f"env=[{', '.join(one.format(name, digit, args) for name, args in SAMPLERS.items())}]"]
     more.append(f"env.reward={specs / 'suite.json' if case == 'user rounds' else digit}")
     return more
 
@@ -163,6 +182,29 @@ def followed(run: Path) -> None:
     assert max(float((last[name] - policy[name]).abs().max()) for name in last) > 1e-5
 
 
+def learned_by_each(run: Path) -> None:
+    """Each has moved by the break, and moves on after it; `staged` goes up and back."""
+    rows = updates(run)
+
+    def seen(name: str) -> list[float]:
+        return [row[f"sampler/{name}"] for row in rows]
+
+    for name in ("predicted/calls=6/success", "by_progress/calls=5/share", "success_weighted/calls=5/share"):
+        found = seen(name)
+        assert len({found[0], *found[AT:]}) > 2, (name, found)
+    stages = seen("staged/stage")
+    assert {later - stage for stage, later in pairwise(stages)} >= {1.0, -1.0} and len(set(stages[AT:])) > 1, stages
+
+
+def begun_later(run: Path) -> None:
+    """Fewer calls are given as time goes by, to tasks of each length by itself, and groups grow."""
+    rows = updates(run)
+    left = {calls: [row.get(f"sampler/left/{calls}", 1.0) for row in rows] for calls in (3, 4, 5)}
+    assert all(values == sorted(values) for values in left.values()), left
+    assert any(values[AT] < values[-1] for values in left.values()) and sum(map(len, map(set, left.values()))) > 4, left
+    assert min(row["members_grown"] for row in rows) > 0 and len({row["given"] for row in rows}) > 2, rows
+
+
 def saved(checkpoint: Path) -> list[dict[str, Any]]:
     """The weights of the policy and of the reference, in float64."""
     from agentrl.train.state import saved_tensors
@@ -178,6 +220,8 @@ SHOWN: dict[str, Any] = {
     "weighted mixture": shares_moved,
     "user rounds": rounds_played,
     "rotation": rotated,
+    "samplers": learned_by_each,
+    "start and grow": begun_later,
     "remote": played_elsewhere,
     "workers": by_workers,
 }
