@@ -96,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete(build_parser())
     with guarded_output():
-        return _run(_parse(argv))
+        args = _parse(argv)
+        args.program = argv is None  # this process is the command, and not one that calls it
+        return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:

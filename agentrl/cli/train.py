@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
+import signal
+import sys
 from pathlib import Path
 
 from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins
+from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.origin import read_origins
 from agentrl.config.paths import with_absolute_paths
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.shown import say
 
 HELP = "train a policy on an environment"
@@ -59,6 +63,36 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None or args.json:
         option = "--json" if args.json else "--gpu-memory"
         raise ConfigError(f"{option} is for planning: use it together with --dry-run")
+    if args.program and config.cluster.backend == "ray":
+        return _with_parent(args, config, before)
+    return _train(args, config, before, 0)
+
+
+def _with_parent(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> int:
+    """`_train` in a process of its own, and again from the newest checkpoint if Ray ended that."""
+    restarts = 0
+    while (end := end_of_driver()) is not None:
+        run = str(end.told.get("folder", ""))
+        then = f"continue with: agentrl train --resume {shlex.quote(run)}"
+        if end.code < 0:
+            if run:
+                say(f"agentrl: the driver (pid {end.pid}) was ended by {signal.Signals(-end.code).name}; {then}", file=sys.stderr)
+            die_of(-end.code)
+        if not end.by_ray:
+            return end.code
+        restarts, limit = end.told["restarts"] + 1, config.cluster.max_restarts
+        if restarts > limit or end.stopping:
+            raise WorkerDiedError(f"{end.by_ray}; {then}")
+        say(restarting(end.by_ray, restarts, limit))
+        args.resume, args.config, args.overrides = run, None, []
+        config, before = _configs(args)
+    try:
+        return _train(args, config, before, restarts)
+    finally:
+        tell(over=True)
+
+
+def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:
     from agentrl.run.checks import check_train
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
@@ -67,10 +101,11 @@ def run(args: argparse.Namespace) -> int:
     if before is None:
         notes = check_train(config)
         folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
-        return execute(config, folder, resumed=False, notes=notes)
+        return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
     folder = RunFolder(Path(args.resume))
     origins = read_origins(folder.config, _overrides(args))
-    return execute(config, folder, resumed=True, notes=check_resumable(before, config, folder), origins=origins)
+    news = check_resumable(before, config, folder)
+    return execute(config, folder, resumed=True, notes=news, origins=origins, restarts=restarts)
 
 
 def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]:

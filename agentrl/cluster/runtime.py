@@ -23,7 +23,8 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
-from agentrl.cluster.ray_vitals import CLOCK, RayletEndedError, gone, patient, vitals
+from agentrl.cluster.ray_parent import tell
+from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
@@ -84,6 +85,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 _init(address, _join(address, Path(staged)))
+            tell(ray="the raylet of this machine, or the cluster's GCS,")
         else:
             own_token()
             _start_local(cluster.startup_timeout, object_store_bytes)
@@ -123,6 +125,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
         _let_go()
         raise
     _own.vital = vitals(since)
+    tell(ray=" or ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in _own.vital.items()))
 
 
 def has_own_ray() -> bool:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable
+
+TWICE = 0.1
+"""Seconds in which two signals count as one: what is sent to a whole process group comes from the sender and, passed on, from
+this process's parent (agentrl.cluster.ray_parent)."""
 
 
 class Interrupt:
@@ -18,6 +24,7 @@ class Interrupt:
         self.requested = False
         self.in_step = False
         self._say = say
+        self._signalled = -math.inf
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -28,7 +35,7 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self.request)
+            asyncio.get_running_loop().add_signal_handler(number, self._signal)
 
     def press(self) -> None:
         """`request`, from another thread."""
@@ -36,6 +43,11 @@ class Interrupt:
             self._loop.call_soon_threadsafe(self.request)
         else:  # it has not begun, or is over
             self.requested = True
+
+    def _signal(self) -> None:
+        before, self._signalled = self._signalled, time.monotonic()
+        if self._signalled - before > TWICE:
+            self.request()
 
     def request(self) -> None:
         """What a signal does."""

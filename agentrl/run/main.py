@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_life import while_ray_lives
+from agentrl.cluster.ray_parent import restarting, tell
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
@@ -82,18 +83,19 @@ def execute(
     callbacks: Sequence[Callback] = (),
     interrupt: Interrupt | None = None,
     origins: Origins | None = None,
+    restarts: int = 0,
 ) -> int:
     """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
     `notes`: warnings of the caller, for the display and the log. `callbacks`: beside those of the config. `interrupt`: how the
     caller stops it, if it is not by a signal. `origins`: where the values of a resumed run's config are from; the config in the
-    folder becomes this one. Raises UserError for what the user can fix: ConfigError if another process
-    writes this run. Else the summary is always written.
+    folder becomes this one. `restarts`: how often it has started again. Raises UserError for what the user can fix: ConfigError
+    if another process writes this run. Else the summary is always written.
     """
     quiet_libraries()
     raise_gc_threshold()
     share_the_lock()
-    outcome = RunOutcome(only_warm_start=only_warm_start)
+    outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
     log_file = _log_to(folder, config.keep)
     with (
         full_disk_said(folder.path, f"continue with: {_resume_command(config, folder)}"),
@@ -175,7 +177,7 @@ async def _train(
             if outcome.restarts >= config.cluster.max_restarts:
                 raise
             outcome.restarts += 1
-            display.say(f"{error}; restarting from the newest checkpoint ({outcome.restarts} of {config.cluster.max_restarts})")
+            display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
 
 
 async def _attempt(
@@ -187,6 +189,7 @@ async def _attempt(
     interrupt: Interrupt,
     callbacks: Sequence[Callback],
 ) -> None:
+    tell(folder=str(folder.path), restarts=outcome.restarts)
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
     if config.data is not None:

@@ -81,7 +81,10 @@ def line_of(process: psutil.Process) -> str:
 
 
 def strike(victim: str, note: str) -> None:
-    """SIGKILL to the first of the driver's (this process's) descendants that is one, or to itself, and a note of it."""
+    """SIGKILL to the first descendant of the driver (this process) that is one, or to itself, and a note of it. Once: a driver
+    that is started again in a process of its own comes to that moment, too."""
+    if Path(note).exists():
+        return
     everyone = [psutil.Process()] if victim == "driver" else psutil.Process().children(recursive=True)
     found = [one for one in everyone if VICTIMS[victim](line_of(one))]
     found.sort(key=lambda one: one.pid)
@@ -172,7 +175,8 @@ def command(words: list[str], place: str, moment: str | None, victim: str, env: 
     if moment is not None:
         arrange(moment, lambda: strike(victim, str(Path(place) / "note.json")))
     try:
-        sys.exit(main(words))
+        sys.argv = ["agentrl", *words]
+        sys.exit(main())
     finally:
         atexit._run_exitfuncs()
 

@@ -1,0 +1,126 @@
+"""The parent of a driver that uses Ray: it stays if Ray ends the driver from within, and knows what to say then.
+
+As soon as the driver's connection to the object store, which the raylet has, turns out to be broken, by a call or by the release
+of an object, Ray ends the driver with `_Exit(1)`: without a word, past every handler of Python's, and with no setting against it
+(Ray 2.60, `StoreConn::ExitIfErrorStatus`). So `agentrl train` with Ray is two processes. The one that was started forks the
+driver before anything large is imported; it waits, passes signals on, and ends as the driver did. Linux alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = "\x1b[?25h"
+
+_to_parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DriverEnd:
+    """How a driver ended. `code`: as of a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
+
+    pid: int
+    code: int
+    told: Mapping[str, Any]
+    stopping: bool
+
+    @property
+    def by_ray(self) -> str:
+        """That Ray has ended it, as a user should read it; "" if it ended by itself."""
+        if self.code != 1 or "over" in self.told or not {"ray", "folder"} <= self.told.keys():
+            return ""
+        return f"Ray has ended the driver (pid {self.pid}) from within, as it does where it finds {self.told['ray']} gone"
+
+
+def restarting(why: object, restarts: int, limit: int) -> str:
+    """What is said of a run that goes on."""
+    return f"{why}; restarting from the newest checkpoint ({restarts} of {limit})"
+
+
+def tell(**facts: object) -> None:
+    """From a driver to its parent, if it has one: `folder` and `restarts` of its run, `ray`: the processes that Ray cannot do
+    without, `over`: from now on it ends by itself."""
+    if _to_parent is not None:
+        os.write(_to_parent, json.dumps(facts).encode() + b"\n")
+
+
+def end_of_driver() -> DriverEnd | None:
+    """None in a new process, which is to be the driver and dies with this one; in this one its end, once that has come. None in
+    this process if it cannot be forked: not on Linux, or with threads."""
+    global _to_parent
+    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        return None
+    sys.stdout.flush(), sys.stderr.flush()
+    ours, theirs = os.pipe()
+    waits = {*PASSED_ON, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who started us may have ignored it; there would be no end to wait for
+    before, parent = signal.pthread_sigmask(signal.SIG_BLOCK, waits), os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.close(ours)
+        _to_parent = theirs
+        return None
+    os.close(theirs)
+    try:
+        code, stopping = _waited(pid, waits)
+        told = _read(ours)
+    finally:
+        os.close(ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if "over" not in told and sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)  # the display had hidden it
+    return DriverEnd(pid, code, told, stopping)
+
+
+def die_of(number: int) -> None:
+    """End this process by a signal, without a core: the driver's is there."""
+    import resource
+
+    sys.stdout.flush(), sys.stderr.flush()
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # SIGKILL has none
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _waited(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:
+    """The driver's exit code, and whether it was asked to stop. Signals to this process are for the driver; one from the terminal
+    (which the kernel sends, to the whole group) it has already."""
+    stopping = False
+    while True:
+        seen = signal.sigwaitinfo(waits)
+        if seen.si_signo == signal.SIGCHLD:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stopping
+            continue
+        stopping = True
+        if seen.si_code <= 0:  # SI_USER, SI_TKILL ...: of a process
+            os.kill(pid, seen.si_signo)
+
+
+def _read(pipe: int) -> dict[str, Any]:
+    """All that was told, the latest of each. Others may hold the other end: this does not wait for them."""
+    os.set_blocking(pipe, False)
+    text = b""
+    with suppress(BlockingIOError):
+        while more := os.read(pipe, 1 << 16):
+            text += more
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        found |= json.loads(line)
+    return found

@@ -1,0 +1,184 @@
+"""`agentrl train` with Ray is two processes: what the first makes of how the second ends, and of signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.run.interrupt import TWICE, Interrupt
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the driver has no parent")
+
+# A driver that does what its words say, instead of training: one word for each time that it is started.
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from agentrl.cli import main, train
+from agentrl.cluster.ray_parent import tell
+
+words, run = sys.argv[1].split(","), Path(sys.argv[2])
+
+def drive(args, config, before, restarts):
+    run.mkdir(exist_ok=True)
+    (run / "config.toml").write_text('[env]\\nid = "key_value"\\n[cluster]\\nmax_restarts = 2\\n')
+    times = len((run / "log").read_text().splitlines()) if (run / "log").exists() else 0
+    with (run / "log").open("a") as log:
+        log.write(f"{'resumed' if before else 'new'} {restarts} {os.getpid()}\\n")
+    word = words[times]
+    if word == "early":
+        os._exit(1)
+    tell(folder=str(run), restarts=restarts)
+    if word == "no ray":
+        os._exit(1)
+    tell(ray="its GCS (pid 7) or its raylet (pid 8)")
+    if word == "ray":
+        os._exit(1)
+    if word == "late":  # after what is begun has ended
+        tell(over=True)
+        os._exit(1)
+    if word == "waits":
+        got = []
+        signal.signal(signal.SIGTERM, lambda *_: got.append("TERM"))
+        signal.signal(signal.SIGINT, lambda *_: got.append("INT"))
+        (run / "ready").touch()
+        until = time.monotonic() + 60
+        while not got and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        (run / "got").write_text(" ".join(got))
+        return 130
+    if word == "stops":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.1)
+        os._exit(1)
+    return int(word) if word.isdigit() else os.kill(os.getpid(), getattr(signal, word)) or time.sleep(9)
+
+train._train = drive
+sys.argv[1:] = ["train", sys.argv[3], "cluster.max_restarts=2"]
+sys.exit(main.main())
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text('[env]\nid = "key_value"\n')
+    return path
+
+
+def command(config: Path, words: str) -> list[str]:
+    return [sys.executable, "-c", DRIVER, words, str(config.parent / "run"), str(config)]
+
+
+def ended(config: Path, words: str) -> tuple[int, list[str], list[str]]:
+    """The exit code, the lines that were said, and how each driver was started, without its pid."""
+    done = subprocess.run(command(config, words), capture_output=True, text=True, timeout=60)
+    log = (config.parent / "run" / "log").read_text().splitlines()
+    return done.returncode, (done.stdout + done.stderr).splitlines(), [line.rpartition(" ")[0] for line in log]
+
+
+@pytest.mark.parametrize(("words", "code"), [("130", 130), ("early", 1), ("no ray", 1), ("late", 1)])
+def test_a_driver_that_ends_by_itself_ends_the_command_with_its_code(config: Path, words: str, code: int) -> None:
+    assert ended(config, words) == (code, [], ["new 0"])
+
+
+def test_a_driver_that_ray_ended_goes_on_from_its_run_within_the_limit(config: Path) -> None:
+    code, said, started = ended(config, "ray,ray,0")
+    assert (code, started) == (0, ["new 0", "resumed 1", "resumed 2"]) and len(said) == 2
+    assert said[0].startswith("Ray has ended the driver (pid ")
+    where = "from within, as it does where it finds its GCS (pid 7) or its raylet (pid 8) gone"
+    assert [line.partition(") ")[2] for line in said] == [
+        f"{where}; restarting from the newest checkpoint ({number} of 2)" for number in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(("words", "drivers"), [("ray,ray,ray", 3), ("stops", 1)])
+def test_one_that_may_not_go_on_says_how_to(config: Path, words: str, drivers: int) -> None:
+    code, said, started = ended(config, words)
+    assert code == 1 and len(started) == len(said) == drivers
+    assert said[-1].startswith("agentrl: WorkerDiedError: Ray has ended the driver (pid ")
+    assert said[-1].endswith(f"its raylet (pid 8) gone; continue with: agentrl train --resume {config.parent / 'run'}")
+
+
+def test_a_signal_that_ends_the_driver_ends_the_command_and_is_said(config: Path) -> None:
+    code, said, started = ended(config, "SIGKILL")
+    assert code == -signal.SIGKILL and started == ["new 0"] and len(said) == 1
+    assert said[0].endswith(f"was ended by SIGKILL; continue with: agentrl train --resume {config.parent / 'run'}")
+
+
+@contextmanager
+def waiting(config: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command(config, "waits"), **options)  # type: ignore[call-overload]
+    try:
+        until = time.monotonic() + 60
+        while not (config.parent / "run" / "ready").exists():
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("name", "to", "got"), [("INT", "one", {1}), ("TERM", "group", {1, 2})])
+def test_a_signal_is_passed_on(config: Path, name: str, to: str, got: set[int]) -> None:
+    with waiting(config, start_new_session=True) as process:
+        (os.kill if to == "one" else os.killpg)(process.pid, getattr(signal, f"SIG{name}"))
+        assert process.wait(30) == 130
+    seen = (config.parent / "run" / "got").read_text().split()
+    assert set(seen) == {name} and len(seen) in got
+
+
+def test_ctrl_c_on_a_terminal_comes_once(config: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command(config, "waits"))
+    until = time.monotonic() + 60
+    while not (config.parent / "run" / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    os.close(terminal)
+    assert (config.parent / "run" / "got").read_text() == "INT"
+
+
+def test_a_driver_dies_with_its_parent(config: Path) -> None:
+    with waiting(config) as process:
+        [driver] = psutil.Process(process.pid).children()
+        process.kill()
+        process.wait()
+        psutil.wait_procs([driver], timeout=10)
+        assert not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_one_signal_to_the_whole_group_is_one_and_a_later_one_another() -> None:
+    said: list[str] = []
+    interrupt = Interrupt(said.append)
+    interrupt.in_step = True
+
+    async def run() -> None:
+        interrupt.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(TWICE + 0.05)
+        assert interrupt.requested and len(said) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(number)
