@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,17 @@ from agentrl.env.teachers import GoldTeacher
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
+from agentrl.rollout.context.base import ContextPolicy, Moment
+from agentrl.rollout.episode import Limits
 from agentrl.rollout.mixture.base import pick
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.start import written
-from agentrl.trajectory import StopReason, TokenLedger, Trajectory
+from agentrl.trajectory import Message, StopReason, TokenLedger, Trajectory
 
 log = logging.getLogger(__name__)
 
+Rewrite = Callable[[Sequence[Message], int, int], Awaitable[list[Message] | None]]
+"""The conversation to go on with, instead of this one (the last so many of it are new, and it has so many tokens), if any."""
 TRIES = 8
 """How many transcripts are drawn for one index until one is short enough."""
 
@@ -40,9 +44,27 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
     return await _played(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
 
 
-async def gold_transcript(env: ToolEnv, renderer: Renderer, seed: int, split: str) -> Trajectory:
-    """The same of the gold solution of a task. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
-    return await _played(env, renderer, seed, split, lambda: GoldTeacher(env.gold_turns(env.task), random.Random(seed)))
+async def gold_transcript(
+    env: ToolEnv, renderer: Renderer, seed: int, split: str, context: ContextPolicy | None = None, limits: Limits | None = None
+) -> Trajectory:
+    """The same of the gold solution of a task. With a `context` policy and the run's `limits` its conversation is rewritten
+    where an episode's would be. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
+
+    def teacher() -> Teacher:
+        return GoldTeacher(env.gold_turns(env.task), random.Random(seed))
+
+    if context is None or limits is None:
+        return await _played(env, renderer, seed, split, teacher)
+
+    async def rewritten(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
+        return await context.rewrite(Moment(shown, fresh, tokens, limits.max_turn_tokens, limits.context, _nobody))
+
+    return await _played(env, renderer, seed, split, teacher, rewritten)
+
+
+async def _nobody(instruction: Message, tokens: int) -> str | None:
+    """A gold solution has no summaries (`check_demonstrations` refuses a context policy that asks for them)."""
+    return None
 
 
 def without_chance(ref: EnvRef) -> EnvRef:
@@ -51,7 +73,13 @@ def without_chance(ref: EnvRef) -> EnvRef:
     return replace(ref, wrappers=kept).scripted()
 
 
-async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher]) -> Trajectory:
+async def _never(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
+    return None
+
+
+async def _played(
+    env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewritten: Rewrite = _never
+) -> Trajectory:
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
         policy = make()
@@ -75,12 +103,14 @@ async def _played(env: ToolEnv, renderer: Renderer, seed: int, split: str, make:
             turn += 1
             kept = renderer.keeps(message, observation, shown, begun)
             shown += [message, *observation]
-            if kept:
-                ledgers[-1].append_context(renderer.extend("stop", observation, ids[-1]), turn)
-            else:
+            more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
+            other = await rewritten(shown, len(observation), len(more) + (len(ledgers[-1]) if kept else 0))
+            if other is not None:
+                kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
+            if not kept:
                 ledgers.append(TokenLedger())
-                ledgers[-1].append_context(renderer.start(shown, env.toolbox.schemas()), turn)
                 begun = len(shown)
+            ledgers[-1].append_context(more, turn)
     finally:
         await env.aclose()
     trajectory = env.trajectory

@@ -71,10 +71,10 @@ class Demonstrations:
     async def _gold(self, index: int, choice: TaskChoice) -> Trajectory | None:
         part = self.envs[choice.env]
         env = without_chance(part.env.with_params(choice.params)).build()
-        limit = part.limits.episode_timeout
+        policy, limit = part.policy, part.limits.episode_timeout
         try:
             async with asyncio.timeout(limit):
-                gold = await gold_transcript(env, part.policy.renderer, choice.seed, "train")
+                gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
         except TimeoutError:
             self._say(index, f"its gold solution was not played within rollout.episode_timeout = {limit:g} s")
             return None

@@ -17,6 +17,7 @@ from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.python.steps import session
 from agentrl.render import make_renderer
+from agentrl.rollout.context.base import Stop
 from agentrl.rollout.episode import Policy
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.run.checks.demonstrations import check_demonstrations
@@ -44,7 +45,8 @@ class Part:
         self.env = EnvRef.of(config_of())
         self.policy = Policy.__new__(Policy)
         object.__setattr__(self.policy, "renderer", make_renderer(packaged_tokenizer(4096)))
-        self.limits = SimpleNamespace(episode_timeout=60.0)
+        object.__setattr__(self.policy, "context", Stop())
+        self.limits = SimpleNamespace(episode_timeout=60.0, max_turn_tokens=64, context=4096)
 
 
 def group(index: int, *successes: bool | None) -> Group:
