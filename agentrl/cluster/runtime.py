@@ -7,9 +7,11 @@ import ipaddress
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -238,11 +240,24 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     # Ray would otherwise replace the log handlers of the program that calls us.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     try:
-        ray.init(**quiet, **options)
+        with _same_sigterm():
+            ray.init(**quiet, **options)
     except Exception as error:  # a raylet that ends while it starts is a plain Exception
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
     worker: Any = importlib.import_module("ray._private.worker")
     worker.print_to_stdstream = _into_log  # it would print the last lines of a raylet's log into the display, say
+
+
+@contextmanager
+def _same_sigterm() -> Iterator[None]:
+    """SIGTERM does afterwards what it did before. Ray's own handler ends its processes, and then this one, in the middle of what
+    that is doing; a second one, in C++, prints a stack."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
+            signal.signal(signal.SIGTERM, before)
 
 
 def _into_log(said: Mapping[str, Any], **_: Any) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -201,11 +203,17 @@ def test_a_raylet_that_ended_is_started_again_within_the_limit_and_once_if_it_wa
     assert len(begun) == tries
 
 
+def _of_the_test(*_: object) -> None: ...
+
+
 @pytest.fixture
 def vital() -> Iterator[dict[str, psutil.Process]]:
     """The vital processes of a real Ray of this process."""
     runtime.stop_ray()
+    before = signal.signal(signal.SIGTERM, _of_the_test)
     runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+    # Ray's would end its processes and then this one, in the middle of a step.
+    assert signal.signal(signal.SIGTERM, before) is _of_the_test
     found = ray_vitals.vitals()
     assert found.keys() == {"raylet", "gcs_server"} and runtime.ray_gone() == ""
     yield found
@@ -426,6 +434,22 @@ def test_without_restarts_it_ends_with_one_message_and_a_resume_makes_up_for_all
     assert last.endswith(f"continue with: agentrl train --resume {tmp_path / 'run'}")
     ended_clean(Struck(["train", "--resume", str(tmp_path / "run")], tmp_path), 0)
     same(tmp_path / "run", whole)
+
+
+@proof
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = Struck(["train", str(config), f"out={tmp_path}", "name=run", "steps=500", "checkpoint.every=400"], tmp_path)
+    until = time.monotonic() + LIMIT
+    while not (metrics := tmp_path / "run" / "metrics.jsonl").exists() or '"train"' not in metrics.read_text():
+        assert time.monotonic() < until and run.process.exitcode is None, run.said()
+        time.sleep(0.1)
+    os.kill(run.pid, number)  # the driver's parent
+    said = ended_clean(run, 130)
+    assert "finishing the step and writing a checkpoint" in said
+    assert said.splitlines()[-1] == f"interrupted. Continue with: agentrl train --resume {tmp_path / 'run'}"
+    last = [row for row in rows(tmp_path / "run") if row["phase"] == "train"][-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file()
 
 
 @proof
