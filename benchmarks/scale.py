@@ -40,8 +40,8 @@ from agentrl.run.checkpoint import _write_driver
 from agentrl.run.folder import RunFolder
 from agentrl.run.loop import make_batch
 from agentrl.train.actor import Actor
+from agentrl.train.estimator_inputs import with_advantages
 from agentrl.train.finite import broken_rows
-from agentrl.train.learner import with_advantages
 from agentrl.trajectory import Group, Message, Task, TokenLedger, Trajectory, Turn
 
 GIB = 2**30

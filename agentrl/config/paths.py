@@ -25,6 +25,7 @@ READ = (
     ("data", "path"),
     ("critic", "path"),
     ("reward_model", "path"),
+    ("algorithm", "distillation", "path"),
 )
 """Keys that name what a run reads: a path, or a list of them."""
 WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))

@@ -12,6 +12,7 @@ from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
+from agentrl.config.models import other_models
 from agentrl.env.install import source_fingerprint
 from agentrl.env.suite import SuiteEnv
 from agentrl.given import source_digest, used, value_of
@@ -30,7 +31,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     """
     models = {
         "model.path": _files(config.model.path),
-        "reward_model.path": _files(None if config.reward_model is None else config.reward_model.path),
+        **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:

@@ -16,6 +16,7 @@ from agentrl.catalog.scoring import find_spec
 from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each, widest
+from agentrl.config.models import other_models
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
@@ -38,7 +39,13 @@ from agentrl.train.role_layout import mesh_of, rests
 from agentrl.train.varlen import varlen_takes_groups
 
 GIB = 1 << 30
-MODULE_OF: dict[str, Role] = {"actor": "policy", "reference": "policy", "critic": "value", "reward_model": "score"}
+MODULE_OF: dict[str, Role] = {
+    "actor": "policy",
+    "reference": "policy",
+    "critic": "value",
+    "reward_model": "score",
+    "teacher": "policy",
+}
 PUBLISH = "publish"
 HOST = "host memory"
 COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
@@ -212,14 +219,12 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     device = _device(config, role)
     pool = config.cluster.pools.get(device)
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
-    paths = {
-        "critic": config.critic.path if config.critic is not None else None,
-        "reward_model": config.reward_model.path if config.reward_model is not None else None,
-    }
-    # A reward model has neither adapters nor shared tokens (train/reward_model.py).
-    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {}
+    paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
+    path = other_models(config).get(paths.get(role, ""))
+    # What is frozen has no adapters; a reward model has no shared tokens either (train/reward_model.py).
+    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
     model = config.model.model_copy(update=plain)
-    module = shell(model, MODULE_OF[role], paths.get(role), grouped=grouped)
+    module = shell(model, MODULE_OF[role], path, grouped=grouped)
     engine = TRAIN_ENGINES.entry(model.engine).make
     memory = engine.memory(module, model, ranks, _tokens(config), trained=role in ("actor", "critic"))
     return RolePlacement(role, device, ranks, memory, rests(config, role))

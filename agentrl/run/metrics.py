@@ -151,6 +151,8 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "(MaxVio, Wang et al. 2024, arXiv:2408.15664); 0: even"),
         MetricInfo("experts_entropy", "1", "entropy of the experts' shares over that of even ones; 1: even"),
         MetricInfo("experts_unused", "share", "share of the experts to which no token went"),
+        MetricInfo("teacher/kl", "nats per token", "reverse KL to the teacher (`algorithm.distillation`): mean over the "
+            "sampled tokens of the policy's log probability less the teacher's"),
         MetricInfo("reward_model/score", "reward", "mean score of the [reward_model]"),
         MetricInfo("experience/held", "episodes", "rare successes that are kept (`algorithm.experience`)"),
         MetricInfo("experience/episodes", "episodes", "of these, added to the update; no other number of the row but `loss`, "

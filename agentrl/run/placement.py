@@ -33,6 +33,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
         "reference": separate_reference(config),
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
+        "teacher": config.algorithm.distillation is not None,
     }
     return [role for role, used in present.items() if used]
 

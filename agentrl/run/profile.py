@@ -42,7 +42,7 @@ def profile_of(
     """None without `[profile]`."""
 
     def groups() -> list[WorkerGroup[Any]]:
-        found = (learner.actors, learner.critics, learner.references, learner.reward_models)
+        found = (learner.actors, learner.critics, learner.references, learner.reward_models, learner.teachers)
         return [group for group in found if group is not None]
 
     if config.profile is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from agentrl.config.models import other_models
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import TRAIN_ENGINES
@@ -39,7 +40,8 @@ def check_train_engine(config: TrainConfig) -> None:
     """Raise ConfigError for an unknown training engine and for what the chosen one cannot do, DependencyError if a package of
     its is missing.
 
-    Reads: model, critic, reward_model, sft, algorithm.kl.reference, optim.prefix_sharing, rollout.router_replay, cluster.actors.
+    Reads: model, critic, reward_model, sft, algorithm.kl.reference, algorithm.distillation, optim.prefix_sharing,
+    rollout.router_replay, cluster.actors.
     """
     entry = TRAIN_ENGINES.entry(config.model.engine)
     for trait, (words, asks) in ASKED.items():
@@ -47,8 +49,7 @@ def check_train_engine(config: TrainConfig) -> None:
             able = TRAIN_ENGINES.that_are(trait)
             raise ConfigError(f'{words}: model.engine = "{entry.name}" does not support it; engines that do: {able}')
     entry.make.check(config.model, config.cluster.actors)
-    others = {"critic.path": config.critic, "reward_model.path": config.reward_model}
-    for key, path in {key: part.path for key, part in others.items() if part is not None and part.path is not None}.items():
+    for key, path in other_models(config).items():
         try:
             entry.make.check(config.model.model_copy(update={"path": path, "init": None}), config.cluster.actors)
         except ConfigError as problem:

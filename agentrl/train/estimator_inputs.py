@@ -1,21 +1,74 @@
-"""Row columns that some advantage estimators need in addition to those of `collate`; and several estimators in one batch, each
-for the rows of its environments."""
+"""Advantages of an update's rows: the columns that some estimators need in addition to those of `collate`, several estimators in
+one batch, each for the rows of its environments, and what the KL penalty and a teacher add."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from tensordict import TensorDict
 
 from agentrl.algorithm import ADVANTAGES, AdvantageInput, AdvantageOutput, advantages
+from agentrl.algorithm.anchors import anchors_of
 from agentrl.batch.rows import Ragged, select
-from agentrl.config.schema import Choice
+from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.reward import Scorer
+from agentrl.train.distillation import taught
+from agentrl.train.kl import episode_sums, reward_penalty
 from agentrl.trajectory import Group, Trajectory
+
+
+def with_advantages(
+    view: Ragged,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    own: Mapping[str, Choice] = MappingProxyType({}),
+    estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
+) -> tuple[Ragged, dict[str, float]]:
+    """The batch with `advantages` (and `returns`, if an estimator defines them), and metrics.
+
+    An estimator of `own` gets the rows of its environment, and `algorithm.advantage` all others together; a function `estimator`
+    gets all rows in their place.
+
+    If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
+    rewards. What a teacher says (`algorithm.distillation`) is added last.
+    """
+    mask = view.tokens("sampled")
+    rewards, reward = view.tokens("rewards"), view.row("reward")
+    metrics: dict[str, float] = {}
+    if "ref_logprobs" in view and algorithm.kl.where == "reward":
+        kl = reward_penalty(view, algorithm.kl)
+        metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
+        rewards = rewards - kl_coef * kl
+        reward = reward - kl_coef * episode_sums(kl, view)
+    given = AdvantageInput(
+        token_rewards=rewards,
+        mask=mask,
+        offsets=view.offsets,
+        group=view.row("group"),
+        reward=reward,
+        values=view.tokens("values") if "values" in view else None,
+        turns=view.tokens("turns"),
+        member=view.row("member"),
+        baseline=view.row("baseline") if "baseline" in view else None,
+        terms=view.row("terms") if "terms" in view else None,
+    )
+    if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
+        given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
+    chosen = algorithm.advantage
+    if estimator is not None:
+        out = estimator(given)
+    else:
+        out = estimated(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
+    view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
+    if algorithm.distillation is not None:
+        view, told = taught(view, algorithm.distillation)
+        metrics |= told
+    return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
 
 
 def with_estimator_inputs(

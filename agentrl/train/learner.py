@@ -1,6 +1,6 @@
 """One training step over all roles, on the driver: the loop calls it once it has a batch of episodes.
 
-    batch -> [actor] old_logprobs -> [reference] ref_logprobs -> [critic] values -> advantages
+    batch -> [actor] old_logprobs -> [reference] ref_logprobs -> [teacher] teacher_logprobs -> [critic] values -> advantages
           -> all finite? -> [critic] update -> actor update -> [reference] follows, if it moves
 
 The parts in brackets run only if the config asks for them.
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import torch
 from tensordict import TensorDict
 
-from agentrl.algorithm import ADVANTAGES, AdvantageInput, AdvantageOutput, advantages
-from agentrl.algorithm.anchors import anchors_of
+from agentrl.algorithm import AdvantageInput, AdvantageOutput
 from agentrl.batch.rows import Ragged
 from agentrl.batch.schedule import effective_mode, token_ratio, with_trees
 from agentrl.cluster.devices import has_gpus
@@ -36,12 +33,13 @@ from agentrl.executors import in_thread
 from agentrl.train.actor import Actor
 from agentrl.train.coefficients import load_coefficients, save_coefficients
 from agentrl.train.critic import Critic
+from agentrl.train.distillation import TeacherModel
 from agentrl.train.engines import shares_prefixes
 from agentrl.train.entropy import adapted_entropy_coef, with_coefficient
-from agentrl.train.estimator_inputs import estimated, valued
+from agentrl.train.estimator_inputs import valued, with_advantages
 from agentrl.train.experience import FILE, Experience, joined
 from agentrl.train.finite import broken_rows, described
-from agentrl.train.kl import adapted_kl_coef, episode_sums, reward_penalty
+from agentrl.train.kl import adapted_kl_coef
 from agentrl.train.learner_checks import check_learner, fill_length_norm
 from agentrl.train.moving import moves
 from agentrl.train.pretrained import named_anywhere
@@ -78,6 +76,7 @@ class Learner:
         self.references: WorkerGroup[Reference] | None = None
         self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
         self.reward_models: WorkerGroup[RewardModel] | None = None
+        self.teachers: WorkerGroup[TeacherModel] | None = None
         self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
@@ -106,6 +105,10 @@ class Learner:
             judge = named_anywhere(config.reward_model.path)
             await self.reward_models.arun(RewardModel.init_model, judge, config.model, config.optim)
             await self._rest("reward_model", self.reward_models)
+        if (taught := config.algorithm.distillation) is not None:
+            self.teachers = self._start("teacher", TeacherModel)
+            await self.teachers.arun(TeacherModel.init_model, named_anywhere(taught.path), config.model, config.optim)
+            await self._rest("teacher", self.teachers)
         if separate_reference(config):
             self.references = self._start("reference", Reference)
             if folder is not None:
@@ -233,7 +236,7 @@ class Learner:
         if self.algorithm.proximal == "recompute":
             now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
             view = view.with_tokens(old_logprobs=now["logprobs"].values())
-            if self.references is not None or self.critics is not None:
+            if any(group is not None for group in (self.references, self.teachers, self.critics)):
                 await self._rest("actor", self.actors)
         if self.config.algorithm.kl.coef > 0 and self.references is None:
             reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
@@ -242,6 +245,10 @@ class Learner:
             reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
             view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
             await self._rest("reference", self.references)
+        if self.teachers is not None:
+            teacher = await self.teachers.arun(TeacherModel.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(teacher_logprobs=teacher["logprobs"].values())
+            await self._rest("teacher", self.teachers)
         if self.critics is not None:
             values = await self.critics.arun(Critic.compute_values, view.batch)
             view = view.with_tokens(values=values["values"].values())
@@ -347,52 +354,6 @@ class Learner:
 
     def close(self) -> None:
         """End the other roles; the actors belong to the caller that started them."""
-        for group in (self.critics, self.references, self.reward_models):
+        for group in (self.critics, self.references, self.reward_models, self.teachers):
             if group is not None:
                 group.close()
-
-
-def with_advantages(
-    view: Ragged,
-    algorithm: AlgorithmConfig,
-    kl_coef: float,
-    own: Mapping[str, Choice] = MappingProxyType({}),
-    estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
-) -> tuple[Ragged, dict[str, float]]:
-    """The batch with `advantages` (and `returns`, if an estimator defines them), and metrics.
-
-    An estimator of `own` gets the rows of its environment, and `algorithm.advantage` all others together; a function `estimator`
-    gets all rows in their place.
-
-    If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
-    rewards.
-    """
-    mask = view.tokens("sampled")
-    rewards, reward = view.tokens("rewards"), view.row("reward")
-    metrics: dict[str, float] = {}
-    if "ref_logprobs" in view and algorithm.kl.where == "reward":
-        kl = reward_penalty(view, algorithm.kl)
-        metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
-        rewards = rewards - kl_coef * kl
-        reward = reward - kl_coef * episode_sums(kl, view)
-    given = AdvantageInput(
-        token_rewards=rewards,
-        mask=mask,
-        offsets=view.offsets,
-        group=view.row("group"),
-        reward=reward,
-        values=view.tokens("values") if "values" in view else None,
-        turns=view.tokens("turns"),
-        member=view.row("member"),
-        baseline=view.row("baseline") if "baseline" in view else None,
-        terms=view.row("terms") if "terms" in view else None,
-    )
-    if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
-        given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
-    chosen = algorithm.advantage
-    if estimator is not None:
-        out = estimator(given)
-    else:
-        out = estimated(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
-    view = view.with_tokens(advantages=out.advantages)
-    return view if out.returns is None else view.with_tokens(returns=out.returns), metrics | out.metrics(mask)

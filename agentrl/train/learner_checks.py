@@ -6,6 +6,7 @@ from agentrl.algorithm import ADVANTAGES, advantages
 from agentrl.config.envs import alone, longest_sample, told
 from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.train.distillation import check_distillation
 from agentrl.train.entropy import check_entropy
 from agentrl.train.experience import check_experience
 from agentrl.train.moving import check_moving
@@ -18,7 +19,7 @@ def check_learner(config: TrainConfig) -> None:
 
     Reads: algorithm, critic, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel, cluster.actors,
     model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`,
-    `check_experience` and `check_moving`.
+    `check_experience`, `check_distillation` and `check_moving`.
     """
     check_algorithm(fill_length_norm(config))
     check_entropy(config.algorithm)
@@ -28,6 +29,7 @@ def check_learner(config: TrainConfig) -> None:
             f'"{config.algorithm.aggregate}" it is not used'
         )
     check_experience(config)
+    check_distillation(config)
     mesh_of(config)
     check_offload(config)
     check_moving(config)

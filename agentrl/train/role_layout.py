@@ -38,6 +38,7 @@ def rests(config: TrainConfig, role: str) -> bool:
         "reference": separate_reference(config),
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
+        "teacher": config.algorithm.distillation is not None,
     }
     homes = {name: pools.get(name, pools.get("actor")) for name, used in present.items() if used}
     return any(home == homes[role] for name, home in homes.items() if name != role)
@@ -46,7 +47,8 @@ def rests(config: TrainConfig, role: str) -> bool:
 def check_offload(config: TrainConfig) -> None:
     """Raise ConfigError for a `model.offload` that could not free anything: nothing is left on the GPU, or no role waits.
 
-    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, model.lora, cluster.
+    Reads: model.offload, model.cpu_offload, rollout.colocate, critic, reward_model, algorithm.kl.coef, algorithm.distillation,
+    model.lora, cluster.
     """
     if config.model.offload == "never":
         return
@@ -56,6 +58,7 @@ def check_offload(config: TrainConfig) -> None:
         )
     if not rests(config, "actor"):
         raise ConfigError(
-            'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model] or '
-            "algorithm.kl.coef without a pool of its own, and the engine has other GPUs without rollout.colocate); unset it"
+            'model.offload = "idle": the actor never waits for another role on its GPU (no [critic], [reward_model], '
+            "algorithm.distillation or algorithm.kl.coef without a pool of its own, and the engine has other GPUs without "
+            "rollout.colocate); unset it"
         )

@@ -13,7 +13,7 @@ from agentrl.batch import collate
 from agentrl.batch.rows import Ragged
 from agentrl.config import Choice
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.train.learner import with_advantages
+from agentrl.train.estimator_inputs import with_advantages
 from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 NAN = math.nan

@@ -13,7 +13,7 @@ from agentrl.batch import collate
 from agentrl.batch.rows import Ragged
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig
 from agentrl.errors import ConfigError
-from agentrl.train.learner import with_advantages
+from agentrl.train.estimator_inputs import with_advantages
 from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 NAN = math.nan

@@ -67,6 +67,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "kl": {"kind": "k1", "target": 0.1},
         "length_norm": 9,
         "experience": {},
+        "distillation": {"path": "t"},
         "demonstrations": {},
         "entropy_target": 0.1,
     },

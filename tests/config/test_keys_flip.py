@@ -491,6 +491,11 @@ ELSEWHERE: dict[str, str] = {
         f"ExperienceConfig.{key}": f"{EXPERIENCE}::test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved"
         for key in ("size", "share", "max_age")
     },
+    **{
+        f"DistillationConfig.{key}": "train/test_distillation.py::"
+        "test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_the_policys"
+        for key in ("path", "coef", "reward_coef")
+    },
     "ExperienceConfig.rare": f"{EXPERIENCE}::test_successes_of_groups_in_which_few_succeeded_are_marked",
     "DemonstrationsConfig.coef": f"{EXPERIENCE}::test_loss_and_gradient_of_a_step_are_those_by_hand",
     "DemonstrationsConfig.episodes": "run/test_demonstrations.py::test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes",

@@ -21,8 +21,7 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.loop import make_batch
 from agentrl.run.session import open_session
-from agentrl.train.estimator_inputs import with_estimator_inputs
-from agentrl.train.learner import with_advantages
+from agentrl.train.estimator_inputs import with_advantages, with_estimator_inputs
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.

@@ -15,9 +15,8 @@ from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.errors import ConfigError
 from agentrl.run.loop import make_batch
-from agentrl.train.estimator_inputs import valued
+from agentrl.train.estimator_inputs import valued, with_advantages
 from agentrl.train.finite import broken_rows
-from agentrl.train.learner import with_advantages
 from agentrl.train.learner_checks import check_learner, fill_length_norm
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 

@@ -26,9 +26,10 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.estimator_inputs import with_advantages
 from agentrl.train.init_model import init_model
 from agentrl.train.kl import adapted_kl_coef
-from agentrl.train.learner import Learner, with_advantages
+from agentrl.train.learner import Learner
 from agentrl.train.learner_checks import check_learner
 from agentrl.train.minibatch import token_noise, with_selection
 from tests.publishing import weights_of

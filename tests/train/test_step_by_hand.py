@@ -28,8 +28,9 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError
 from agentrl.train.actor import Actor
 from agentrl.train.critic import Critic
+from agentrl.train.estimator_inputs import with_advantages
 from agentrl.train.kl import kl_kind
-from agentrl.train.learner import policy_updates, with_advantages
+from agentrl.train.learner import policy_updates
 from agentrl.train.learner_checks import check_learner, fill_length_norm
 from agentrl.train.reference import Reference
 from agentrl.train.reward_model import with_scores

@@ -111,6 +111,18 @@ class DemonstrationsConfig(Frozen):
     """What the mean of -log pi over their tokens is multiplied by."""
 
 
+class DistillationConfig(Frozen):
+    """A teacher is learned from: the advantage of each sampled token is `reward_coef` times the estimator's plus `coef` times the
+    teacher's log probability of it less the policy's (docs/algorithms.md)."""
+
+    path: str
+    """The teacher's folder or hub name; it must have the policy's tokenizer. It may be of another size and family."""
+    coef: Annotated[Positive, Unit("1")] = 1.0
+    """What the difference of log probabilities, in nats, is multiplied by."""
+    reward_coef: Annotated[NotNegative, Unit("1")] = 1.0
+    """What the estimator's advantages are multiplied by; at 0 the teacher alone is learned from, and rewards are measured."""
+
+
 class AlgorithmConfig(Frozen):
     """Advantage estimator, policy loss and how token losses are averaged (docs/algorithms.md)."""
 
@@ -142,6 +154,8 @@ class AlgorithmConfig(Frozen):
     """So many times the entropy of each token's distribution is subtracted from its loss."""
     experience: ExperienceConfig | None = None
     """Rare successes are kept for later updates; by default none."""
+    distillation: DistillationConfig | None = None
+    """A teacher model is learned from too; by default none."""
     demonstrations: DemonstrationsConfig | None = None
     """Gold solutions of tasks at which a whole group failed are added; by default none."""
     entropy_target: Annotated[Positive, Unit("nats per token")] | None = None

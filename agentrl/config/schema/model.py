@@ -49,7 +49,7 @@ class ModelConfig(Frozen):
     init: InitModelConfig | None = None
     """Build a tiny model with random weights; the alternative to `path`."""
     trust_remote_code: bool = False
-    """Code that the model at `path` (and `critic.path`, `reward_model.path`) brings along may run in every process of the run.
+    """Code that the model at `path` (and those of other roles, as `critic.path`) brings along may run in every process of a run.
     Without it a model that needs such code is refused, and one whose family transformers has is loaded by transformers' own
     classes. Read the code first: it can do whatever you can."""
     tool_parser: str = "auto"

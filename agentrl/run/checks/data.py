@@ -45,7 +45,10 @@ def check_data(config: TrainConfig) -> list[str]:
 
 
 def check_not_data(config: TrainConfig) -> None:
-    """Raise ConfigError for a config whose data a training run would not read."""
+    """Raise ConfigError for a config whose data a training run would not read.
+
+    Reads: data.
+    """
     if config.data is not None:
         raise ConfigError(
             "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "

@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.catalog import EnvRef
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import each, entry_name
+from agentrl.config.models import other_models
 from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
 from agentrl.env.remote.client import RemoteEnv
@@ -47,14 +48,31 @@ def check_models(config: TrainConfig, trains: bool = True, planned: bool = False
 
 
 def check_other_models(config: TrainConfig, planned: bool = False) -> None:
-    """The same for the critic's model and for the reward model, which have no use for a tokenizer of their own.
+    """The same for the models of the critic, the reward model and a teacher, which read the policy's token ids: a teacher must
+    have the same ones.
 
-    Reads: model, critic, reward_model.
+    Reads: model, critic, reward_model, algorithm.distillation.
     """
-    for key, section in (("critic.path", config.critic), ("reward_model.path", config.reward_model)):
-        if section is not None and section.path is not None:
-            with _told(key, section.path):
-                _check_files(config, section.path, planned, classifier=section is config.reward_model)
+    for key, path in other_models(config).items():
+        with _told(key, path):
+            _check_files(config, path, planned, classifier=key == "reward_model.path")
+            if key == "algorithm.distillation.path":
+                _check_ids(config, path)
+
+
+def _check_ids(config: TrainConfig, path: str) -> None:
+    """Raise ModelError if a teacher means something else by a token id than the policy does, or cannot compute one."""
+    trust = config.model.trust_remote_code
+    own, other = tokenizer_of(config).get_vocab(), load_tokenizer(path, trust).get_vocab()
+    apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+    if apart:
+        number, token = apart[0]
+        raise ModelError(
+            f"its tokenizer is not the policy's: {len(apart)} of {len(own)} tokens have another id or none, as {token!r} "
+            f"({number}), and a teacher scores the ids that the policy samples; take a teacher of the same family of models"
+        )
+    if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
+        raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
 
 
 def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:

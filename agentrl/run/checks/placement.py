@@ -19,8 +19,8 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
     a cluster that no part of the run would join.
 
-    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, critic, reward_model, model.sequence_parallel,
-    model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route.
+    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
+    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route.
     """
     cluster = config.cluster
     _check_one_process(config, engine_name)

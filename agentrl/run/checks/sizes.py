@@ -7,6 +7,7 @@ from typing import Any
 from agentrl.algorithm import ADVANTAGES
 from agentrl.cluster.devices import card_bytes, has_gpus, joins
 from agentrl.config import Choice, TrainConfig
+from agentrl.config.models import other_models
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
@@ -32,13 +33,16 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
     there are none.
 
     Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
-    model.trust_remote_code, model.cpu_offload, model.offload, critic, reward_model, cluster; and as `check_heads`.
+    model.trust_remote_code, model.cpu_offload, model.offload, critic, reward_model, algorithm.distillation,
+    cluster; and as `check_heads`.
     """
     check_heads(config, engine_name)
     if not has_gpus(config.cluster, "actor"):
         check_on_host(config.model)
     rollout = config.rollout
-    _check_groups(rollout.group_size, config.algorithm.advantage)
+    taught = config.algorithm.distillation
+    if taught is None or taught.reward_coef > 0:
+        _check_groups(rollout.group_size, config.algorithm.advantage)
     context = context_length(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
     if config.optim.micro_tokens < longest:
@@ -47,11 +51,9 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
             f"at least {longest}, or lower rollout.max_episode_tokens"
         )
-    others = {"critic.path": config.critic, "reward_model.path": config.reward_model}
-    paths = {"model.path": config.model.path, **{key: part.path for key, part in others.items() if part is not None}}
-    for key, path in paths.items():
-        if path is not None:
-            _check_rotary(key, load_model_config(str(path), config.model.trust_remote_code), longest)
+    own = {} if config.model.path is None else {"model.path": config.model.path}
+    for key, path in {**own, **other_models(config)}.items():
+        _check_rotary(key, load_model_config(path, config.model.trust_remote_code), longest)
 
 
 def _check_rotary(key: str, model: Any, longest: int) -> None:

@@ -57,8 +57,9 @@ def with_packing(config: TrainConfig) -> TrainConfig:
 def packing_of(config: TrainConfig) -> Packing:
     """How the run's rows are computed.
 
-    Reads: model, critic.path, reward_model.path, optim.prefix_sharing. Raises ModelError for a model whose family is not
-    computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but configs.
+    Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing. Raises ModelError for a
+    model whose family is not computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but
+    configs.
     """
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
@@ -130,6 +131,8 @@ def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
         found.append(("critic.path", "value", policy if other is None else load_model_config(other, trust)))
     if config.reward_model is not None:
         found.append(("reward_model.path", "score", load_model_config(config.reward_model.path, trust)))
+    if (taught := config.algorithm.distillation) is not None:
+        found.append(("algorithm.distillation.path", "policy", load_model_config(taught.path, trust)))
     return found
 
 
