@@ -178,6 +178,10 @@ class WorkerDiedError(WorkerError):
     """A worker process is gone."""
 
 
+class NoRoomLeftError(WorkerError):
+    """A run that has lost a worker cannot start again: what is left of the machine or cluster lacks what it needs."""
+
+
 class NothingScoredError(AgentrlError):
     """No episode of a run could be scored, so nothing can be trained: gives the first one's error."""
 

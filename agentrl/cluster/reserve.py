@@ -80,7 +80,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
 
     Every process is pinned to the node that the search found for it: left to itself, Ray could put small pools on the
     only nodes where a large one fits, or all ranks on one of two nodes. Raises ResourceError, with a table of demand and
-    supply: at once if no placement exists, after `timeout` seconds if others use the resources.
+    supply: as soon as no placement exists, after `timeout` seconds if others use the resources.
     """
     nodes = cluster_nodes()
     # Only for its error: what does not fit the empty cluster either must not wait for the deadline.
@@ -97,6 +97,8 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
         if time.monotonic() >= deadline:
             break
         time.sleep(PATIENCE / 10)
+        if (now := cluster_nodes()) != nodes:  # Ray knows late that a node is gone
+            assign(pools, unpooled, nodes := now)
     free = {key: ray.available_resources().get(key, 0.0) for key in ("CPU", "GPU")}
     names = sorted([*pools, *(one.key for one in unpooled)])
     raise ResourceError(

@@ -21,9 +21,12 @@ from agentrl.deadline import run_loop
 from agentrl.errors import (
     FULL,
     AgentrlError,
+    DiskFullError,
     EngineError,
     JudgeBudgetError,
+    NoRoomLeftError,
     NothingScoredError,
+    ResourceError,
     StalledError,
     WorkerDiedError,
 )
@@ -127,8 +130,9 @@ def execute(
             raise
         except AgentrlError as error:
             outcome.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, (WorkerDiedError, EngineError, StalledError)):  # what died is no fault of the run's
-                raise type(error)(f"{error}; continue with: {_resume_command(config, folder)}") from error
+            if isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
+                then = "\n" if "\n" in str(error) else "; "  # below a table
+                raise type(error)(f"{error}{then}continue with: {_resume_command(config, folder)}") from error
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -197,7 +201,12 @@ async def _attempt(
         if await train_on_data(config, folder, display, run_log, interrupt):
             outcome.status = "done"
         return
-    session = await open_session(config, folder, display, callbacks)
+    try:
+        session = await open_session(config, folder, display, callbacks)
+    except ResourceError as error:
+        if not outcome.restarts or isinstance(error, DiskFullError):
+            raise
+        raise NoRoomLeftError(f"what is left has no room for the run: {error}") from error
     outcome.engine = session.engine_name
     run_log.live(session)
     try:

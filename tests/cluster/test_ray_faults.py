@@ -1,8 +1,8 @@
 """Whole runs on real Ray, one of whose processes is killed (SIGKILL) at a chosen moment: what comes of them, and what they leave.
 
-Two rows are elsewhere. A second machine that is lost, with a replica of vLLM (none loses one with training processes):
-test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing in test_two_machines.py. The driver, at random
-moments of runs of three kinds: benchmarks/chaos.py.
+Three rows are elsewhere. A second machine that is lost, with a replica of vLLM:
+test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothing in test_two_machines.py. A second node that is
+killed, with a training process: test_lost_node.py. The driver, at random moments of runs of three kinds: benchmarks/chaos.py.
 
 docs/cluster.md has the table of what must happen. `make proofs` runs the matrix, `make test` what notices the death of a Ray.
 """
