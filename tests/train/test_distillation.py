@@ -125,7 +125,7 @@ def test_two_ranks_and_a_pool_of_its_own_change_nothing(tmp_path: Path, teacher:
     for name, more in (
         ("one", []),
         ("two", ["cluster.backend=ray", "cluster.actors=2"]),
-        ("apart", ["cluster.backend=ray", pools, roles]),
+        ("apart", ["cluster.backend=ray", "cluster.actors=2", pools, roles]),
     ):
         run = inside.execute(inside.config_of(tmp_path, name, *words(tmp_path, teacher, "optim.lr=1e-5", *more)))
         found.append([row["teacher/kl"] for row in rows(run) if row["phase"] == "train"])

@@ -1,0 +1,110 @@
+"""A policy of 70,000 parameters learns from rewards, from a teacher of 174,000 that has solved the task, and from both.
+
+    python benchmarks/distillation.py [--seeds 0 1 2]      # what is done is not done again
+    python benchmarks/distillation.py --report             # table, CSV and PNG of what is there
+    python benchmarks/distillation.py --quick              # a few updates, to try the script
+
+The teacher is the quickstart's trained policy. The policy is a smaller model after the quickstart's warm start, without its gate.
+Each arm samples 128 episodes an update, of its own (`algorithm.distillation`, docs/algorithms.md): 16 groups of 8 where rewards
+count, 128 of one where the teacher alone does. Greedy held-out success and `teacher/kl` are over the tokens sampled until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+from long_runs import COMMON, QUICK, at, command, curve, draw, finished, run, save, table, work
+
+from agentrl.run.reader import load_run
+
+CONFIG = "quickstart"
+HERE = ["engine=embedded", "cluster.backend=inline"]
+SMALL = ["model.init.layers=2", "model.init.hidden=48", "model.init.mlp=96"]
+FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
+SIZE = ["steps=24", "eval.every=4", "stop_at_success=false", "next=false"]
+TAUGHT = "algorithm.distillation={{path='{}',coef={},reward_coef={}}}"
+ARMS = {"rewards": None, "teacher": (1.0, 0.0), "both": (0.3, 1.0)}
+"""Of an arm with a teacher: its coefficient and that of the rewards."""
+
+
+def teacher() -> Path:
+    """The trained quickstart."""
+    few = [*FEW, "sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
+    run("teacher", CONFIG, [*HERE, *few])
+    return work() / "runs" / "teacher" / "final"
+
+
+def student() -> str:
+    """The warm start of every arm, as an override."""
+    model = work() / "runs" / "student" / "warm_start"
+    if not (model / "config.json").is_file():
+        steps = 20 if QUICK in sys.argv else 600
+        sizes = [*SMALL, f"sft.min_steps={steps}", f"sft.max_steps={steps}", "sft.gate=0.0"]
+        command("sft", CONFIG, "name=student", *HERE, *sizes, "--overwrite")
+    return f"model.path={model}"
+
+
+def train(seeds: Sequence[int]) -> None:
+    path, model = teacher(), student()
+    for seed in seeds:
+        for arm, coefs in ARMS.items():
+            own = [] if coefs is None else [TAUGHT.format(path, *coefs)]
+            alone = ["rollout.groups=128", "rollout.group_size=1"] if coefs is not None and coefs[1] == 0 else []
+            size = FEW if QUICK in sys.argv else SIZE
+            run(f"{arm}-{seed}", CONFIG, [*COMMON, *size, *alone, f"seed={seed}", "~model.init", model, *own])
+
+
+def report() -> None:
+    done = {(arm, int(path.name.split("-")[1])) for arm in ARMS for path in work().glob(f"runs/{arm}-*") if finished(path)}
+    curves = {key: curve("-".join(map(str, key)), ["success"]) for key in sorted(done)}
+    save(
+        "distillation.csv",
+        ["arm", "seed", "update", "tokens", "success"],
+        [[*key, *row] for key, rows in curves.items() for row in rows],
+    )
+    budget = min(rows[-1][1] for rows in curves.values())
+    seeds = sorted({seed for _, seed in curves})
+    head = ["arm", *(f"success: seed {seed}" for seed in seeds), "mean", "at half", "KL to the teacher, first and last update"]
+    rows, lines = [], {}
+    for place, arm in enumerate(arm for arm in ARMS if any(key[0] == arm for key in curves)):
+        runs = [curves[arm, seed] for seed in seeds if (arm, seed) in curves]
+        ends, half = [at(one, budget) for one in runs], [at(one, budget / 2) for one in runs]
+        rows.append(
+            [arm, *(f"{end:.2f}" for end in ends), *(f"{statistics.mean(many):.2f}" for many in (ends, half)), kls(arm, seeds)]
+        )
+        points = [
+            (statistics.mean(row[1] for row in same), statistics.mean(row[2] for row in same)) for same in zip(*runs, strict=True)
+        ]
+        lines[arm] = (f"C{place}", points)
+    print(f"\ngreedy held-out success after {budget:,.0f} sampled tokens")
+    table(head, rows, "distillation_table.csv")
+    draw("distillation.png", lines, "sampled tokens (mean of the seeds that were run)")
+
+
+def kls(arm: str, seeds: Sequence[int]) -> str:
+    """Of the arm's first seed; of one without a teacher nothing."""
+    found = [row["teacher/kl"] for row in load_run(work() / "runs" / f"{arm}-{seeds[0]}").metrics if "teacher/kl" in row]
+    return f"{found[0]:.3f}, {found[-1]:.3f}" if found else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--report", action="store_true", help="only the table and the picture")
+    parser.add_argument(QUICK, action="store_true", help="a few updates, to try the script")
+    args = parser.parse_args()
+    if not args.report:
+        train(args.seeds)
+    report()
+
+
+if __name__ == "__main__":
+    main()
