@@ -347,6 +347,33 @@ def test_the_newest_are_kept_and_none_beyond_its_age_and_they_are_saved(tiny: st
         again.load(tmp_path / "missing")
 
 
+def test_an_episode_is_as_old_as_its_oldest_token_and_max_age_itself_is_drawn(tiny: str) -> None:
+    """All tokens of version 4 but each row's first, which are of 1: age 3 at update 4, which is the bound."""
+    view = kept_of(tiny, 10, 4)
+    for row in range(len(view)):
+        span = slice(int(view.offsets[row]), int(view.offsets[row + 1]))
+        view.tokens("versions")[span][view.tokens("sampled")[span].nonzero()[0]] = 1
+    store = Experience(ExperienceConfig(max_age=3, share=1.0), 0)
+    store.keep(view)
+    drawn = store.draw(4, 8)[1]
+    assert (drawn["experience/held"], drawn["experience/age_mean"], drawn["experience/age_max"]) == (8, 3, 3)
+    assert store.draw(5, 8) == (None, {"experience/held": 0.0, "experience/episodes": 0.0})
+
+
+def test_the_share_is_rounded_and_each_update_draws_anew(tiny: str) -> None:
+    store = Experience(ExperienceConfig(share=0.25, max_age=99), 0)
+    store.keep(kept_of(tiny, 10, 0))
+    counts = [store.draw(1, fresh)[1]["experience/episodes"] for fresh in (1, 2, 5, 6, 99)]
+    assert counts == [0, 1, 1, 2, 8]  # 0.25, 0.5, 1.25, 1.5 of them, and all that there are
+
+    def drawn(step: int) -> tuple[tuple[int, int], ...]:
+        rows = store.draw(step, 8)[0]
+        assert rows is not None
+        return tuple(zip(rows["group"].tolist(), rows["member"].tolist(), strict=True))
+
+    assert drawn(3) == drawn(3) and len({drawn(step) for step in range(8)}) > 3
+
+
 def test_an_episode_without_an_advantage_is_kept_for_the_supervised_term_alone(tiny: str) -> None:
     view = kept_of(tiny, 10, 0)
     idle = view.with_tokens(advantages=torch.zeros(int(view.offsets[-1])))
