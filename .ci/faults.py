@@ -17,6 +17,7 @@ import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from scratch import ROOT, copy_tree
 
@@ -162,6 +163,8 @@ def poll(child: int, trial: Trial) -> int | None:
 def run_pytest(tree: Path, tests: tuple[str, ...]) -> int:
     """In the forked process: pytest on the tree's own files."""
     os.setsid()  # its own group, so that the processes that tests start can be killed with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it
+    sys.modules["__main__"] = ModuleType("__main__")  # a process that a test spawns runs this file first, and finds no `scratch`
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
