@@ -1,12 +1,8 @@
-"""Low-rank adapters on their own (Hu et al. 2021, arXiv:2106.09685): merged into plain weights, or written as a peft folder."""
+"""Low-rank adapters on their own (Hu et al. 2021, arXiv:2106.09685), merged into plain weights."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from agentrl.errors import EngineError
@@ -38,22 +34,3 @@ def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], 
             plain = base.setdefault(f"{layer}.weight", target.detach().clone())
             down, up = (adapter.tensors[layer + part].to(plain.device, torch.float32) for part in (DOWN, UP))
             target.copy_(plain.float() + (adapter.alpha / adapter.rank) * (up @ down))
-
-
-def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write `folder` in peft's format, for engines that load adapters from disk."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": list(adapter.modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))

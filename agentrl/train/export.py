@@ -15,20 +15,23 @@ from agentrl.config.schema import LoraSection, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
 from agentrl.files import full_disk_said
 from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.lora import merged
+from agentrl.train.lora import adapter_of, merged
 from agentrl.train.pretrained import load_model_config
 from agentrl.train.saving import save_model
 from agentrl.train.seal import check_intact, read_manifest
 from agentrl.train.state import saved_tensors
+from agentrl.weights.peft_folder import write_adapter
+from agentrl.weights.target import Adapter
 
 MODEL = "model."  # how an engine's state names the model's part
 
 
-def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False) -> int:
+def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False, adapter: bool = False) -> int:
     """Write the checkpoint of `step` (by default the newest, with `best` the one with the best evaluation) of
-    a run folder to `out`; returns its step.
+    a run folder to `out`; returns its step. `adapter`: not the model but what `model.lora` trained, in peft's format.
 
-    Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder.
+    Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
+    or the run trained no adapters.
     """
     folder, target = Path(run), Path(out)
     if not (folder / "config.toml").is_file():
@@ -47,9 +50,14 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     check_intact(chosen)
     config = load_config(folder / "config.toml")
     source = start_model(folder, config)
+    if adapter and config.model.lora is None:
+        raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
     trust = config.model.trust_remote_code
     tensors = saved_weights(chosen / "actor", config.model.lora)
     with full_disk_said(target, "repeat the command"), _made_or_removed(target):
+        if adapter and config.model.lora is not None:
+            write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
+            return int(read_manifest(chosen)["step"])
         scores = config.data is not None and config.data.loss == "reward"
         about = load_model_config(source, trust)
         save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores)
@@ -64,6 +72,13 @@ def _made_or_removed(folder: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def saved_adapter(folder: Path, lora: LoraSection) -> Adapter:
+    """The adapters alone of a folder that `save_state` wrote. Raises CheckpointError."""
+    names, read = saved_tensors(folder)
+    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+    return Adapter(lora.rank, lora.alpha, tuple(lora.modules), adapter_of(held, lambda name: read(MODEL + name)))
 
 
 def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ from agentrl.train.head import backbone
 from agentrl.train.kernels import compile_layers, compiled_head, use_liger
 from agentrl.train.layout import Layout, check_divides
 from agentrl.train.loading import Loader
-from agentrl.train.lora import inject, merged, without_adapters
+from agentrl.train.lora import adapter_of, inject, merged, without_adapters
 from agentrl.train.memory import RoleMemory, count
 from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
 from agentrl.train.offload import Offloaded, local
@@ -308,12 +308,8 @@ class FsdpEngine(BaseEngine):
         return count(module, cfg, ranks, tokens, trained=trained)
 
     def adapter(self) -> dict[str, Tensor]:
-        held = self.module.state_dict()
-        return {
-            name.removeprefix(PREFIX).replace(".default.", "."): unsharded(tensor).detach().to("cpu", copy=True)
-            for name, tensor in held.items()
-            if ".lora_" in name
-        }
+        held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}
+        return adapter_of(held, lambda name: unsharded(held[name]).detach().to("cpu", copy=True))
 
     def largest(self) -> int:
         # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.

@@ -67,6 +67,11 @@ def _draw(model: Any) -> None:
                 layer.reset_lora_parameters(name, True)
 
 
+def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The adapters alone, by the names that `Adapter` has; `held` and `full` as of `merged`."""
+    return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
+
+
 def merged(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights under their plain names, with adapters added: W + alpha / rank * B A.
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.cli.main import build_parser
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
-from agentrl.config.schema import AlgorithmConfig, EnvConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
@@ -87,3 +87,31 @@ def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: P
         export_run(run_folder, tmp_path / f"out{number}", 1)
         found = weights(tmp_path / f"out{number}")
         assert all(torch.equal(found[name], direct[name]) for name in direct)
+
+
+def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tmp_path: Path) -> None:
+    """peft's own loading and merging of the folder gives the weights of the plain export; a run without adapters has none."""
+    from peft import PeftModel
+
+    model, run = ModelConfig(path=tiny, lora=LoraSection(rank=3, alpha=7.0)), tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=model)))
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, model, toy_optim(lr=1e-2))
+    for step in (1, 2):  # the first step moves only B, which begins as zeros
+        actors.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+    with Checkpoints(run / "checkpoints", keep=2).writing(2) as aside:
+        actors.run(Actor.save, str(aside / "actor"))
+    args = build_parser().parse_args(["export", str(run), str(tmp_path / "adapter"), "--adapter"])
+    assert args.run(args) == 0 and export_run(run, tmp_path / "model") == 2
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(start, tmp_path / "adapter").merge_and_unload()
+    plain, begun = weights(tmp_path / "model"), weights(Path(tiny))
+    found = dict(loaded.named_parameters())
+    assert set(found) == set(plain)
+    assert all(torch.allclose(found[name], plain[name], atol=1e-6) for name in plain)
+    assert sum(not torch.equal(plain[name], begun[name]) for name in plain) == 2 * len(model.lora.modules)  # of two layers
+    (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny))))
+    with pytest.raises(ModelError, match="trained all weights and has no adapter"):
+        export_run(run, tmp_path / "none", adapter=True)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.backends.adapters import write_adapter
 from agentrl.backends.vllm.listener import TurnWatch
 from agentrl.backends.vllm.local import ReplicaDeadError, settle
 from agentrl.backends.vllm.options import BEFORE, GRAMMAR
@@ -33,6 +32,7 @@ from agentrl.rollout.workers.channel import Door
 from agentrl.rollout.workers.core import WorkerCore
 from agentrl.rollout.workers.seats import WorkerRecipe
 from agentrl.weights.bucket import PlainBucket
+from agentrl.weights.peft_folder import write_adapter
 from agentrl.weights.route import Offer
 from agentrl.weights.target import Adapter
 
