@@ -76,6 +76,11 @@ def test_it_goes_back_when_a_full_window_is_under_back_and_not_at_it() -> None:
     assert tell(sampler, 10, "1", 0.5, 0.1, 0.3) == {"stage": 1.0, "stage_success": pytest.approx(0.3)}
     assert tell(sampler, 13, "1", 0.4) == {"stage": 0.0}, "0.1, 0.3 and 0.4 are a mean of 0.267, and the window begins anew"
     assert tell(sampler, 14, "0", 0.6, 0.6, 0.6)["stage"] == 1
+    fifths = staged(back=0.2, review=0.0)
+    tell(fifths, 0, "0", 1.0, 1.0, 1.0)
+    assert tell(fifths, 3, "1", 0.0, 0.0, 0.6)["stage"] == 1, (
+        "0.2 in thirds, though (0.0 + 0.0 + 0.6) / 3 is less than 0.2 in floats"
+    )
 
 
 def test_groups_that_were_chosen_before_a_move_say_nothing_of_it() -> None:

@@ -138,6 +138,7 @@ def test_more_is_left_once_the_window_of_a_horizon_mostly_succeeds() -> None:
     assert given()[6] == 1, "groups that began where the last ones did say nothing of the new place"
     again = GoldStart(StartConfig(left=2, step=3, threshold=0.5, window=2, whole=0.0), REF)
     start.observe([StartOutcome(4, 6, 1, 1.0), StartOutcome(5, 10, 8, 0.0)])
+    assert given() == {1: 0, 6: 1, 10: 8}, "one group is no window of two, whatever the last place ended with"
     again.load(json.loads(json.dumps(start.state())))
     for one in (start, again):
         one.observe([StartOutcome(6, 6, 1, 0.0), StartOutcome(7, 10, 8, 1.0)])
@@ -149,6 +150,12 @@ def tasks(**start: Any) -> MixedTasks:
     config = StartConfig(**{"left": 2, "step": 2, "threshold": 0.5, "window": 1, "whole": 0.25, **start})
     stages = {"stages": [{"calls": 4}, {"calls": 6}], "window": 2, "threshold": 0.5, "review": 0.0}
     return MixedTasks([Part("kv", REF, Choice(name="staged", args=stages), 1.0, config)], Choice(name="fixed"), 5)
+
+
+def test_the_share_whole_of_the_groups_begins_at_the_beginning() -> None:
+    for whole in (0.1, 0.8):
+        found = [tasks(whole=whole).draw(index).given == 0 for index in range(150)]
+        assert sum(found) / 150 == pytest.approx(whole, abs=0.1)
 
 
 def test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_tasks_alone() -> None:

@@ -144,6 +144,12 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     assert metrics["experience/episodes"] == 3 and metrics["experience/age_max"] == 1
+    if term == "policy":  # the weights are those of before the step
+        now = torch.cat([logprobs(model, old, row, temperature).detach() for row in rows])
+        apart = now - torch.cat([old["logprobs"][row][old["sampled"][row]].double() for row in rows])
+        assert metrics["experience/kl_behaviour"] == pytest.approx(-apart.mean().item(), rel=1e-3) and apart.mean().abs() > 1e-3
+        assert metrics["experience/log_ratio_max"] == pytest.approx(apart.abs().max().item(), rel=1e-3)
+        assert metrics["experience/ratio"] == pytest.approx(apart.exp().mean().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "decoupled_ppo", "truncated"])
