@@ -1,10 +1,10 @@
-"""A policy of 70,000 parameters learns from rewards, from a teacher of 174,000 that has solved the task, and from both.
+"""A policy of 130,000 parameters learns from rewards, from a teacher of 174,000 that has solved the task, and from both.
 
     python benchmarks/distillation.py [--seeds 0 1 2]      # what is done is not done again
     python benchmarks/distillation.py --report             # table, CSV and PNG of what is there
     python benchmarks/distillation.py --quick              # a few updates, to try the script
 
-The teacher is the quickstart's trained policy. The policy is a smaller model after the quickstart's warm start, without its gate.
+The teacher is the quickstart's trained policy; the policy is a smaller model after the quickstart's warm start, whose teacher stops early.
 Each arm samples 128 episodes an update, of its own (`algorithm.distillation`, docs/algorithms.md): 16 groups of 8 where rewards
 count, 128 of one where the teacher alone does. Greedy held-out success and `teacher/kl` are over the tokens sampled until then.
 """
@@ -27,7 +27,7 @@ from agentrl.run.reader import load_run
 
 CONFIG = "quickstart"
 HERE = ["engine=embedded", "cluster.backend=inline"]
-SMALL = ["model.init.layers=2", "model.init.hidden=48", "model.init.mlp=96"]
+SMALL = ["model.init.layers=3", "model.init.hidden=48", "sft.max_steps=5000"]
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
 SIZE = ["steps=24", "eval.every=4", "stop_at_success=false", "next=false"]
 TAUGHT = "algorithm.distillation={{path='{}',coef={},reward_coef={}}}"
@@ -46,9 +46,8 @@ def student() -> str:
     """The warm start of every arm, as an override."""
     model = work() / "runs" / "student" / "warm_start"
     if not (model / "config.json").is_file():
-        steps = 20 if QUICK in sys.argv else 600
-        sizes = [*SMALL, f"sft.min_steps={steps}", f"sft.max_steps={steps}", "sft.gate=0.0"]
-        command("sft", CONFIG, "name=student", *HERE, *sizes, "--overwrite")
+        few = ["sft.min_steps=20", "sft.max_steps=20", "sft.gate=0.0"] if QUICK in sys.argv else []
+        command("sft", CONFIG, "name=student", *HERE, *SMALL, *few, "--overwrite")
     return f"model.path={model}"
 
 

@@ -17,7 +17,7 @@ from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, Sft
 from agentrl.errors import AgentrlError, ConfigError, NonFiniteError
 from agentrl.train.forward import compute_logprobs
 from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
-from agentrl.train.moving import SHOWN
+from agentrl.train.moving import POLICIES
 from agentrl.train.optim import rate
 from agentrl.train.pairs import Dpo, pair_step, policy_totals
 from agentrl.train.role import TrainedRole, open_engine
@@ -78,7 +78,7 @@ class Actor(TrainedRole):
 
     def show(self, name: str) -> None:
         """Let a reference in this process follow the policy, under `name`."""
-        SHOWN[name] = self._made()
+        POLICIES[name] = self._made()
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""

@@ -12,7 +12,7 @@ from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
 
-SHOWN: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
+POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 """The policies of this process that may be followed, by name."""
 
 
@@ -23,7 +23,7 @@ def moves(config: TrainConfig) -> bool:
 
 def policy_called(name: str) -> BaseEngine:
     """The policy that is shown under `name` in this process. Raises ConfigError if there is none."""
-    engine = SHOWN.get(name)
+    engine = POLICIES.get(name)
     if engine is None:
         raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
     return engine
