@@ -4,9 +4,10 @@
     python benchmarks/distillation.py --report             # table, CSV and PNG of what is there
     python benchmarks/distillation.py --quick              # a few updates, to try the script
 
-The teacher is the quickstart's trained policy; the policy is a smaller model after the quickstart's warm start, whose teacher stops early.
-Each arm samples 128 episodes an update, of its own (`algorithm.distillation`, docs/algorithms.md): 16 groups of 8 where rewards
-count, 128 of one where the teacher alone does. Greedy held-out success and `teacher/kl` are over the tokens sampled until then.
+The teacher is the quickstart's trained policy; the policy is a smaller model after the quickstart's warm start, which stops too
+early. Each arm samples 128 episodes an update, of its own (`algorithm.distillation`, docs/algorithms.md): 16 groups of 8 where
+rewards count, 128 of one where the teacher alone does. Greedy held-out success and `teacher/kl` are over the tokens sampled until
+then.
 """
 
 from __future__ import annotations
