@@ -462,7 +462,9 @@ class Trajectory:
     what it wrote; else None. `stored`: where the process that played the episode wrote its row, if it did; who changes what
     the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold solution has (`ToolEnv.horizon`), by which
     success is told apart; None if that is not known. `given`: so many of the first turns are those of the gold solution
-    (`rollout.start`), which are context of the ledgers and earn the policy nothing.
+    (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`: of a branch (`rollout.branch`), the
+    member of its group that it was forked from, and `branch_turn` the turn before which; the turns before are the parent's, and
+    context here. None of an episode that was played from its beginning.
     """
 
     env_id: str
@@ -491,6 +493,8 @@ class Trajectory:
     env: str = ""
     horizon: int | None = None
     given: int = 0
+    parent: int | None = None
+    branch_turn: int = 0
     stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -540,10 +544,10 @@ class Trajectory:
         """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
         row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_IN_RECORD}
         row["stop"] = self.stop.value
-        for name in ("agent", "horizon"):
+        for name in ("agent", "horizon", "parent"):
             if row[name] is None:  # the rows of all other episodes stay as they are
                 del row[name]
-        for name in ("user_calls", "parting", "given"):
+        for name in ("user_calls", "parting", "given", "branch_turn"):
             if not row[name]:
                 del row[name]
         return row

@@ -69,6 +69,9 @@ class Simulated(Player):
                 self._asked.popleft().set_result(None)
             await asyncio.sleep(0)
 
+    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+        return [await self.play(job, watch)]
+
     async def play(self, job: Job, watch: Watch) -> Trajectory:
         self._asked.append(asyncio.get_running_loop().create_future())
         await self._asked[-1]

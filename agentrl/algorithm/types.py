@@ -31,7 +31,8 @@ class AdvantageInput:
     no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task
     (ReMax). `terms` [N, K] are reward terms that are normalized one by one; NaN is a term that could
     not be scored. `anchors` [T] identifies the state in which a token's turn was taken; equal numbers are
-    equal states (turn-level credit).
+    equal states (turn-level credit). `parent` and `branch_turn` [N] int64: of a branch (`rollout.branch`), the member that it was
+    forked from, and the turn before which; the tokens before are that member's. -1 and 0 of all others.
 
     Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
     """
@@ -47,6 +48,8 @@ class AdvantageInput:
     baseline: Tensor | None = None
     terms: Tensor | None = None
     anchors: Tensor | None = None
+    parent: Tensor | None = None
+    branch_turn: Tensor | None = None
 
     def of(self, rows: Tensor, terms: int) -> tuple[AdvantageInput, Tensor]:
         """The input of the rows that `rows` (bool [N]) marks, with the first `terms` of the terms, and where its tokens are in
@@ -69,6 +72,8 @@ class AdvantageInput:
             baseline=part(self.baseline, rows),
             terms=None if self.terms is None or not terms else self.terms[rows][:, :terms],
             anchors=part(self.anchors, tokens),
+            parent=part(self.parent, rows),
+            branch_turn=part(self.branch_turn, rows),
         )
         return kept, tokens
 

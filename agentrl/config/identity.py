@@ -139,6 +139,7 @@ _EPISODES = {
     "rollout.router_replay": _TRAINING,
     "rollout.sampler": "chooses the tasks of updates; here they are numbered",
     "rollout.start": "says where episodes of updates begin",
+    "rollout.branch": "says which episodes of updates branch off others",
 }
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "train": {

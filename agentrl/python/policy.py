@@ -17,9 +17,9 @@ from agentrl.executors import in_thread
 from agentrl.python.background import BothMethod
 from agentrl.python.trainer import Trainer
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.episode import score_group
 from agentrl.rollout.evaluate import Evaluation, run_tasks, summarize
 from agentrl.rollout.player import RunEnv
+from agentrl.rollout.scoring import score_group
 from agentrl.rollout.seeds import derive
 from agentrl.run.feed import fed
 from agentrl.run.session import Session

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,14 +19,17 @@ from agentrl.deadline import LONGEST, in_time
 from agentrl.errors import NothingScoredError, StalledError
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Quiet, Watch
-from agentrl.rollout.episode import EpisodeSpec, score_group
+from agentrl.rollout.episode import EpisodeSpec
 from agentrl.rollout.evaluate import fault_of, success_rate
-from agentrl.rollout.group import alike, first_of, more, sound, unscored_cause
+from agentrl.rollout.forest import EpisodeSlots, Trees, forest
+from agentrl.rollout.group import alike, first_of, more, roots, sound, unscored_cause
 from agentrl.rollout.grow import growth
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.mixture.source import MixedTasks
 from agentrl.rollout.player import Job, Player, RunEnv
+from agentrl.rollout.progress import Progress
 from agentrl.rollout.sampler.base import TaskChoice
+from agentrl.rollout.scoring import score_group
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.spent import Spent
 from agentrl.trajectory import Group, Trajectory
@@ -46,20 +47,6 @@ MOST_REFUSED = 32
 
 GREEDY = -1
 """The member number of a group's greedy episode."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Numbers for the display and the watchdog. `cancelled`: members given up because their group had enough. `faults`: attempts
-    at an episode that came to no score, by cause, and what the first of them was."""
-
-    episodes: int = 0
-    cancelled: int = 0
-    turns: int = 0
-    tokens: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    first_fault: str = ""
-    moved: float = field(default_factory=time.monotonic)
 
 
 class Collector:
@@ -90,7 +77,7 @@ class Collector:
         self._greedy = frozenset(greedy)
         self._accept, self._on_group, self._say = accept, on_group, say
         self._refused = 0
-        self._slots = asyncio.Semaphore(config.max_episodes)
+        self._slots = EpisodeSlots(config.max_episodes)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._crashed: list[int] = []
@@ -185,10 +172,7 @@ class Collector:
     def trouble(self) -> str:
         """The attempts at an episode that came to no score so far, and the first of them, in words; "" if there are none. May be
         called from any thread."""
-        faults = dict(self.progress.faults)
-        if not faults:
-            return ""
-        return f"{sum(faults.values())} episodes came to no score; the first: {self.progress.first_fault}"
+        return self.progress.trouble()
 
     @property
     def version(self) -> int:
@@ -303,7 +287,7 @@ class Collector:
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
         self._failing.pop(choice.env, None)
-        self.tasks.finished(index, success_rate(group.scored()), sum(t.sampled_tokens for t in group.trajectories))
+        self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
             self._filtered += 1
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
@@ -367,6 +351,10 @@ class Collector:
 
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
         """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
+        if self.config.branch is not None:
+            trees = Trees(self.player, self._slots, self.watch, self.config.retries, partial(self._job, index, choice))
+            trees.attempted, trees.over = partial(self._attempted, index), partial(self._is_over, index)
+            return await forest(numbers, self.config.branch.roots, trees.play, partial(self._member, index, choice))
         done: dict[int, Trajectory] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {tasks.create_task(self._member(index, choice, member)): member for member in numbers}
@@ -382,33 +370,46 @@ class Collector:
         self.progress.cancelled += len(running)
         return [done[member] for member in sorted(done)]
 
+    def _job(self, index: int, choice: TaskChoice, member: int, attempt: int) -> Job:
+        spec = EpisodeSpec(
+            choice.seed,
+            "train",
+            # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
+            # seed, since the same one might end in the same fault.
+            derive(self.seed, "episode", index, member, attempt),
+            member,
+            key=f"g{index}.m{member}.a{attempt}",
+            given=choice.given,
+        )
+        # `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
+        heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
+        return Job(choice.env, spec, choice.params, heat, math.inf, trained=member != GREEDY)
+
     async def _member(self, index: int, choice: TaskChoice, member: int) -> Trajectory:
         for attempt in range(self.config.retries + 1):
-            spec = EpisodeSpec(
-                choice.seed,
-                "train",
-                # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
-                # seed, since the same one might end in the same fault.
-                derive(self.seed, "episode", index, member, attempt),
-                member,
-                key=f"g{index}.m{member}.a{attempt}",
-                given=choice.given,
-            )
-            # `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
-            heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
-            job = Job(choice.env, spec, choice.params, heat, math.inf, trained=member != GREEDY)
+            job = self._job(index, choice, member, attempt)
             # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
-            async with self._slots:
+            async with self._slots.take():
                 trajectory = await self.player.play(job, self.watch)
-            self._moved(trajectory)
-            self._spent.attempt(index, trajectory, trajectory.stop.infrastructure and attempt < self.config.retries)
-            if not trajectory.stop.infrastructure:
+            if self._attempted(index, trajectory, attempt):
                 break
+        self._is_over(index, member)
+        return trajectory
+
+    def _attempted(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
+        """Count an attempt at an episode; whether it is the last."""
+        failed = trajectory.stop.infrastructure
+        self._moved(trajectory)
+        self._spent.attempt(index, trajectory, failed and attempt < self.config.retries)
+        if failed:
             self._fault(trajectory)
-            log.warning("group %d member %d attempt %d: %s: %s", index, member, attempt, trajectory.stop, trajectory.error)
+            of = index, trajectory.member, attempt
+            log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
+        return not failed
+
+    def _is_over(self, index: int, member: int) -> None:
         if member != GREEDY and index in self._tasks:
             self._over[index] = self._over.get(index, 0) + 1
-        return trajectory
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
@@ -430,10 +431,7 @@ class Collector:
         self.progress.first_fault = self.progress.first_fault or fault_of(trajectory)
 
     def _moved(self, trajectory: Trajectory) -> None:
-        self.progress.episodes += 1
-        self.progress.turns += len(trajectory.turns)
-        self.progress.tokens += trajectory.sampled_tokens
-        self.progress.moved = time.monotonic()
+        self.progress.add(len(trajectory.turns) - trajectory.branch_turn, trajectory.sampled_tokens)
 
     # -- waiting -----------------------------------------------------------------------------------
 

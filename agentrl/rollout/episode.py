@@ -11,15 +11,16 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from agentrl.config import RolloutConfig
-from agentrl.deadline import LateError
 from agentrl.env import ToolEnv
-from agentrl.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
+from agentrl.errors import AgentFaultError, AgentrlError, EngineError, EnvError, ToolTimeoutError
 from agentrl.render.base import Renderer
-from agentrl.reward import Score, Scorer
+from agentrl.reward import Scorer
 from agentrl.rollout.clock import EpisodeClock, Watch
 from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
 from agentrl.rollout.context.truncate import elided
 from agentrl.rollout.engine import Engine, Generation, Sampling
+from agentrl.rollout.forks import Fork, Keeper, begin_where_it_goes_on
+from agentrl.rollout.scoring import score_episode
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.start import prefix_of, written
 from agentrl.rollout.waits import CutError, Partial, Waits, whose
@@ -101,15 +102,25 @@ class Policy:
 
 
 async def run_episode(
-    env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch | None = None
+    env: ToolEnv,
+    policy: Policy,
+    spec: EpisodeSpec,
+    limits: Limits,
+    scorer: Scorer | None,
+    watch: Watch | None = None,
+    begins: Fork | None = None,
+    keeper: Keeper | None = None,
 ) -> Trajectory:
     """Run one episode to its end and score it once; without a `scorer`, that is left to `score_episode`.
+
+    `begins`: it is a branch, which goes on from there with `env`, a fork of that fork's environment. `keeper`: is shown each
+    turn before it is sampled, and may keep a fork of it.
 
     A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
     reward: it is recorded as a StopReason with `reward` None. If the policy used up its time, the episode is truncated and
     scored. Cancellation tears the environment down and propagates. `watch` is told what it waits for and what arrives.
     """
-    episode = _Episode(env, policy, spec, limits, watch := watch or Watch())
+    episode = _Episode(env, policy, spec, limits, watch := watch or Watch(), begins, keeper)
     with watch.plays(episode.ledgers):
         return await played(episode, env, spec, limits, scorer, watch)
 
@@ -160,14 +171,6 @@ async def played(
     return trajectory
 
 
-async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch: Watch) -> None:
-    """Score the finished episode `key` by itself, once."""
-    with watch.waits(key, lambda: f"its score by reward spec {scorer.name}"), span("scoring", scorer.name, track=key) as opened:
-        await _score(trajectory, scorer)
-        if opened is not None:
-            opened.set(reward=trajectory.reward, success=None if trajectory.success is None else float(trajectory.success))
-
-
 async def _close(env: ToolEnv) -> None:
     try:
         await env.aclose()
@@ -175,52 +178,20 @@ async def _close(env: ToolEnv) -> None:
         log.exception("the teardown of environment %s failed", env.id)
 
 
-async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
-    try:
-        _apply(trajectory, await scorer.ascore(trajectory))
-    except (LateError, HungError) as fault:
-        _unscored(trajectory, scorer, str(fault))
-
-
-def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
-    """Mark an episode whose scoring failed: the infrastructure's fault, so it has no reward and is tried again."""
-    trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
-    trajectory.cause = {"blame": "infrastructure"}
-    _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
-
-
-def scoring_failed(trajectory: Trajectory) -> bool:
-    """Whether the scoring itself failed (took too long, say), so that the episode has no score."""
-    return isinstance(trajectory.evidence, dict) and trajectory.evidence.keys() == {"unscored"}
-
-
-async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
-    """Score the members of a group again, together, because the group leaves of a spec compare them."""
-    try:
-        with span("scoring", f"{scorer.name} of a group", track="groups"):
-            scores = await scorer.ascore_group(trajectories)
-    except (LateError, HungError) as fault:
-        for trajectory in trajectories:
-            _unscored(trajectory, scorer, str(fault))
-        return
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        _apply(trajectory, score)
-
-
-def _apply(trajectory: Trajectory, score: Score) -> None:
-    if trajectory.stored is not None:
-        trajectory.stored.whole = False
-    trajectory.reward, trajectory.success = score.value, score.success
-    trajectory.evidence = score.evidence
-    trajectory.metrics = dict(score.metrics)
-    for turn in trajectory.turns:
-        turn.reward = score.turns.get(turn.index)
-
-
 class _Episode:
     """The state of one episode while it runs."""
 
-    def __init__(self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, watch: Watch) -> None:
+    def __init__(
+        self,
+        env: ToolEnv,
+        policy: Policy,
+        spec: EpisodeSpec,
+        limits: Limits,
+        watch: Watch,
+        begins: Fork | None,
+        keeper: Keeper | None,
+    ) -> None:
+        self.begins, self.keeper = begins, keeper
         self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, limits.stall_timeout, watch)
         self.error: str | None = None
         self.env = env
@@ -245,6 +216,23 @@ class _Episode:
         return self.ledgers[-1]
 
     async def run(self) -> StopReason:
+        ended = await self._begin() if self.begins is None else self._go_on(self.begins)
+        assert self.record is not None
+        for turn in range(len(self.record.turns), self.limits.max_turns if ended is None else 0):
+            room, reason = self._room()
+            if room <= 0:
+                return reason
+            if self.keeper is not None:
+                await self.keeper.before(turn, self)
+            self._extend(turn)
+            with span("turn", f"turn {turn}"):
+                ended = await self._turn(turn, room, reason)
+            if ended is not None:
+                return ended
+        return ended or StopReason.MAX_TURNS
+
+    async def _begin(self) -> StopReason | None:
+        """Reset the environment, and make the gold calls that the episode is given. Returns why it ends already, if it does."""
         reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
         observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
         self.record = self.env.trajectory
@@ -253,18 +241,29 @@ class _Episode:
         # A prompt that alone exceeds a limit leaves no room for a turn, but its row must still respect the limit.
         most = min(self.limits.max_episode_tokens, self.limits.context)
         self.ledger.append_context((await self._start(observation))[:most], turn=0)
-        if self.spec.given and (full := await self._begin_after(self.spec.given)) is not None:
-            return full
-        for turn in range(len(self.record.turns), self.limits.max_turns):
-            room, reason = self._room()
-            if room <= 0:
-                return reason
-            self._extend(turn)
-            with span("turn", f"turn {turn}"):
-                ended = await self._turn(turn, room, reason)
-            if ended is not None:
-                return ended
-        return StopReason.MAX_TURNS
+        return await self._begin_after(self.spec.given) if self.spec.given else None
+
+    def _go_on(self, fork: Fork) -> StopReason | None:
+        """Take over the conversation of another episode: all that it sampled is context here."""
+        self.record, self.renderer = self.env.trajectory, fork.renderer
+        self.record.parent, self.record.branch_turn = fork.member, fork.turn
+        for turn in self.record.turns:  # sampled by the parent: none of their tokens is this episode's
+            turn.ledger = turn.end = -1
+        self.ledgers[:] = fork.context()  # in place: who watches the episode has this list
+        self.shown, self.begun = fork.shown, fork.begun
+        self.fork, self.suffix, self.rewrites = fork.rewritten, fork.suffix, list(fork.rewrites)
+        self.waits.clock.used.update(fork.used)
+        return None
+
+    def forked(self, turn: int) -> Fork:
+        """The episode as it is before `turn`. Raises EnvError if its environment cannot be forked."""
+        try:
+            env = self.env.fork()
+        except Exception as fault:
+            raise EnvError(f"no fork before turn {turn}: {type(fault).__name__}: {fault}") from fault
+        ledgers, used = [(ledger, len(ledger)) for ledger in self.ledgers], dict(self.waits.clock.used)
+        at = (self.spec.member, turn, env, self.renderer, ledgers, self.shown, self.begun, self.fork, self.suffix)
+        return Fork(*at, list(self.rewrites), used)
 
     async def _begin_after(self, calls: int) -> StopReason | None:
         """Make the first gold calls in the environment; their turns are context. Returns why the episode ends already, if
@@ -501,6 +500,8 @@ class _Episode:
         trajectory = await complete(self.env, self.record, self.spec, stop, error, self.waits.clock)
         trajectory.ledgers = [ledger for ledger in self.ledgers if len(ledger)]
         trajectory.rewrites = self.rewrites
+        if self.begins is not None:
+            begin_where_it_goes_on(trajectory)
         trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s}
         return trajectory
 

@@ -13,6 +13,12 @@ def alike(group: Group) -> bool:
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 
+def roots(group: Group) -> list[Trajectory]:
+    """The scored members that were played from the beginning: draws of the policy that do not depend on each other, unlike an
+    episode and its branches."""
+    return [member for member in group.scored() if member.parent is None]
+
+
 def unscored_cause(trajectory: Trajectory) -> str:
     """Why an episode has no score: the fault that ended it, or `reward_spec`, whose root was null."""
     return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentrl.catalog import EnvRef
+from agentrl.config.schema import BranchConfig
 from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.forks import Fork, Keeper
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.tape import in_episode
+from agentrl.rollout.tree import Attempts, play_tree
 from agentrl.spans import span
 from agentrl.trajectory import Trajectory
 
@@ -41,7 +44,8 @@ class Agents(Protocol):
 @dataclass(frozen=True, slots=True)
 class RunEnv:
     """One environment of a run: the reference from which each episode's is built, the policy that plays in it, the scorer
-    and the limits of its episodes. `name` is unique in the run. `agents`: who plays, None if the policy itself does."""
+    and the limits of its episodes. `name` is unique in the run. `agents`: who plays, None if the policy itself does. `branch`: at
+    which turns an episode branches, of which a job names branches."""
 
     name: str
     env: EnvRef
@@ -49,6 +53,7 @@ class RunEnv:
     scorer: Scorer
     limits: Limits
     agents: Agents | None = None
+    branch: BranchConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class Job:
 
     `params` replace parameters of the environment, `temperature` the policy's; with a temperature of its own an episode is not
     trained on, unless it is that of the update for which it is played (`trained`). `stall_timeout`, if given, replaces that of
-    the limits."""
+    the limits. `branches`: of the root of a tree, those that are played from forks of it."""
 
     env: str
     spec: EpisodeSpec
@@ -65,6 +70,7 @@ class Job:
     temperature: float | None = None
     stall_timeout: float | None = None
     trained: bool = False
+    branches: tuple[Attempts, ...] = ()
 
 
 class Player(ABC):
@@ -91,6 +97,11 @@ class Player(ABC):
         frees its requests, tears its environment down and propagates.
         """
 
+    @abstractmethod
+    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+        """The episode, and its branches (`rollout.tree.play_tree`): each attempt at each, finished and scored. Otherwise as
+        `play`; a tree whose process dies is played again as a whole."""
+
 
 def outcome(trajectory: Trajectory) -> dict[str, str | float | None]:
     """What a span says of an episode that has ended."""
@@ -116,15 +127,45 @@ class LocalPlayer(Player):
 
     async def play(self, job: Job, watch: Watch) -> Trajectory:
         part, key = self._envs[job.env], job.spec.key
+
+        async def played() -> Trajectory:
+            found = self._io.ready(key)
+            if found is not None:
+                return found
+            policy, limits, scorer = self._parts(job)
+            env = policy.engine.meet(self._io.env(self._ref(part, job.params), key), key)
+            play = run_episode if part.agents is None else part.agents.play
+            return await play(env, policy, job.spec, limits, scorer, watch)
+
+        return await self._episode(part, key, played)
+
+    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+        part, (policy, limits, scorer) = self._envs[job.env], self._parts(job)
+        assert part.branch is not None and part.agents is None
+
+        async def root(keeper: Keeper) -> Trajectory:
+            env = policy.engine.meet(self._ref(part, job.params).build(), job.spec.key)
+            return await self._episode(
+                part, job.spec.key, lambda: run_episode(env, policy, job.spec, limits, scorer, watch, keeper=keeper)
+            )
+
+        async def branch(spec: EpisodeSpec, env: ToolEnv, fork: Fork) -> Trajectory:
+            met = policy.engine.meet(env, spec.key)
+            return await self._episode(part, spec.key, lambda: run_episode(met, policy, spec, limits, scorer, watch, fork))
+
+        return await play_tree(part.branch, job.branches, root, branch)
+
+    def _parts(self, job: Job) -> tuple[Policy, Limits, Scorer | None]:
+        """Who plays a job, in which limits, and who scores it here."""
+        part = self._envs[job.env]
         policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
         limits = part.limits if job.stall_timeout is None else replace(part.limits, stall_timeout=job.stall_timeout)
-        scorer = part.scorer if self._asks or not part.scorer.asks else None
+        return policy, limits, part.scorer if self._asks or not part.scorer.asks else None
+
+    async def _episode(self, part: RunEnv, key: str, play: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
+        """An episode under its key: what it asks, its span, and its end are known by that."""
         with in_episode(key), span("episode", f"{part.name} {key}", track=key) as opened:
-            trajectory = self._io.ready(key)
-            if trajectory is None:
-                env = policy.engine.meet(self._io.env(self._ref(part, job.params), key), key)
-                play = run_episode if part.agents is None else part.agents.play
-                trajectory = await play(env, policy, job.spec, limits, scorer, watch)
+            trajectory = await play()
             trajectory.env = part.name
             if opened is not None:
                 opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))

@@ -134,7 +134,7 @@ def assemble(
         with told(config, own):
             one = alone(config, own)
             scorer, limits = scorer_of(one, spec, io), Limits.of(one.rollout, inputs.context)
-            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs)))
+            envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))
     return Assembly(tuple(envs), LocalPlayer(envs, io, asks=asks))
 
 

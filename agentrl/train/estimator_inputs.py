@@ -56,6 +56,8 @@ def with_advantages(
         member=view.row("member"),
         baseline=view.row("baseline") if "baseline" in view else None,
         terms=view.row("terms") if "terms" in view else None,
+        parent=view.row("parent") if "parent" in view else None,
+        branch_turn=view.row("branch_turn") if "parent" in view else None,
     )
     if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
         given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
@@ -79,7 +81,8 @@ def with_estimator_inputs(
 
     `baseline` float32 [N], the reward of the group's greedy episode, 0 for an estimator that reads none; `terms` float32 [N, K],
     the values of nodes of the reward spec, NaN if one could not be scored, and after the last that the estimator reads. With
-    `own` also `estimator` int64 [N], the number of the row's estimator in `numbered`."""
+    `own` also `estimator` int64 [N], the number of the row's estimator in `numbered`. If there are branches, `parent` and
+    `branch_turn` int64 [N], as in `AdvantageInput`."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
     choices, members = numbered(advantage, own), [(group, member) for group in groups for member in group.scored()]
@@ -97,6 +100,9 @@ def with_estimator_inputs(
         most = max(map(len, names))
         terms = [_terms(m, names[n]) + [math.nan] * (most - len(names[n])) for n, (_, m) in zip(which, members, strict=True)]
         out["terms"] = torch.tensor(terms).reshape(len(terms), most)[row]
+    if any(member.parent is not None for _, member in members):
+        out["parent"] = torch.tensor([-1 if m.parent is None else m.parent for _, m in members], dtype=torch.int64)[row]
+        out["branch_turn"] = torch.tensor([m.branch_turn for _, m in members], dtype=torch.int64)[row]
     return out
 
 

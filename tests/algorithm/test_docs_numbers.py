@@ -68,6 +68,16 @@ EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
         group_of([3], [3], turns=torch.tensor([0, 0, 1]), values=torch.tensor([0.2, 9, 0.4]).double()),
         {"gamma": 0.5, "whitened": False},
     ),
+    "tree": (
+        group_of(
+            [1, 0, 0],
+            [2, 1, 1],
+            turns=torch.tensor([0, 1, 1, 0]),
+            parent=torch.tensor([-1, 0, -1]),
+            branch_turn=torch.tensor([0, 1, 0]),
+        ),
+        {},
+    ),
     "turn_returns": (TURNS, {"gamma": 0.5}), "gigpo": (TURNS, {"gamma": 1.0, "divide": False}),
     "remax": (group_of([1, 0], groups=[0, 0], baseline=torch.tensor([0.5, 0.5]).double()), {}),
     "multi_reward": (group_of([0, 0, 0], terms=torch.tensor([[1.0, 2], [0, 2], [0, 5]]).double()), {"terms": ["a", "b"]}),

@@ -59,6 +59,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "accept": {"name": "f", "args": {"a": 1}},
         "summary_model": "w",
         "start": {"left": 3},
+        "branch": {"roots": 2, "turns": [3]},
     },
     "algorithm": {
         "advantage": {"name": "a", "args": {"a": 1}},
@@ -178,7 +179,15 @@ def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
     for purpose in get_args(Purpose):
         sections = {name for name in CANNOT_MATTER[purpose] if any(".".join(path).startswith(f"{name}.") for path in KEYS)}
         update = {"sft", "data", "algorithm", "optim", "critic", "reward_model", "model.init", "model.lora", "rollout.sampler"}
-        update |= {"rollout.mixture", "rollout.accept", "rollout.start", "env.sft", "env.advantage", "env.sampler"}
+        update |= {
+            "rollout.mixture",
+            "rollout.accept",
+            "rollout.start",
+            "rollout.branch",
+            "env.sft",
+            "env.advantage",
+            "env.sampler",
+        }
         kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
         assert sections == kept | ({"vllm.args"} if purpose == "train" else update)
 

@@ -484,6 +484,8 @@ ELSEWHERE: dict[str, str] = {
         for key in ("left", "step", "threshold", "window")
     },
     "StartConfig.whole": f"{START}::test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_tasks_alone",
+    **{f"BranchConfig.{key}": "rollout/test_branching.py::test_where_an_episode_branches" for key in ("at", "width", "turns")},
+    "BranchConfig.roots": "rollout/test_branching.py::test_branches_are_dealt_out_evenly",
     **{
         f"ExperienceConfig.{key}": f"{EXPERIENCE}::test_loss_and_gradient_of_a_step_are_those_by_hand" for key in ("term", "coef")
     },

@@ -23,10 +23,11 @@ from agentrl.reward import Context, compile_spec
 from agentrl.rollout import collect
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
-from agentrl.rollout.episode import Limits, Policy, score_group
+from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded, content_of
+from agentrl.rollout.scoring import score_group
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 from tests.players import collector_of, only, run_tasks
 from tests.rollout.conftest import FaultyEngine

@@ -81,6 +81,9 @@ def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
             asked.append((job.spec.task_seed, job.spec.split, job.spec.seed))
             return rated("x", 1.0, True)
 
+        async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+            raise AssertionError("no evaluation branches")
+
     for seed in (3, 4):
         asyncio.run(evaluate(Stub(), "kv", tasks=2, seed=seed, max_episodes=4))
     assert asked == [(task, "heldout", derive(seed, "heldout", task, 0)) for seed in (3, 4) for task in (0, 1)]

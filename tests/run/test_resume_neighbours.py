@@ -23,14 +23,17 @@ STEPS, AT = 6, 3
 ROOT = Path(__file__).parents[2]
 BFCL = ROOT / "tests/shelf/bfcl_toy/bfcl_eval"
 STAGES = "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,window=3,review=0.3}"
+ROUNDS = [
+    "env.id=bfcl",
+    f"env.params={{category=['multi_turn_base','multi_turn_miss_func'],source='{BFCL}'}}",
+    "eval.split=train",
+]
 CASES: dict[str, list[str]] = {
     "staged": [f"rollout.sampler={{name='staged',args={STAGES}}}"],
     "weighted mixture": ["rollout.mixture={name='by_success',args={floor=0.2,decay=0.7}}"],
-    "user rounds": [
-        "env.id=bfcl",
-        f"env.params={{category=['multi_turn_base','multi_turn_miss_func'],source='{BFCL}'}}",
-        "eval.split=train",
-    ],
+    "user rounds": ROUNDS,
+    # Users go on whatever is answered, so there are turns to branch at. Without the cache as below.
+    "branches": [*ROUNDS, "rollout.branch={roots=2}", "algorithm.advantage={name='tree'}", "engine_args={cache=false}"],
     "rotation": ["keep={trajectories=2,log_mib=0.0001,log_files=2}"],
     "experience": [
         "algorithm.experience={rare=0.9,share=0.5,size=5,max_age=3}",
@@ -86,7 +89,7 @@ def overrides(case: str, specs: Path, url: str) -> list[str]:
     if case == "samplers":
         one = "{{name='{0}', id='key_value', reward='{1}', sampler={{name='{0}',args={2}}}}}"
         return [*more, f"env=[{', '.join(one.format(name, digit, args) for name, args in SAMPLERS.items())}]"]
-    more.append(f"env.reward={specs / 'suite.json' if case == 'user rounds' else digit}")
+    more.append(f"env.reward={specs / 'suite.json' if case in ('user rounds', 'branches') else digit}")
     return more
 
 

@@ -20,4 +20,5 @@ ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
         "terms": "the nodes of the reward spec that its argument `terms` names, each by itself",
         "anchors": "which turns were taken in the same state",
     },
+    traits={"branches": "is right for members of a group that share their beginnings (`rollout.branch`)"},
 )

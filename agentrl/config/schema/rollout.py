@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -42,6 +42,27 @@ class StartConfig(Frozen):
     """Share of the groups that begin at the beginning all the same; samplers and mixtures learn from these alone."""
 
 
+class BranchConfig(Frozen):
+    """Trees of episodes: some members of a group are played from the beginning, the others branch off them, with a fork of their
+    environment, before a turn of theirs (docs/howto/branching.md).
+
+    What a branch shares with the episode that it left is context of it, so each sampled token is trained once. With
+    `algorithm.advantage` "tree", turns are credited by how the episodes that follow from them end.
+    """
+
+    at: Literal["entropy", "depth", "failure"] = "entropy"
+    """Before which turns: those whose tokens were the least expected (the mean of their surprisal, -log p, which estimates the
+    entropy), those that cut the episode into equal parts (or `turns`), or those with a failed tool call. Never before the first:
+    a branch for which an episode has no such turn begins at the beginning."""
+    roots: Annotated[PositiveInt, Unit("episodes")] = 4
+    """So many of the `group_size` members begin at the beginning; the others are dealt out to them as branches."""
+    width: Annotated[PositiveInt, Unit("episodes")] = 1
+    """Branches of one turn, before the next is taken."""
+    turns: list[Turns] = Field(default_factory=list)
+    """With `at` "depth": before these turns, counted from 0. Each branch has its own, so that no place depends on what was
+    sampled after it."""
+
+
 class RolloutConfig(Frozen):
     """How episodes are run. docs/rollouts.md says how to choose."""
 
@@ -65,6 +86,8 @@ class RolloutConfig(Frozen):
     """Which task a group gets."""
     start: StartConfig | None = None
     """Where episodes of training begin; by default at the beginning."""
+    branch: BranchConfig | None = None
+    """Members of a group branch off others; by default all are played from the beginning."""
     mixture: Choice = Choice(name="fixed")
     """Which of several environments a group is of (docs/mixtures.md)."""
     context: Choice = Choice(name="stop")

@@ -18,10 +18,10 @@ from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.twins import Twins
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
-from agentrl.rollout.episode import scoring_failed
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.tape import RecordWriter, common, current_episode, digest, outcome_of
 from agentrl.rollout.replay.twins import RecordingReplayEnv, RecordingTwins
+from agentrl.rollout.scoring import scoring_failed
 from agentrl.trajectory import Json, StopReason, Trajectory, Turn, UserCall
 
 

@@ -21,7 +21,7 @@ from agentrl.rollout.player import Job, Player
 from agentrl.rollout.workers.channel import Channel, Door, Fields, Handler, dial
 from agentrl.rollout.workers.spool import Spool
 from agentrl.rollout.workers.traces import Outbox
-from agentrl.rollout.workers.wire import fault_fields, job_of, trajectory_frame
+from agentrl.rollout.workers.wire import fault_fields, job_of, trajectories_frame
 from agentrl.spans import TracePlace, at
 from agentrl.watchdog import LoopWatchdog
 
@@ -153,12 +153,14 @@ class WorkerCore:
     async def _job(self, number: int, job: Job, watched: int, keep: bool, place: TracePlace | None) -> None:
         assert self._parts is not None
         try:
+            player, watch = self._parts.player, self._watches[watched]
             with at(place):
-                trajectory = await self._parts.player.play(job, self._watches[watched])
-            record = trajectory.record_text()
-            head, blob = trajectory_frame(trajectory, record)
+                found = await player.play_tree(job, watch) if job.branches else [await player.play(job, watch)]
+            records = [trajectory.record_text() for trajectory in found]
+            head, blob = trajectories_frame(found, records)
             if keep and self._spool is not None:
-                head["row"] = await in_thread("files", self._spool.write, record, trajectory)
+                for each, record, trajectory in zip(head["episodes"], records, found, strict=True):
+                    each["row"] = await in_thread("files", self._spool.write, record, trajectory)
             self._send_spans()
             self._channel.send("done", blob, id=number, **head)
         except asyncio.CancelledError:

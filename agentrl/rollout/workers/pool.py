@@ -19,9 +19,9 @@ from typing import Any
 from agentrl.errors import WorkerDiedError
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
 from agentrl.rollout.routing import Need, RequestRouter
+from agentrl.rollout.scoring import score_episode
 from agentrl.rollout.workers.channel import Channel, Hub
 from agentrl.rollout.workers.engine import EngineService
 from agentrl.rollout.workers.remote import GoneError, RemoteWorker, Watches
@@ -263,24 +263,29 @@ class WorkerPool(Player):
     # -- jobs --------------------------------------------------------------------------------------
 
     async def play(self, job: Job, watch: Watch) -> Trajectory:
+        [trajectory] = await self.play_tree(job, watch)
+        return trajectory
+
+    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
         while True:
             placed = self._router.begin(self._need(job), await self._able(job.spec.key, watch))
-            worker, trajectory = placed.host, None
+            worker, found = placed.host, list[Trajectory]()
             try:
-                trajectory = await worker.play(job, watch, self._rows is not None and self._keeps(job))
+                found = await worker.play(job, watch, self._rows is not None and self._keeps(job))
                 break
             except GoneError:
                 self.returned += 1
                 log.warning("episode %s was on rollout %s: it is played again elsewhere", job.spec.key, worker.name)
             finally:
-                self._router.end(placed, None if trajectory is None else self._computed(trajectory))
+                self._router.end(placed, sum(map(self._computed, found)) if found else None)
                 self._router.over(job.spec.key)
                 self._tell()
         watch.moved()
         scorer = self._envs[job.env].scorer
         if scorer.asks:
-            await score_episode(trajectory, scorer, job.spec.key, watch)
-        return trajectory
+            keys = {spec.seed: spec.key for spec in (job.spec, *itertools.chain(*job.branches))}
+            await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
+        return found
 
     def _need(self, job: Job) -> Need:
         """What an episode brings a worker, by what others did: the prompt of its task, and the tokens that come after it. To
@@ -293,6 +298,8 @@ class WorkerPool(Player):
 
     def _computed(self, trajectory: Trajectory) -> int:
         """The tokens of an episode after its first prompt, of which it tells how long such prompts are."""
+        if trajectory.parent is not None:
+            return sum(int((ledger.turns >= trajectory.branch_turn).sum()) for ledger in trajectory.ledgers)
         if not trajectory.turns:
             return 0
         first = trajectory.turns[0].prompt_tokens

@@ -15,7 +15,7 @@ from agentrl.rollout.workers.channel import Channel, Fields
 from agentrl.rollout.workers.seats import Seat
 from agentrl.rollout.workers.spool import Rows
 from agentrl.rollout.workers.traces import Inbox, asked
-from agentrl.rollout.workers.wire import fault_of, job_fields, trajectory_of
+from agentrl.rollout.workers.wire import fault_of, job_fields, trajectories_of
 from agentrl.trajectory import Trajectory
 
 RECENT = 64
@@ -116,8 +116,9 @@ class RemoteWorker:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def play(self, job: Job, watch: Watch, keep: bool) -> Trajectory:
-        """The episode, played there. Raises GoneError if the worker is gone, and what playing raised there."""
+    async def play(self, job: Job, watch: Watch, keep: bool) -> list[Trajectory]:
+        """The episode of a job, and its branches, played there. Raises GoneError if the worker is gone, and what playing raised
+        there."""
         assert self._channel is not None
         number, watched = next(self._numbers), self._watches.number(watch)
         fields = job_fields(job)
@@ -144,17 +145,18 @@ class RemoteWorker:
             raise GoneError("the worker ended")
         raise fault_of(head, f"rollout {self.name}")
 
-    def _finished(self, head: Fields, blob: memoryview) -> Trajectory:
-        trajectory = trajectory_of(head, blob)
-        if "row" in head:
-            trajectory.stored = self._rows.row(head["row"])
-        turns = max(len(trajectory.turns), 1)
-        self.episodes += 1
-        self.turns += len(trajectory.turns)
-        # Less the engine's time, which other workers' requests take too: what is left is what this process does.
-        own = trajectory.timings.get("episode_s", 0.0) - trajectory.timings.get("engine_s", 0.0)
-        self.turn_s.append(own / turns)
-        return trajectory
+    def _finished(self, head: Fields, blob: memoryview) -> list[Trajectory]:
+        found = trajectories_of(head, blob)
+        for each, trajectory in zip(head["episodes"], found, strict=True):
+            if "row" in each:
+                trajectory.stored = self._rows.row(each["row"])
+            turns = len(trajectory.turns) - trajectory.branch_turn
+            self.episodes += 1
+            self.turns += turns
+            # Less the engine's time, which other workers' requests take too: what is left is what this process does.
+            own = trajectory.timings.get("episode_s", 0.0) - trajectory.timings.get("engine_s", 0.0)
+            self.turn_s.append(own / max(turns, 1))
+        return found
 
     def _answered(self, fields: Fields, blob: memoryview) -> None:
         answer = self._answers.get(fields["id"])

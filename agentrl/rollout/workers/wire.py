@@ -34,12 +34,14 @@ def job_fields(job: Job) -> Fields:
         "temperature": job.temperature,
         "stall_timeout": job.stall_timeout,
         "trained": job.trained,
+        **({"branches": [[asdict(spec) for spec in attempts] for attempts in job.branches]} if job.branches else {}),
     }
 
 
 def job_of(fields: Mapping[str, Any]) -> Job:
     """Inverse of `job_fields`."""
-    return Job(**{**fields, "spec": EpisodeSpec(**fields["spec"])})
+    branches = tuple(tuple(EpisodeSpec(**spec) for spec in attempts) for attempts in fields.get("branches", ()))
+    return Job(**{**fields, "spec": EpisodeSpec(**fields["spec"]), "branches": branches})
 
 
 # -- trajectories ------------------------------------------------------------------------------------
@@ -71,6 +73,21 @@ def trajectory_of(fields: Mapping[str, Any], blob: memoryview) -> Trajectory:
     trajectory = Trajectory.from_json({**json.loads(reader.rest()), "ledgers": []})
     trajectory.ledgers = ledgers
     return trajectory
+
+
+def trajectories_frame(trajectories: Sequence[Trajectory], records: Sequence[str]) -> tuple[Fields, bytes]:
+    """Several trajectories, one frame after the other."""
+    frames = [trajectory_frame(*pair) for pair in zip(trajectories, records, strict=True)]
+    return {"episodes": [{**head, "bytes": len(blob)} for head, blob in frames]}, b"".join(blob for _, blob in frames)
+
+
+def trajectories_of(fields: Mapping[str, Any], blob: memoryview) -> list[Trajectory]:
+    """Inverse of `trajectories_frame`."""
+    found, at = [], 0
+    for head in fields["episodes"]:
+        found.append(trajectory_of(head, blob[at : at + head["bytes"]]))
+        at += head["bytes"]
+    return found
 
 
 # -- turns -------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
-started before the last check. The checks are in the files of this folder (`agent`, `model`, `capacity`, `data`, `parts`,
-`remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`, `workers`,
-`reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the file that
-computes with it.
+started before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`,
+`parts`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`,
+`workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the
+file that computes with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from agentrl.reward import Scorer
 from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.agent import check_agent
+from agentrl.run.checks.branch import check_branch
 from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.checks.data import check_not_data
 from agentrl.run.checks.demonstrations import check_demonstrations
@@ -92,6 +93,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             check_agent(one, ref)
             check_trainable(one)
             check_start(one, ref)
+            check_branch(one, ref)
             check_demonstrations(one, ref)
     check_held_out(config)
     make_mixture(config.rollout.mixture)

@@ -2,7 +2,7 @@
 
 Drawn whole with numpy, because ten thousand of them are wanted. A batch has 1 to 6 groups of 1 to 6 members of 1 to 3 ledgers, of
 0 to 7 tokens, some sampled; unscored members; groups without a difference; rewards that are not exact in
-binary; rewards on tokens that were not sampled; rows of an episode that are not neighbours.
+binary; rewards on tokens that were not sampled; rows of an episode that are not neighbours; members that branched off others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = np.ndarray
 
 @dataclass
 class Row:
-    """One ledger. Arrays are [L]; `terms` [K]."""
+    """One ledger. Arrays are [L]; `terms` [K]. `parent`: the member that this one branched off, before turn `branch_turn`."""
 
     group: int
     member: int
@@ -32,6 +32,8 @@ class Row:
     values: Array
     turns: Array
     anchors: Array
+    parent: int = -1
+    branch_turn: int = 0
 
 
 KINDS = ("tenths", "thirds", "equal", "binary", "normal")
@@ -88,7 +90,22 @@ def drawn_rows(seed: int) -> list[Row]:
             reward = math.nan if rng.random() < 0.12 else some_reward(rng, kind, same)
             terms = np.array([math.nan if rng.random() < 0.1 else some_reward(rng, term_kind, same) for _ in range(width)])
             rows += episode_rows(rng, int(names[g]), int(member), reward, baseline, terms)
+    branched(np.random.default_rng([seed, 3]), rows)
     return apart(rng, rows) if rng.random() < 0.3 else rows
+
+
+def branched(rng: np.random.Generator, rows: list[Row]) -> None:
+    """In half of the groups some members branch off earlier ones, before a turn that is not their first: its number is then the
+    first of the branch, and may be beyond the last of the member that it left."""
+    for group in {row.group for row in rows}:
+        begins: dict[int, int] = {}
+        often = float(rng.choice([0.0, 0.7]))
+        for member in dict.fromkeys(row.member for row in rows if row.group == group):
+            parent = int(rng.choice(list(begins))) if begins and rng.random() < often else -1
+            begins[member] = 0 if parent < 0 else begins[parent] + int(rng.integers(1, 4))
+            for row in rows:
+                if (row.group, row.member) == (group, member):
+                    row.parent, row.branch_turn, row.turns = parent, begins[member], row.turns + begins[member]
 
 
 def apart(rng: np.random.Generator, rows: list[Row]) -> list[Row]:
@@ -125,6 +142,8 @@ def advantage_input(rows: list[Row], dtype: torch.dtype) -> AdvantageInput:
         baseline=column("baseline", dtype),
         terms=torch.from_numpy(np.stack([row.terms for row in rows])).to(dtype),
         anchors=flat("anchors", torch.int64),
+        parent=column("parent", torch.int64),
+        branch_turn=column("branch_turn", torch.int64),
     )
 
 
