@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from agentrl.batch.origin import ORIGIN, SHOWN
 from agentrl.catalog import EnvRef
+from agentrl.config import Choice
 from agentrl.config.load import config_from
 from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError
@@ -79,6 +81,20 @@ async def test_the_gold_of_failed_groups_is_shown_up_to_so_many_episodes() -> No
     sampled = float(rows["sampled"].values().sum())
     assert metrics == {"demonstrations/episodes": 2.0, "demonstrations/skipped": 0.0, "demonstrations/tokens": sampled}
     assert await shows.take() == (None, {"demonstrations/episodes": 0.0, "demonstrations/skipped": 0.0}), "each is shown once"
+
+
+async def test_tools_that_fail_by_chance_do_not_fail_in_a_gold_solution() -> None:
+    """The policy plays with a wrapper that answers no call; what is shown is the solution."""
+    shown = []
+    for wrappers in ([], [Choice(name="tool_faults", args={"rate": 1.0})]):
+        part: Any = Part()
+        part.env = replace(part.env, wrappers=wrappers)
+        shows = Demonstrations([part], episodes=1, longest=2000)
+        shows.seen(group(0, False), choice(5, 4))
+        rows, _ = await shows.take()
+        assert rows is not None
+        shown.append(rows["token_ids"][0].tolist())
+    assert shown[0] == shown[1]
 
 
 async def test_what_does_not_fit_into_a_row_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:

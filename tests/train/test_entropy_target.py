@@ -94,5 +94,6 @@ def test_an_update_in_which_the_policy_does_not_learn_leaves_the_coefficient(tin
 
 
 def test_a_target_without_room_for_a_coefficient_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"between algorithm.entropy_bonus = 0.7 and algorithm.entropy_max = 0.6"):
-        check_learner(config_of(algorithm=section(entropy_bonus=0.7)))
+    for bonus in (0.6, 0.7):
+        with pytest.raises(ConfigError, match=rf"between algorithm.entropy_bonus = {bonus} and algorithm.entropy_max = 0.6"):
+            check_learner(config_of(algorithm=section(entropy_bonus=bonus)))
