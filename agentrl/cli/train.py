@@ -77,7 +77,7 @@ def _with_parent(args: argparse.Namespace, config: TrainConfig, before: TrainCon
         if end.code < 0:
             if run:
                 say(f"agentrl: the driver (pid {end.pid}) was ended by {signal.Signals(-end.code).name}; {then}", file=sys.stderr)
-            die_of(-end.code)
+            return die_of(-end.code)
         if not end.by_ray:
             return end.code
         restarts, limit = end.told["restarts"] + 1, config.cluster.max_restarts

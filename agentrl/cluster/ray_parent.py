@@ -47,6 +47,11 @@ def restarting(why: object, restarts: int, limit: int) -> str:
     return f"{why}; restarting from the newest checkpoint ({restarts} of {limit})"
 
 
+def has_parent() -> bool:
+    """Whether this process is a driver with a parent, which passes signals on."""
+    return _to_parent is not None
+
+
 def tell(**facts: object) -> None:
     """From a driver to its parent, if it has one: `folder` and `restarts` of its run, `ray`: the processes that Ray cannot do
     without, `over`: from now on it ends by itself."""
@@ -86,8 +91,9 @@ def end_of_driver() -> DriverEnd | None:
     return DriverEnd(pid, code, told, stopping)
 
 
-def die_of(number: int) -> None:
-    """End this process by a signal, without a core: the driver's is there."""
+def die_of(number: int) -> int:
+    """End this process by a signal, without a core: the driver's is there. The first process of a container cannot; then the
+    exit code that says so."""
     import resource
 
     sys.stdout.flush(), sys.stderr.flush()
@@ -96,6 +102,7 @@ def die_of(number: int) -> None:
     with suppress(OSError):  # SIGKILL has none
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+    return 128 + number
 
 
 def _waited(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from agentrl.cluster.ray_parent import has_parent
+
 TWICE = 0.1
-"""Seconds in which two signals count as one: what is sent to a whole process group comes from the sender and, passed on, from
-this process's parent (agentrl.cluster.ray_parent)."""
+"""Seconds in which two signals count as one if this process has a parent that passes them on: what is sent to a whole process
+group comes from the sender and from that."""
 
 
 class Interrupt:
@@ -46,7 +48,7 @@ class Interrupt:
 
     def _signal(self) -> None:
         before, self._signalled = self._signalled, time.monotonic()
-        if self._signalled - before > TWICE:
+        if self._signalled - before > TWICE or not has_parent():
             self.request()
 
     def request(self) -> None:
