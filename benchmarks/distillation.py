@@ -30,7 +30,7 @@ CONFIG = "quickstart"
 HERE = ["engine=embedded", "cluster.backend=inline"]
 SMALL = ["model.init.layers=3", "model.init.hidden=48", "sft.max_steps=5000"]
 FEW = ["steps=2", "eval.every=1", "eval.tasks=4", "rollout.groups=2"]
-SIZE = ["steps=24", "eval.every=4", "stop_at_success=false", "next=false"]
+SIZE = ["steps=10", "eval.every=1", "eval.tasks=100", "stop_at_success=false", "next=false"]
 TAUGHT = "algorithm.distillation={{path='{}',coef={},reward_coef={}}}"
 ARMS = {"rewards": None, "teacher": (1.0, 0.0), "both": (0.3, 1.0)}
 """Of an arm with a teacher: its coefficient and that of the rewards."""

@@ -281,6 +281,11 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
         return config_from({"name": "eval", "env": env, "model": {"path": args.model}}, overrides), len(names) > 1
     file = find_config_file(args.config) if folder is None else folder.config
     config = with_absolute_paths(load_config(file, overrides, find_config_file))
+    if not config.envs:
+        raise ConfigError(
+            f"{file}: it was trained on data and names no environment; name one, for example: agentrl eval key_value --model "
+            f"{file.parent / 'final'}"
+        )
     update: dict[str, Any] = {"model": config.model.model_copy(update={"path": args.model, "init": None, "lora": None})}
     if names:
         there = [{"name": env.called} for env in config.envs]

@@ -118,6 +118,8 @@ def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]
     if not file.is_file():
         raise ConfigError(f"{args.resume}: not a run folder (it has no config.toml)")
     before, config = (with_absolute_paths(load_config(file, texts)) for texts in ((), _overrides(args)))
+    if before.data is not None:
+        raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
     check_resumed(before, config, Path(args.resume))
     return config, before
 

@@ -338,7 +338,9 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"interrupted. Continue with: {_resume_command(config, folder)}")
         return
     if config.data is not None:
-        display.say(f"the trained model is in {folder.final}")
+        where = shlex.quote(str(folder.final))
+        use = f"reward_model.path={where}" if config.data.loss == "reward" else f"agentrl eval ENV --model {where}"
+        display.say(f"the trained model is in {folder.final}; next: {use}")
         return
     if outcome.only_warm_start:
         display.say(f"the warmed-up model is in {folder.warm_start}")

@@ -252,12 +252,14 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
         out["steps"] = run.table.get("steps")
     except RunFolderError as problem:
         return out | {"status": "damaged", "error": str(problem)}
-    train = [row for row in found if row.get("phase") == "train"]
+    train = [row for row in found if row.get("phase") in ("train", "data")]
+    if train and train[-1].get("epoch"):  # of a run on data: steps in all passes over it
+        out["steps"] = round(train[-1]["step"] / train[-1]["epoch"] * run.table["data"]["epochs"])
     out["updates"] = train[-1].get("step") if train else (None if run.evaluation else 0)
     for phase in ("before", "after"):
         values = [row.get("success") for row in found if row.get("phase") == phase]
         out[f"success_{phase}"] = values[-1] if values else None
-    out["tokens"] = sum(row.get("tokens") or 0 for row in train) if train else None
+    out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
     out["seconds"] = summary.get("seconds")
     if run.evaluation is not None:
         out["success_after"] = _evaluated(run)

@@ -17,6 +17,7 @@ from agentrl.data.store import RowStore
 from agentrl.render import make_renderer
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.objectives import Supervised
+from agentrl.run.reader import load_run, overview
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Trajectory
 from agentrl.warm_start import transcript
@@ -268,3 +269,17 @@ def test_train_and_eval_refuse_a_config_of_data(chats: Path, tmp_path: Path, cap
     assert main(["train", str(config), f"out={tmp_path}"]) == 2
     assert "agentrl train learns from episodes that it plays" in capsys.readouterr().err
     assert main(["sft", str(config), f"out={tmp_path}", "data.pats=1"]) == 2
+
+
+def test_a_run_on_data_is_listed_and_commands_that_need_an_environment_say_so(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--data", str(chats), "data.epochs=2", "data.batch=4", "data.heldout=0.2", out=tmp_path) == 0
+    run = tmp_path / "run"
+    assert f"agentrl eval ENV --model {run / 'final'}" in capsys.readouterr().out
+    found = overview(load_run(run))
+    assert (found["updates"], found["steps"], found["status"], found["success_after"]) == (6, 6, "done", None)
+    assert main(["eval", "--run", str(run)]) == 2
+    assert f"agentrl eval key_value --model {run / 'final'}" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run)]) == 2
+    assert f"continue it by agentrl sft --resume {run}" in capsys.readouterr().err
