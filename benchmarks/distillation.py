@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from long_runs import COMMON, QUICK, at, command, curve, draw, finished, run, save, table, work
+from long_runs import COMMON, QUICK, command, curve, draw, finished, run, save, table, work
 
 from agentrl.run.reader import load_run
 
@@ -65,27 +65,28 @@ def train(seeds: Sequence[int]) -> None:
 def report() -> None:
     done = {(arm, int(path.name.split("-")[1])) for arm in ARMS for path in work().glob(f"runs/{arm}-*") if finished(path)}
     curves = {key: curve("-".join(map(str, key)), ["success"]) for key in sorted(done)}
-    save(
-        "distillation.csv",
-        ["arm", "seed", "update", "tokens", "success"],
-        [[*key, *row] for key, rows in curves.items() for row in rows],
-    )
-    budget = min(rows[-1][1] for rows in curves.values())
+    rows = [[*key, *row] for key, rows in curves.items() for row in rows]
+    save("distillation.csv", ["arm", "seed", "update", "tokens", "success"], rows)
     seeds = sorted({seed for _, seed in curves})
-    head = ["arm", *(f"success: seed {seed}" for seed in seeds), "mean", "at half", "KL to the teacher, first and last update"]
-    rows, lines = [], {}
+    head = [
+        "arm",
+        *(f"seed {seed}" for seed in seeds),
+        "mean",
+        "after 2 updates",
+        "at the end",
+        "KL to the teacher, first and last",
+    ]
+    found, lines = [], {}
     for place, arm in enumerate(arm for arm in ARMS if any(key[0] == arm for key in curves)):
         runs = [curves[arm, seed] for seed in seeds if (arm, seed) in curves]
-        ends, half = [at(one, budget) for one in runs], [at(one, budget / 2) for one in runs]
-        rows.append(
-            [arm, *(f"{end:.2f}" for end in ends), *(f"{statistics.mean(many):.2f}" for many in (ends, half)), kls(arm, seeds)]
-        )
-        points = [
-            (statistics.mean(row[1] for row in same), statistics.mean(row[2] for row in same)) for same in zip(*runs, strict=True)
-        ]
+        first, second, last = ([rows[min(number, len(rows) - 1)][2] for rows in runs] for number in (1, 2, 999))
+        means = [f"{statistics.mean(ends):.2f}" for ends in (first, second, last)]
+        found.append([arm, *(f"{end:.2f}" for end in first), *means, kls(arm, seeds)])
+        points = [tuple(statistics.mean(row[k] for row in same) for k in (1, 2)) for same in zip(*runs, strict=True)]
         lines[arm] = (f"C{place}", points)
-    print(f"\ngreedy held-out success after {budget:,.0f} sampled tokens")
-    table(head, rows, "distillation_table.csv")
+    before = statistics.mean(rows[0][2] for rows in curves.values())
+    print(f"\ngreedy held-out success after one update of 128 episodes; before: {before:.2f}")
+    table(head, found, "distillation_table.csv")
     draw("distillation.png", lines, "sampled tokens (mean of the seeds that were run)")
 
 

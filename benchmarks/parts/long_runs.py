@@ -1,4 +1,5 @@
-"""Runs of long episodes, one after the other, and what is read of them: for long_horizon.py and long_horizon_means.py."""
+"""Runs of long episodes, one after the other, and what is read of them: for long_horizon.py, long_horizon_means.py and
+distillation.py."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from agentrl.run.reader import load_run
 HERE = Path(__file__).resolve().parents[1]
 LADDER = "recipes/horizon/key_value"
 QUICK = "--quick"
+KEPT = {"distillation": "teachers"}
+"""By script, the folder of its tables and pictures, if it is not that of long episodes."""
 COMMON = [
     "engine=embedded",
     "cluster.backend=inline",
@@ -42,7 +45,7 @@ def work() -> Path:
 
 def results() -> Path:
     """Where tables and pictures go: those of a quick run are none to keep."""
-    folder = work() / "results" if QUICK in sys.argv else HERE / "long_horizon"
+    folder = work() / "results" if QUICK in sys.argv else HERE / KEPT.get(Path(sys.argv[0]).stem, "long_horizon")
     folder.mkdir(exist_ok=True)
     return folder
 
