@@ -94,6 +94,11 @@ async def test_what_the_given_turns_earned_is_not_paid_to_the_policy_also_when_i
     assert scorer_of("key_value_turns").score(Trajectory.from_json(begun.to_json())).value == begun.reward
 
 
+async def test_one_given_call_is_given() -> None:
+    begun, engine = await played(1)
+    assert (begun.success, begun.given, len(begun.turns), len(engine.prompts)) == (True, 1, 7, 6)
+
+
 async def test_a_prefix_without_room_ends_the_episode_by_name_and_gold_that_ends_it_is_a_fault() -> None:
     whole, _ = await played(0)
     few, _ = await played(4, Limits(20, 64, whole.tokens // 2, 60, 60, 4096))
@@ -180,6 +185,38 @@ def test_choices_are_resumed_to_the_digit_and_the_curriculum_learns_from_whole_t
     resumed = tasks()
     resumed.load_json(json.loads(json.dumps(one.to_json())))
     assert [resumed.draw(index) for index in range(24, 40)] == [one.draw(index) for index in range(24, 40)]
+
+
+def test_whole_groups_teach_sampler_and_mixture_and_the_others_where_to_begin_alone() -> None:
+    """Whole tasks are won and those begun later are lost: the stage ends, and the place stays."""
+    one = tasks(whole=0.5, window=2)
+    choices = {index: one.draw(index) for index in range(12)}
+    for index, choice in choices.items():
+        one.finished(index, 0.0 if choice.given else 1.0, 10)
+    told = {outcome.index: outcome.success for outcome in one._outcomes}
+    assert told == {index: None if choice.given else 1.0 for index, choice in choices.items()} and len(set(told.values())) == 2
+    one.update(1)
+    assert one.metrics()["sampler/stage"] == 1.0 and "sampler/left/4" not in one.metrics()
+
+
+def test_the_place_is_that_of_the_groups_in_their_order_however_late_they_end_and_across_a_checkpoint() -> None:
+    """The last two groups are those with the highest numbers, not those that ended last."""
+    wins = {0: 1.0, 1: 0.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.5}
+    states = []
+    for order in (list(wins), list(reversed(wins))):
+        one = tasks(whole=0.0, window=2, threshold=0.9)
+        for index in wins:
+            one.draw(index)
+        for index in order[:3]:
+            one.finished(index, wins[index], 10)
+        other = tasks(whole=0.0, window=2, threshold=0.9)
+        other.load_json(json.loads(json.dumps(one.to_json())))
+        for each in (one, other):
+            for index in order[3:]:
+                each.finished(index, wins[index], 10)
+            each.update(1)
+            states.append(each.to_json()["start"])
+    assert states == [{"left": {}, "recent": {"4": [1.0, 0.5]}}] * 4
 
 
 def test_a_job_tells_a_worker_where_its_episode_begins() -> None:

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
+from agentrl.algorithm.loss.covariance import selection_of
 from agentrl.batch import collate
 from agentrl.batch.origin import KEPT, ORIGIN, SHOWN
 from agentrl.batch.rows import Ragged, jagged, offsets_of
@@ -30,6 +31,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.experts import FREE
 from agentrl.train.experience import RARE, Experience, demonstrated, joined, with_rare
 from agentrl.train.learner_checks import check_learner
+from agentrl.train.minibatch import with_selection
 from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
 CLIP = 0.2
@@ -227,6 +229,18 @@ def test_a_critic_learns_from_an_updates_own_episodes_alone(tiny: str) -> None:
     assert added["experience/nll"] > 1 and added["loss"] > without["loss"] + 1
 
 
+def test_nothing_is_kept_while_only_the_critic_learns(tiny: str) -> None:
+    own = algorithm(advantage=Choice(name="gae"), experience=experience(term="supervised"))
+    learner = opened(tiny, config_of(algorithm=own, critic=toy_critic(warmup=1)))
+    held = []
+    for step in range(2):
+        batch = played(tiny, step, 10 * step)
+        batch[RARE] = torch.ones(len(batch), dtype=torch.bool)
+        asyncio.run(learner.step(batch, step))
+        held.append(len(learner.experience or ()))
+    assert held == [0, 8]
+
+
 def test_a_reference_is_not_asked_about_what_is_added(tiny: str) -> None:
     """The KL and its gradient are of the update's own tokens, wherever the kept ones are."""
     found = []
@@ -240,6 +254,51 @@ def test_a_reference_is_not_asked_about_what_is_added(tiny: str) -> None:
     without, added = found
     assert without["kl_reference"] > 0 and added["kl_reference"] == pytest.approx(without["kl_reference"], rel=1e-5)
     assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
+
+
+def test_a_correction_takes_nothing_from_the_supervised_term(tiny: str) -> None:
+    """It rejects tokens whose ratio is above 1.1; a supervised term has no ratio, and keeps all of its tokens."""
+    found = []
+    for kept in (None, experience(term="supervised")):
+        own = algorithm(proximal="recompute", correction=Choice(name="masked", args={"cap": 1.1}), experience=kept)
+        learner = opened(tiny, config_of(algorithm=own))
+        if kept is not None:
+            keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
+        found.append(asyncio.run(learner.step(played(tiny, 2, 20), 1)))
+    without, added = found
+    assert 0 < without["tokens_trained"] < int(played(tiny, 2, 20)["sampled"].values().sum())
+    assert added["loss"] == pytest.approx(without["loss"] + added["experience/nll"], rel=1e-5)
+
+
+def test_an_update_that_teaches_nothing_by_itself_is_still_compared_with_the_engine(tiny: str) -> None:
+    """All members of its groups score alike; what is added teaches, and is no measure of the engine."""
+    learner = opened(tiny, config_of(algorithm=algorithm(experience=experience())))
+    keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
+    new = played(tiny, 2, 20, noise=0.0)
+    new["reward"] = torch.ones_like(new["reward"])
+    metrics = asyncio.run(learner.step(new, 1))
+    assert metrics["experience/episodes"] == 2 and metrics["grad_norm"] > 0.01
+    assert metrics["mismatch_max"] < 1e-4, "the noise of kept episodes' log probabilities is not the engine's"
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
+    """The same as without kept episodes, whose high covariances would be picked first and move the means."""
+    args = {"low": -9.0, "high": 9.0} if loss == "clip_cov" else {}
+    selection = selection_of(loss, {"share": 0.2, **args})
+    fresh = Ragged.of(played(tiny, 2, 20))
+    noise = torch.randn(int(fresh.offsets[-1]), generator=torch.Generator().manual_seed(0))
+    fresh = fresh.with_tokens(advantages=noise * fresh.tokens("sampled"))
+    store = Experience(experience(share=1.0), 0)
+    old = kept_of(tiny, 10, 0)
+    store.keep(old.with_tokens(advantages=5.0 * old.tokens("logprobs")))
+    kept, _ = store.draw(1, 8)
+    assert kept is not None
+    picked = []
+    for view in (fresh, joined(fresh, [kept], "off")):
+        picked.append(with_selection(view, [np.arange(len(view))], selection, 7).tokens("picked"))
+    assert int(picked[0].sum()) > 5
+    assert torch.equal(picked[1][: len(picked[0])], picked[0]) and not picked[1][len(picked[0]) :].any()
 
 
 def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
