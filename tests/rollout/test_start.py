@@ -240,6 +240,19 @@ def test_what_cannot_begin_after_gold_is_refused_by_name(changes: dict[str, Any]
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"), [("user_models", ("a model",), "its user is a model"), ("horizon", None, "no gold solution")]
+)
+def test_an_environment_with_a_model_for_a_user_or_without_gold_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
+) -> None:
+    config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}, "rollout": {"start": {}}})
+    check_start(config, EnvRef.of(config))
+    monkeypatch.setattr(type(REF.build()), name, lambda *_: value)
+    with pytest.raises(ConfigError, match=rf"^rollout.start \(key_value\): .*{said}.*; leave rollout.start out"):
+        check_start(config, EnvRef.of(config))
+
+
 CONFIG = """
 base = "quickstart"
 name = "r"

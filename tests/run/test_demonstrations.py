@@ -132,12 +132,18 @@ async def test_a_gold_solution_that_hangs_is_left_out_when_an_episode_would_end(
     assert "group 0 is left out: its gold solution was not played within rollout.episode_timeout = 0.3 s" in caplog.text
 
 
-def test_without_gold_or_elsewhere_it_is_refused_by_name() -> None:
+def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of()
     check_demonstrations(config, EnvRef.of(config))
     elsewhere = config_of("env.url=http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): env\.url = .*elsewhere"):
         check_demonstrations(elsewhere, EnvRef.of(elsewhere))
+    agent = config_of("agent.url=http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): \[agent\]: .* prompts of its own"):
+        check_demonstrations(agent, EnvRef.of(agent))
+    monkeypatch.setattr(type(EnvRef.of(config).build()), "horizon", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"algorithm\.demonstrations \(key_value\): its tasks have no gold solution"):
+        check_demonstrations(config, EnvRef.of(config))
 
 
 @pytest.mark.parametrize("name", ["experience", "demonstrations"])
