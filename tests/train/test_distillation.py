@@ -119,13 +119,13 @@ def test_the_policy_comes_nearer_to_its_teacher_and_a_resumed_run_is_the_unbroke
 @proof
 @pytest.mark.timeout(300)
 def test_two_ranks_and_a_pool_of_its_own_change_nothing(tmp_path: Path, teacher: str) -> None:
-    pools = "cluster.pools={trained={per_node=2},taught={per_node=1}}"
+    pools = "cluster.pools={trained={per_node=1},taught={per_node=1}}"
     roles = "cluster.roles={actor='trained',teacher='taught'}"
     found = []
     for name, more in (
         ("one", []),
         ("two", ["cluster.backend=ray", "cluster.actors=2"]),
-        ("apart", ["cluster.backend=ray", "cluster.actors=2", pools, roles]),
+        ("apart", ["cluster.backend=ray", pools, roles]),
     ):
         run = inside.execute(inside.config_of(tmp_path, name, *words(tmp_path, teacher, "optim.lr=1e-5", *more)))
         found.append([row["teacher/kl"] for row in rows(run) if row["phase"] == "train"])
