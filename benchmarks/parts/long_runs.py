@@ -1,5 +1,5 @@
-"""Runs of long episodes, one after the other, and what is read of them: for long_horizon.py, long_horizon_means.py and
-distillation.py."""
+"""Runs of long episodes, one after the other, and what is read of them: for long_horizon.py, long_horizon_means.py,
+distillation.py and branching.py."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def run(name: str, config: str, overrides: Iterable[str]) -> None:
         command("train", config, f"name={name}", *overrides, "--overwrite")
 
 
-def warm(quick: bool) -> str:
-    """The warm start of all runs, as an override."""
-    model = work() / "runs" / "warm" / "warm_start"
+def warm(quick: bool, config: str = LADDER, name: str = "warm") -> str:
+    """The warm start of all runs that begin as this config does, as an override."""
+    model = work() / "runs" / name / "warm_start"
     if not (model / "config.json").is_file():
         steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0"] if quick else []
-        command("sft", LADDER, "name=warm", "engine=embedded", "cluster.backend=inline", *steps, "--overwrite")
+        command("sft", config, f"name={name}", "engine=embedded", "cluster.backend=inline", *steps, "--overwrite")
     return f"model.path={model}"
 
 

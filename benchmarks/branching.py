@@ -1,0 +1,213 @@
+"""Branched episodes against plain ones, at equal sampled tokens; and what shared prefixes save of an update.
+
+    python benchmarks/branching.py                                        # all of it; what is done is not done again
+    python benchmarks/branching.py --envs key_value --horizons 5 10 --seeds 0 --arms flat middle
+    python benchmarks/branching.py --cost                                 # the cost of updates alone
+    python benchmarks/branching.py --report                               # tables, CSV and PNG of what is there
+    python benchmarks/branching.py --quick --horizons 5 --seeds 0         # a few updates, to try the script
+
+Tasks of one length, rewarded by the success of the whole episode alone: it is for the estimator to find the turns that decide it.
+All runs of an environment start from one warm start, that of `configs/long_horizon.toml` or `configs/workspace_ladder.toml`, and
+have 8 members a group. `flat` begins all at the beginning, with GRPO; the others begin half of them there and branch one episode
+off each, with the advantage `tree`: `middle` before the turn in the middle of the gold solution, `entropy` before the one that
+was the least expected, `failure` before one with a failed call.
+
+A branch samples only what follows, so an update of these arms has fewer tokens: curves are over sampled tokens, those thrown away
+included, and the table has greedy held-out success at the tokens that every run of the task has reached, and its mean until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+from long_runs import COMMON, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+
+from agentrl.run.reader import load_run
+
+HORIZONS = (5, 10, 20)
+BASES = {"key_value": "long_horizon", "workspace": "workspace_ladder"}
+APPS = 'apps = ["contacts"], offered = 0, distractors = 0, missing = 0.0, withheld = 0.0, questions = 0.0'
+TASKS: dict[str, dict[int, str]] = {
+    "key_value": {calls: f"calls = {calls}, set_share = {calls % 2}.0, keys = 14, max_value = 4" for calls in HORIZONS},
+    "workspace": {
+        5: f"calls = [4, 5], requests = [2, 4], {APPS}",
+        10: f"calls = [9, 10], requests = [4, 6], {APPS}",
+        20: f"calls = [18, 20], requests = [8, 12], {APPS}",
+    },
+}
+REWARDS = {"key_value": "key_value_exact", "workspace": "workspace"}
+SPEC = """base = "{base}"
+name = "branching"
+steps = {steps}
+stop_at_success = false
+next = false
+
+[[env]]
+name = "task"
+id = "{env}"
+reward = "{reward}"
+params = {{ {params} }}
+eval = {{ tasks = {tasks} }}
+
+[rollout]
+groups = 8
+group_size = 8
+max_turns = {turns}
+max_episode_tokens = {tokens}
+
+[algorithm]
+minibatch = 32
+
+[optim]
+schedule = "constant"
+"""
+ARMS = ("flat", "middle", "entropy", "failure")
+COLORS = {"flat": "k", "middle": "C0", "entropy": "C1", "failure": "C2"}
+STEPS = {"flat": 16, "middle": 22, "entropy": 24, "failure": 16}
+"""Updates: of arms whose updates have fewer tokens, more."""
+
+
+def overrides(arm: str, calls: int) -> list[str]:
+    """What an arm changes."""
+    if arm == "flat":
+        return ["algorithm.advantage={name='grpo'}"]
+    place = f"at='depth', turns=[{calls // 2}]" if arm == "middle" else f"at='{arm}'"
+    return ["algorithm.advantage={name='tree'}", f"rollout.branch={{roots=4, {place}}}"]
+
+
+def spec(env: str, calls: int, quick: bool) -> str:
+    """The config of all arms of a task, as a file."""
+    path = work() / f"branching-{env}-{calls}.toml"
+    long = {"key_value": 60, "workspace": 200}[env] * calls
+    path.write_text(
+        SPEC.format(
+            base=BASES[env],
+            env=env,
+            reward=REWARDS[env],
+            params=TASKS[env][calls],
+            steps=2 if quick else 16,
+            tasks=4 if quick else 64,
+            turns=calls + 4 + calls // 4,
+            tokens=600 + long,
+        )
+    )
+    return str(path)
+
+
+def plain(env: str) -> list[str]:
+    """What the base has and a comparison at equal tokens must not: a second use of episodes, and gold."""
+    return ["~algorithm.experience", "~algorithm.demonstrations"] if env == "workspace" else []
+
+
+def train(args: argparse.Namespace) -> None:
+    """The wanted arms of every task and seed, one after the other."""
+    for env in args.envs:
+        model = warm(args.quick, BASES[env], f"warm-{env}")
+        for calls, seed, arm in ((c, s, a) for c in args.horizons for s in args.seeds for a in args.arms):
+            size = ["steps=2", "eval.every=1", "rollout.groups=2"] if args.quick else [f"steps={STEPS[arm]}", "eval.every=4"]
+            words = [*COMMON, *plain(env), *size, f"seed={seed}", model, *overrides(arm, calls)]
+            run(f"branching-{env}-{calls}-{arm}-{seed}", spec(env, calls, args.quick), words)
+
+
+def cost(args: argparse.Namespace) -> None:
+    """A few updates of each arm with shared prefixes and without, one after the other, on the same episodes."""
+    env, calls = args.envs[0], max(args.horizons)
+    model, steps = warm(args.quick, BASES[env], f"warm-{env}"), 1 if args.quick else 4
+    for arm in ("flat", "middle"):
+        for sharing in ("on", "off"):
+            size = [f"steps={steps}", "eval.every=0", "eval.tasks=1", "optim.lr=1e-12", f"optim.prefix_sharing={sharing}"]
+            words = [*COMMON, *plain(env), *size, "seed=0", model, *overrides(arm, calls)]
+            run(f"branchcost-{env}-{calls}-{arm}-{sharing}", spec(env, calls, args.quick), words)
+
+
+def report(args: argparse.Namespace) -> None:
+    """A table and a picture of each task whose runs are done, every evaluation in a CSV, and the cost of updates."""
+    done = [tuple(path.name.split("-")[1:]) for path in sorted(work().glob("runs/branching-*")) if finished(path)]
+    curves = {key: curve("-".join(("branching", *key)), ["success"]) for key in done}
+    if curves:
+        save("branching.csv", ["environment", "calls", "arm", "seed", "update", "tokens", "success"],
+             [[*key, *row] for key, rows in curves.items() for row in rows])  # fmt: skip
+    rows: list[list[str]] = []
+    for env, calls in ((env, calls) for env in BASES for calls in HORIZONS):
+        mine = {key[2:]: found for key, found in curves.items() if key[:2] == (env, str(calls))}
+        if mine:
+            rows += lines_of(env, calls, mine)
+    if rows:
+        print("\ngreedy held-out success at the tokens that all runs of the task have sampled, and its mean until then")
+        head = ["environment", "calls", "tokens", "arm", *(f"seed {seed}" for seed in seeds_of(curves)), "mean", "until: mean"]
+        table(head, rows, "branching_table.csv")
+    report_cost()
+
+
+def seeds_of(curves: dict[Any, Any]) -> list[str]:
+    return sorted({key[-1] for key in curves})
+
+
+def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]]) -> list[list[str]]:
+    """The rows of a task, an arm each; and its picture."""
+    budget = min(found[-1][1] for found in curves.values())
+    rows, lines = [], {}
+    for arm in ARMS:
+        runs = {seed: found for (name, seed), found in curves.items() if name == arm}
+        if not runs:
+            continue
+        ends = [f"{at(runs[seed], budget):.2f}" if seed in runs else "-" for seed in seeds_of(curves)]
+        means = [statistics.mean(what(found, budget) for found in runs.values()) for what in (at, average)]
+        rows.append([env, str(calls), f"{budget:,.0f}", arm, *ends, *(f"{value:.2f}" for value in means)])
+        lines[f"{arm} ({len(runs)} seeds)"] = (COLORS[arm], mean(list(runs.values())))
+    draw(f"branching-{env}-{calls}.png", lines, f"sampled tokens, {env}, {calls} calls")
+    return rows
+
+
+def mean(runs: Sequence[list[list[float]]]) -> list[tuple[float, float]]:
+    """(tokens, success) at each evaluation, over the seeds."""
+    return [
+        (statistics.mean(row[1] for row in rows), statistics.mean(row[2] for row in rows)) for rows in zip(*runs, strict=True)
+    ]
+
+
+def report_cost() -> None:
+    """What went through the model in an update, and how long it took, as means over the updates."""
+    rows = []
+    for path in sorted(work().glob("runs/branchcost-*")):
+        if finished(path):
+            found = [row for row in load_run(path).metrics if row["phase"] == "train"]
+            names = ("tokens_sampled", "tokens_computed", "prefix_ratio", "time/update_s")
+            means = [statistics.mean(row[name] for row in found) for name in names]
+            rows.append(
+                [*path.name.split("-")[1:], f"{means[0]:,.0f}", f"{means[1]:,.0f}", *(f"{value:.2f}" for value in means[2:])]
+            )
+    if rows:
+        print("\nan update with shared prefixes and without: means of the updates of a run")
+        head = ["environment", "calls", "arm", "sharing", "sampled tokens", "computed tokens", "prefix_ratio", "seconds"]
+        table(head, rows, "branching_cost.csv")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--envs", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--horizons", type=int, nargs="+", choices=HORIZONS, default=list(HORIZONS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--cost", action="store_true", help="only the cost of updates")
+    parser.add_argument("--report", action="store_true", help="only the tables and the pictures")
+    parser.add_argument(QUICK, action="store_true", help="a few updates, to try the script")
+    args = parser.parse_args()
+    if not args.report:
+        if not args.cost:
+            train(args)
+        cost(args)
+    report(args)
+
+
+if __name__ == "__main__":
+    main()
