@@ -135,6 +135,38 @@ async def test_forgetting_makes_it_as_new(model_folder):
     assert (await answers(before=True, forget=False))[1] > fresh[1]  # the control: it did remember
 
 
+async def test_a_branch_computes_nothing_of_the_turns_that_it_shares(model_folder):
+    """Another episode begins with all that one has seen and sampled until its third turn: the last blocks alone are its own.
+    What it samples is what an engine samples that knows of nothing."""
+
+    async def answer(engine, key, prompt, seed):
+        out = await engine.generate(prompt, Sampling(max_tokens=24, seed=seed), key)
+        return out, [*prompt, *out.token_ids, *prompt_of(20, seed=seed)]
+
+    engine, fresh = EmbeddedEngine(model_folder, device="cpu"), EmbeddedEngine(model_folder, device="cpu")
+    for one in (engine, fresh):
+        await one.start()
+    turns = [prompt_of(40, seed=0)]
+    for turn in range(4):
+        turns.append((await answer(engine, "root", turns[-1], turn))[1])
+    for turn in (3, 1, 3):
+        before = (await engine.stats()).cached_tokens
+        out, _ = await answer(engine, f"branch{turn}{before}", turns[turn], 7)
+        assert (await engine.stats()).cached_tokens - before >= len(turns[turn]) - 16 - 1
+        same, _ = await answer(fresh, f"x{before}", turns[turn], 7)
+        assert out.token_ids == same.token_ids and out.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+    # A history that is rewritten is another: of the tokens before the change all is known, of those after it nothing.
+    rewritten = [*turns[2][:70], *prompt_of(60, seed=9)]
+    await answer(engine, "root", rewritten, 1)
+    before = (await engine.stats()).cached_tokens
+    out, _ = await answer(engine, "other", rewritten, 7)
+    assert (await engine.stats()).cached_tokens - before >= len(rewritten) - 16 - 1
+    same, _ = await answer(fresh, "y", rewritten, 7)
+    assert out.token_ids == same.token_ids
+    for one in (engine, fresh):
+        await one.close()
+
+
 async def test_a_sleeping_engine_holds_no_memory_and_wakes_in_two_stages(model_folder, model):
     engine = EmbeddedEngine(model_folder, device="cpu")
     await engine.start()

@@ -34,6 +34,7 @@ class KvShape:
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
+    `blocks` and `later`: hashes of its first prompt, and of what came after it (see `PrefixIndex`).
     `experts`: if they are noted, those of each computed token, [routers, k]."""
 
     key: str
@@ -42,6 +43,7 @@ class Sequence:
     slot: int
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    later: list[int] = field(default_factory=list)
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
 
 

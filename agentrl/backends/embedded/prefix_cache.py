@@ -35,11 +35,28 @@ class PrefixIndex:
         for block in blocks:
             self._holders.setdefault(block, sequence)
 
+    def grow(self, sequence: Sequence, kept: int) -> None:
+        """An episode goes on with another prompt, of whose tokens the first `kept` are those that it had: its turns may be the
+        prefix of another episode (`rollout.branch`). Not if its history was rewritten from within its first prompt on."""
+        places = kept // BLOCK - len(sequence.blocks)
+        if places < 0:
+            return
+        self._forget(sequence, sequence.later[places:])
+        del sequence.later[places:]
+        chain = [0, *sequence.blocks, *sequence.later][-1]
+        for start in range((len(sequence.blocks) + len(sequence.later)) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
+            chain = hash((chain, *sequence.tokens[start : start + BLOCK]))
+            sequence.later.append(chain)
+            self._holders.setdefault(chain, sequence)
+
     def remove(self, sequence: Sequence) -> None:
-        for block in sequence.blocks:
+        self._forget(sequence, [*sequence.blocks, *sequence.later])
+        sequence.blocks, sequence.later = [], []
+
+    def _forget(self, sequence: Sequence, blocks: list[int]) -> None:
+        for block in blocks:
             if self._holders.get(block) is sequence:
                 del self._holders[block]
-        sequence.blocks = []
 
     def clear(self) -> None:
         self._holders.clear()

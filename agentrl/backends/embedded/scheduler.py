@@ -233,6 +233,7 @@ class Batcher:
             del own.experts[own.computed :]
             if own.computed:
                 own.tokens = tokens
+                self._index.grow(own, own.computed)
                 return own
             self._release(own)
         source, length, blocks = self._index.find(tokens)
