@@ -19,7 +19,9 @@ from agentrl.batch.origin import KEPT, ORIGIN
 from agentrl.catalog import EnvRef
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
+from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.context.truncate import Truncate
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.start import written
@@ -27,7 +29,8 @@ from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.train import learner
 from agentrl.train.learner import Learner
 from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Message, Trajectory
+from agentrl.warm_start import gold_transcript
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 
@@ -88,13 +91,24 @@ class Script(Engine):
     async def close(self) -> None: ...
 
 
-async def played(seed: int) -> Trajectory:
+class Newest(ContextPolicy):
+    """The opening, the newest turn, and what the environment said of it: one of a user's own, who reads `fresh`."""
+
+    async def rewrite(self, moment: Moment) -> list[Message] | None:
+        opening = next(place for place, message in enumerate(moment.messages) if message.role == "assistant")
+        return [*moment.messages[:opening], *moment.messages[-moment.fresh - 1 :]] if moment.over(TOKENS) else None
+
+
+LIMITS = Limits(11, 16, 4000, 10.0, 60.0, 4096)
+REF = EnvRef("key_value", {"calls": [6, 8]})
+
+
+async def played(seed: int, context: ContextPolicy | None = None) -> Trajectory:
     """The gold solution of a task, as a rollout of this run would record it of a policy that says just that."""
-    ref = EnvRef("key_value", {"calls": [6, 8]})
-    env, renderer = ref.build(), make_renderer(packaged_tokenizer(4096))
+    env, renderer = REF.build(), make_renderer(packaged_tokenizer(4096))
     turns = [ids for said in env.gold_turns(env.make_task(seed, "train")) for ids in written(renderer, said)]
-    policy = Policy(Script(turns), renderer, context=KeepRecent(turns=TURNS, tokens=TOKENS))
-    return await run_episode(env, policy, EpisodeSpec(seed, "train", 0, 0, "k"), Limits(11, 16, 4000, 10.0, 60.0, 4096), None)
+    policy = Policy(Script(turns), renderer, context=context or KeepRecent(turns=TURNS, tokens=TOKENS))
+    return await run_episode(env, policy, EpisodeSpec(seed, "train", 0, 0, "k"), LIMITS, None)
 
 
 Seen = list[tuple[TensorDict | None, list[TensorDict]]]
@@ -171,6 +185,17 @@ def test_a_demonstration_is_what_a_rollout_would_record_of_it(tmp_path: Path) ->
     rows = updates(folder)
     assert sum(row["demonstrations/episodes"] for row in rows) == count
     assert all(torch.isfinite(torch.tensor(row["loss"])) for row in rows) and max(row["rewrites"] for row in rows) > 0
+
+
+@pytest.mark.parametrize("context", [Stop(), Truncate(tokens=TOKENS, keep=1), Newest()])
+async def test_under_every_context_policy_gold_has_a_rollouts_ledgers(context: ContextPolicy) -> None:
+    for seed in range(3):
+        expected = await played(seed, context)
+        gold = await gold_transcript(REF.build(), make_renderer(packaged_tokenizer(4096)), seed, "train", context, LIMITS)
+        assert len(expected.ledgers) > 1 or isinstance(context, Stop)
+        for name in ("token_ids", "sampled", "turns"):
+            found = [getattr(one, name).tolist() for one in gold.ledgers]
+            assert found == [getattr(one, name).tolist() for one in expected.ledgers], name
 
 
 def test_where_the_policy_writes_summaries_gold_is_refused_by_name(tmp_path: Path) -> None:
