@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,20 @@ def test_two_ranks_have_the_numbers_and_the_weights_of_one_actor(digit: str, tmp
     assert max(far.values()) < 1e-5, far  # of 4 updates at a rate of 1e-3
 
 
-def test_beside_updates_that_overlap_nothing_is_trained_or_shown_twice(digit: str, tmp_path: Path) -> None:
-    """A bound on staleness of 1, all of the means, two ranks, episodes played by two workers."""
+without_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+VLLM = [
+    *("engine=vllm", "vllm={kv_cache_mib=64,max_model_len=1024}", "model.init={layers=1}", "engine_args={}"),
+    # vLLM's log probabilities are not the trainer's to the last digit: ratios are to what the trainer computes.
+    *("algorithm.proximal=recompute", "algorithm.loss.name=decoupled_ppo"),
+]
+ENGINES = {"embedded": ["rollout.workers=2"], "vllm": [*VLLM, "rollout.workers=1"]}
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=without_vllm)])
+def test_beside_updates_that_overlap_nothing_is_trained_or_shown_twice(digit: str, tmp_path: Path, engine: str) -> None:
+    """A bound on staleness of 1, all of the means, two ranks, episodes played by two workers, or by one in a replica of vLLM."""
     keys = [*TINY, digit, *CASES["all, by workers"], "rollout.max_staleness=1", "steps=6"]
-    run = execute(config_of(tmp_path, "stale", *keys, *RANKS, "rollout.workers=2"))
+    run = execute(config_of(tmp_path, "stale", *keys, *RANKS, *ENGINES[engine]))
     rows = updates(run)
     trained = Counter((one.task.id, one.member) for step in range(1, 7) for one in episodes(run, step))
     assert set(trained.values()) == {1}
@@ -109,5 +120,6 @@ def test_beside_updates_that_overlap_nothing_is_trained_or_shown_twice(digit: st
         assert row["scored"] == row["episodes_trained"] and row["staleness_max"] <= 1
         assert row["experience/held"] <= 8 and row.get("experience/age_max", 0) <= 3
         assert row["experience/episodes"] <= 0.5 * row["scored"] + 1 and row["demonstrations/episodes"] <= 2
+    assert rows[0]["mismatch_max"] < 1e-3  # no weights but the first have sampled
     assert max(row["staleness_max"] for row in rows) == 1
     acted("all", rows)
