@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import UserError
+from agentrl.files import open_plain
 from agentrl.plain_data import read_json
 from agentrl.run.reader import RunRecord, episode_of
 from agentrl.run.token_file import token_columns
@@ -65,7 +67,7 @@ def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], a
     try:
         stat = path.stat()
         start, stop = _lines(path, stat.st_ino, stat.st_size)[row["row"] : row["row"] + 2]
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(start)
             return token_columns(read_json(file.read(stop - start)), ledgers, at)
     except (OSError, KeyError, TypeError, ValueError, IndexError):
@@ -76,7 +78,7 @@ def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], a
 def _lines(path: Path, inode: int, size: int) -> list[int]:
     """Where each line of a file begins, and where the last one ends."""
     starts = [0]
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for line in file:
             starts.append(starts[-1] + len(line))
     return starts
@@ -128,7 +130,7 @@ def tokenizer_file(run: RunRecord) -> Path | None:
     if isinstance(given, str):
         folders.append(Path(given))
     for place in folders:
-        if (place / "tokenizer.json").is_file():
+        if os.path.isfile(place / "tokenizer.json"):  # noqa: PTH113 - Path.is_file raises where the folder may not be read
             return place / "tokenizer.json"
     if not isinstance(given, str) or given.startswith((".", "/")) or ":" in given:
         return None

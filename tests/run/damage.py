@@ -254,6 +254,8 @@ def view(run: Path) -> Outcome:
                     said.append(str(getattr(api, name)(*arguments)))
                 except AgentrlError as error:
                     said.append(str(error))
+    except AgentrlError as error:  # before the page is there: the command's one line
+        return Outcome(2, str(error), None)
     except BaseException as error:
         return Outcome(None, "".join(traceback.format_exception(error)), error)
     return Outcome(0, "\n".join(said), None)

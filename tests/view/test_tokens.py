@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from tokenizers import Tokenizer
 import agentrl.train
 from agentrl.run.token_file import token_lines
 from agentrl.trajectory import TokenLedger
+from agentrl.view.api import Api
+from agentrl.view.library import Library
+from tests.run import damage
 from tests.view.folders import episode, run_folder, unscored
 from tests.view.test_api import client
 
@@ -58,6 +63,33 @@ def test_numbers_of_another_episode_are_not_shown(tmp_path: Path) -> None:
     other.ledgers[0].append_sampled([2, 3, 4, 5], [-1.0, -1.0, -1.0, -1.0], [0] * 4, 0)
     folder.write_tokens("step_000001", token_lines([other], Made()))  # type: ignore[arg-type]
     assert client(tmp_path).ask("/runs/r/episodes/step_000001.0/tokens")["advantage"] is None
+
+
+@pytest.fixture
+def open_tmp() -> Iterator[Path]:
+    """A folder that others than root may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("file", "kind"), [("tokens/step_000001.jsonl", "a pipe"), ("model", "unreadable")])
+def test_what_cannot_be_read_is_unknown_and_no_wait(open_tmp: Path, file: str, kind: str) -> None:
+    folder = run_folder(open_tmp / "r", {"step_000001": [episode(1, 0)]})
+    folder.write_tokens("step_000001", token_lines([episode(1, 0)], Made()))  # type: ignore[arg-type]
+    folder.model.mkdir()
+    shutil.copy(TOKENIZER, folder.model / "tokenizer.json")
+    library = Library([open_tmp])
+    for one in library.scan():
+        library.refresh(one)
+    api = Api(library)  # in this thread, which an alarm reaches
+    assert api.tokens("r", "step_000001.0", {})["advantage"] is not None
+    with damage.as_nobody(open_tmp):
+        damage.KINDS[kind](folder.path / file, folder.path / file)
+        with damage.limited(20):
+            found = api.tokens("r", "step_000001.0", {})
+    (folder.path / file).chmod(0o755)
+    assert (found["advantage"] is None) == (kind == "a pipe") and (found["text_problem"] is None) == (kind == "a pipe")
 
 
 def test_text_by_the_runs_tokenizer_also_of_characters_of_several_tokens(tmp_path: Path) -> None:
