@@ -147,3 +147,26 @@ def test_a_resumed_run_equals_the_unbroken_one(whole: Path, out: Path) -> None:
 
 def told(member: Trajectory) -> tuple[Any, ...]:
     return member.reward, member.parent, member.branch_turn, [(x.ids(), x.sampled.tolist()) for x in member.ledgers]
+
+
+def test_with_neighbours_that_choose_tasks_beginnings_and_groups(out: Path) -> None:
+    """Gold calls at the beginning, groups that are replaced, demonstrations, and weights that move on while a tree is played."""
+    more = [
+        "steps=3",
+        "env.params={calls=4,set_share=0.0}",
+        "rollout.start={left=2,step=1,whole=0.0}",
+        "rollout.filter_zero_variance=true",
+        "rollout.max_staleness=1",
+        "algorithm.demonstrations={}",
+        "algorithm.proximal=recompute",
+        "rollout.max_turns=7",
+    ]
+    folder = execute(config(out, "neighbours", *more, branch="{at='depth', roots=2, turns=[4]}"))
+    for step, row in enumerate(updates(folder), start=1):
+        members = episodes(folder, step)
+        branches = [m for m in members if m.parent is not None]
+        assert len(branches) == 8 and {m.branch_turn for m in branches} == {4}
+        assert {m.given for m in members} == {2}, "of branches too: the calls were made before they left"
+        assert all(turn.ledger == -1 for m in branches for turn in m.turns[:4])
+        assert all(m.ledgers[0].turns[m.ledgers[0].sampled].min() == (4 if m.parent is not None else 2) for m in members)
+        assert row["tokens_trained"] == sum(m.sampled_tokens for m in members)
