@@ -145,6 +145,11 @@ def rounds_played(run: Path) -> None:
     assert max(users) > 1, users
 
 
+def branched(run: Path) -> None:
+    turns = [episode.branch_turn for episode in episodes(run, STEPS) if episode.parent is not None]
+    assert turns and min(turns) > 0, turns
+
+
 def rotated(run: Path) -> None:
     kept = {int(path.stem.rpartition("_")[2]) for path in (run / "trajectories").glob("step_*.jsonl")}
     assert kept == {STEPS - 1, STEPS} and (run / "log.txt.1").is_file() and not (run / "log.txt.3").exists()
@@ -222,6 +227,7 @@ SHOWN: dict[str, Any] = {
     "staged": in_a_stage,
     "weighted mixture": shares_moved,
     "user rounds": rounds_played,
+    "branches": branched,
     "rotation": rotated,
     "samplers": learned_by_each,
     "start and grow": begun_later,
