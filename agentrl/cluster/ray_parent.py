@@ -18,9 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.shown import console
+
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = "\x1b[?25h"
 
 _to_parent: int | None = None
 
@@ -87,7 +88,7 @@ def end_of_driver() -> DriverEnd | None:
         os.close(ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if "over" not in told and sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)  # the display had hidden it
+        console().show_cursor()  # the display had hidden it
     return DriverEnd(pid, code, told, stopping)
 
 

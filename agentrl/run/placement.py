@@ -124,8 +124,9 @@ def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
     return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
 
 
-def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] = Actor) -> WorkerGroup[Any]:
-    """The actor's processes, in its pool if it has one; `role`: what learns in them."""
+def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] | None = None) -> WorkerGroup[Any]:
+    """The actor's processes, in its pool if it has one; `role`: what learns in them, if it is no actor."""
+    role = role or Actor
     mesh = mesh_of(config)
     if pools is None or "actor" not in pools:
         # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.

@@ -270,6 +270,7 @@ SWITCHES = {
     "multi_reward": [("weights", [1.0, 3.0]), ("eps", 1.0), ("whitened", False)],
     "pass_at_k": [("k", 1), ("eps", 1.0)],
     "reinforce_pp": [("gamma", 0.5)],
+    "tree": [("local", 1.0), ("share", 1.0), ("eps", 1.0)],
     "turn_returns": [("gamma", 0.5), ("divide", False)],
 }
 
@@ -286,6 +287,9 @@ def test_every_argument_of_an_estimator_changes_something(name, key, value):
         terms=torch.rand(5, 2),
         anchors=torch.tensor([0, 0, 1, 1] * 2 + [0, 0, 1, 1, 1] + [0, 1, 1] + [0, 0, 1, 1]),
         baseline=torch.zeros(5),
+        member=torch.tensor([0, 1, 2, 0, 1]),
+        parent=torch.tensor([-1, 2, -1, -1, -1]),
+        branch_turn=torch.tensor([0, 1, 0, 0, 0]),
     )
     batch.token_rewards[1] = 0.25
     base = {"pass_at_k": {"k": 2}, "multi_reward": {"terms": ["right", "short"]}}.get(name, {})
