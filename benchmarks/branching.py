@@ -7,10 +7,11 @@
     python benchmarks/branching.py --quick --horizons 5 --seeds 0         # a few updates, to try the script
 
 Tasks of one length, rewarded by the success of the whole episode alone: it is for the estimator to find the turns that decide it.
-All runs of an environment start from one warm start, that of `configs/long_horizon.toml` or `configs/workspace_ladder.toml`, and
-have 8 members a group. `flat` begins all at the beginning, with GRPO; the others begin half of them there and branch one episode
-off each, with the advantage `tree`: `middle` before the turn in the middle of the gold solution, `entropy` before the one that
-was the least expected, `failure` before one with a failed call.
+All runs of a task start from one warm start: that of `configs/long_horizon.toml`, on key_value with 10 calls that of
+`configs/recipes/horizon/key_value.toml`, which solves none of them (the other solves two in three), or that of
+`configs/workspace_ladder.toml`. They have 8 members a group. `flat` begins all at the beginning, with GRPO; the others begin half
+of them there and branch one episode off each, with the advantage `tree`: `middle` before the turn in the middle of the gold
+solution, `entropy` before the one that was the least expected, `failure` before one with a failed call.
 
 A branch samples only what follows, so an update of these arms has fewer tokens: curves are over sampled tokens, those thrown away
 included, and the table has greedy held-out success at the tokens that every run of the task has reached, and its mean until then.
@@ -29,12 +30,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from long_runs import COMMON, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
+from long_runs import COMMON, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
 from agentrl.run.reader import load_run
 
 HORIZONS = (5, 10, 20)
 BASES = {"key_value": "long_horizon", "workspace": "workspace_ladder"}
+OTHER_STARTS = {("key_value", 10): LADDER}
+"""Of tasks whose runs do not start from the warm start of their base."""
 APPS = 'apps = ["contacts"], offered = 0, distractors = 0, missing = 0.0, withheld = 0.0, questions = 0.0'
 TASKS: dict[str, dict[int, str]] = {
     "key_value": {calls: f"calls = {calls}, set_share = {calls % 2}.0, keys = 14, max_value = 4" for calls in HORIZONS},
@@ -108,11 +111,17 @@ def plain(env: str) -> list[str]:
     return ["~algorithm.experience", "~algorithm.demonstrations"] if env == "workspace" else []
 
 
+def start(env: str, calls: int, quick: bool) -> str:
+    """The warm start of a task's runs, as an override."""
+    config = OTHER_STARTS.get((env, calls), BASES[env])
+    return warm(quick, config, f"warm-{config.replace('/', '-')}")
+
+
 def train(args: argparse.Namespace) -> None:
     """The wanted arms of every task and seed, one after the other."""
     for env in args.envs:
-        model = warm(args.quick, BASES[env], f"warm-{env}")
         for calls, seed, arm in ((c, s, a) for c in args.horizons for s in args.seeds for a in args.arms):
+            model = start(env, calls, args.quick)
             size = ["steps=2", "eval.every=1", "rollout.groups=2"] if args.quick else [f"steps={STEPS[arm]}", "eval.every=4"]
             words = [*COMMON, *plain(env), *size, f"seed={seed}", model, *overrides(arm, calls)]
             run(f"branching-{env}-{calls}-{arm}-{seed}", spec(env, calls, args.quick), words)
@@ -121,7 +130,7 @@ def train(args: argparse.Namespace) -> None:
 def cost(args: argparse.Namespace) -> None:
     """A few updates of each arm with shared prefixes and without, one after the other, on the same episodes."""
     env, calls = args.envs[0], max(args.horizons)
-    model, steps = warm(args.quick, BASES[env], f"warm-{env}"), 1 if args.quick else 4
+    model, steps = start(env, calls, args.quick), 1 if args.quick else 4
     for arm in ("flat", "middle"):
         for sharing in ("on", "off"):
             size = [f"steps={steps}", "eval.every=0", "eval.tasks=1", "optim.lr=1e-12", f"optim.prefix_sharing={sharing}"]
@@ -140,7 +149,7 @@ def report(args: argparse.Namespace) -> None:
     for env, calls in ((env, calls) for env in BASES for calls in HORIZONS):
         mine = {key[2:]: found for key, found in curves.items() if key[:2] == (env, str(calls))}
         if mine:
-            rows += lines_of(env, calls, mine)
+            rows += lines_of(env, calls, mine, seeds_of(curves))
     if rows:
         print("\ngreedy held-out success at the tokens that all runs of the task have sampled, and its mean until then")
         head = ["environment", "calls", "tokens", "arm", *(f"seed {seed}" for seed in seeds_of(curves)), "mean", "until: mean"]
@@ -152,7 +161,7 @@ def seeds_of(curves: dict[Any, Any]) -> list[str]:
     return sorted({key[-1] for key in curves})
 
 
-def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]]) -> list[list[str]]:
+def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]], seeds: Sequence[str]) -> list[list[str]]:
     """The rows of a task, an arm each; and its picture."""
     budget = min(found[-1][1] for found in curves.values())
     rows, lines = [], {}
@@ -160,7 +169,7 @@ def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]]) -> list
         runs = {seed: found for (name, seed), found in curves.items() if name == arm}
         if not runs:
             continue
-        ends = [f"{at(runs[seed], budget):.2f}" if seed in runs else "-" for seed in seeds_of(curves)]
+        ends = [f"{at(runs[seed], budget):.2f}" if seed in runs else "-" for seed in seeds]
         means = [statistics.mean(what(found, budget) for found in runs.values()) for what in (at, average)]
         rows.append([env, str(calls), f"{budget:,.0f}", arm, *ends, *(f"{value:.2f}" for value in means)])
         lines[f"{arm} ({len(runs)} seeds)"] = (COLORS[arm], mean(list(runs.values())))
