@@ -106,11 +106,6 @@ def spec(env: str, calls: int, quick: bool) -> str:
     return str(path)
 
 
-def plain(env: str) -> list[str]:
-    """What the base has and a comparison at equal tokens must not: a second use of episodes, and gold."""
-    return ["~algorithm.experience", "~algorithm.demonstrations"] if env == "workspace" else []
-
-
 def start(env: str, calls: int, quick: bool) -> str:
     """The warm start of a task's runs, as an override."""
     config = OTHER_STARTS.get((env, calls), BASES[env])
@@ -123,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
         for calls, seed, arm in ((c, s, a) for c in args.horizons for s in args.seeds for a in args.arms):
             model = start(env, calls, args.quick)
             size = ["steps=2", "eval.every=1", "rollout.groups=2"] if args.quick else [f"steps={STEPS[arm]}", "eval.every=4"]
-            words = [*COMMON, *plain(env), *size, f"seed={seed}", model, *overrides(arm, calls)]
+            words = [*COMMON, *size, f"seed={seed}", model, *overrides(arm, calls)]
             run(f"branching-{env}-{calls}-{arm}-{seed}", spec(env, calls, args.quick), words)
 
 
@@ -134,7 +129,7 @@ def cost(args: argparse.Namespace) -> None:
     for arm in ("flat", "middle"):
         for sharing in ("on", "off"):
             size = [f"steps={steps}", "eval.every=0", "eval.tasks=1", "optim.lr=1e-12", f"optim.prefix_sharing={sharing}"]
-            words = [*COMMON, *plain(env), *size, "seed=0", model, *overrides(arm, calls)]
+            words = [*COMMON, *size, "seed=0", model, *overrides(arm, calls)]
             run(f"branchcost-{env}-{calls}-{arm}-{sharing}", spec(env, calls, args.quick), words)
 
 

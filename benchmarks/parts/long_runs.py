@@ -27,6 +27,8 @@ COMMON = [
     "health.idle_updates=1000",  # an arm that learns nothing is a result
     "checkpoint.every=10",
     "sft=false",
+    "~algorithm.experience",  # what a base has and a comparison of means must not: a second use of episodes, and gold
+    "~algorithm.demonstrations",
 ]
 """What all compared runs have, whatever their tasks."""
 
