@@ -400,7 +400,7 @@ class Collector:
         """Count an attempt at an episode; whether it is the last."""
         failed = trajectory.stop.infrastructure
         self._moved(trajectory)
-        self._spent.attempt(index, trajectory, failed and attempt < self.config.retries)
+        self._spent.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
         if failed:
             self._fault(trajectory)
             of = index, trajectory.member, attempt

@@ -24,12 +24,13 @@ class Spent:
         self._thrown: Counter[str] = Counter()
         self._of: Counter[int] = Counter()  # of groups that are running or complete, by index
 
-    def attempt(self, index: int, trajectory: Trajectory, again: bool) -> None:
-        """An attempt of group `index` has ended; `again`: another one follows in its place."""
+    def attempt(self, index: int, trajectory: Trajectory, again: bool, runs: bool) -> None:
+        """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
+        attempt may end in the moment between its group being given up and being stopped."""
         tokens = trajectory.sampled_tokens
         self._sampled += tokens
-        if again:
-            self._thrown[RETRIED] += tokens
+        if again or not runs:
+            self._thrown[RETRIED if runs else GroupState.CANCELLED.value] += tokens
         else:
             self._of[index] += tokens
 

@@ -39,16 +39,19 @@ CALL = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
 
 class Counting(FaultyEngine):
     """Counts the tokens that it gave, by request. `first`: the first turn of each episode, if it is to call a tool. `held`:
-    episodes whose keys begin so get no second turn."""
+    episodes whose keys begin so get no second turn. `paced`: episodes whose keys begin so sleep so many turns of the loop first."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.gave: Counter[str] = Counter()
         self.first: list[int] = []
         self.held: tuple[str, ...] = ()
+        self.paced: dict[str, int] = {}
         self.waits = False
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        for _ in range(next((pace for start, pace in self.paced.items() if request_key.startswith(start)), 0)):
+            await asyncio.sleep(0)
         if self.first and request_key not in self.gave:
             found = Generation(self.first, [-1.0] * len(self.first), [self.version] * len(self.first), "stop")
         else:
@@ -141,6 +144,28 @@ def test_cancelled_episodes_count_with_the_turns_that_were_over(renderer: Render
     assert engine.of("g1.") == 2 * len(engine.first) and "tokens_thrown/cancelled" not in rows[0]
     assert rows[1]["tokens_thrown/cancelled"] >= engine.of("g1."), "told with the next update"
     assert all(row["tokens_thrown"] == row.get("tokens_thrown/cancelled", 0) for row in rows)
+
+
+@pytest.mark.parametrize("oversample", ["oversample", "oversample_members"])
+def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: Renderer, oversample: str) -> None:
+    """One member is a few turns of the loop later than the others, each number in turn: among them is the one in which its group
+    no longer waits for it and has not stopped it yet."""
+
+    async def scenario(pace: int) -> tuple[int, float, float, float]:
+        engine, collect = made(renderer, **{oversample: 1.5})
+        engine.paced = {"g1.m1." if oversample == "oversample" else "g1.m2.": pace}
+        rows, batches = await rows_of(collect, 1)
+        await collect.close()
+        rest = collect._spent.take()
+        sampled, thrown = (rows[0][key] + rest[key] for key in ("tokens_sampled", "tokens_thrown"))
+        return sum(engine.gave.values()), sampled, thrown, tokens(batches[0]) + tokens(collect.complete_groups())
+
+    ends = set[float]()
+    for pace in range(80):
+        gave, sampled, thrown, kept = asyncio.run(scenario(pace))
+        assert gave >= sampled == kept + thrown, pace
+        ends.add(thrown)
+    assert len(ends) > 1, "some ended in time and some did not"
 
 
 async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
