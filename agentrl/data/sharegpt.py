@@ -13,18 +13,18 @@ functions on), since the model's own chat template says both, in its own way.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.data.chats import Chat, arguments_of, checked, parsed, tools_of
 from agentrl.data.files import BadRowError
-from agentrl.plain_data import read_json
+from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, tagged_calls
 from agentrl.trajectory import Message, ToolCall
 
+T = TypeVar("T")
 ROLES = {
     "system": "system",
     "human": "user",
@@ -35,8 +35,6 @@ ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
-_RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
 _TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
 _SCRATCH = re.compile(r"<think>(.*?)</think>\s*", re.S)
 _LIST = re.compile(r"\[\s*\{\s*\"")
@@ -59,8 +57,7 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     if tagged:
         messages = [part for role, text in said for part in _hermes(role, text)]
     else:
-        names = [tool["function"]["name"] for tool in tools]
-        messages = [part for role, text in said for part in _toolace(role, text, names)]
+        messages = [part for role, text in said for part in _toolace(role, text)]
     opening = [Message("system", kept)] if kept else []
     every = (*opening, *_paired(messages))
     return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools))
@@ -78,7 +75,7 @@ def _said(turn: Any, at: str) -> tuple[str, str]:
 def _split(system: str) -> tuple[str, list[Any] | None]:
     """What is kept of a system message, and the functions in it."""
     if found := _TOOLS.search(system):
-        return "", _literal(found[1], "the functions of the system message")
+        return "", _read(literal, found[1], "the functions of the system message")
     if found := _LIST.search(system):
         try:
             tools, _ = json.JSONDecoder().raw_decode(system, found.start())
@@ -92,24 +89,19 @@ def _split(system: str) -> tuple[str, list[Any] | None]:
 
 def _hermes(role: str, text: str) -> list[Message]:
     if role == "tool":
-        return [Message("tool", part) for part in _RESULT.findall(text) or [text.strip()]]
+        return [Message("tool", part) for part in RESULT.findall(text) or [text.strip()]]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
     scratch = _SCRATCH.match(text.lstrip())
     text = text.lstrip()[scratch.end() :] if scratch else text
-    calls = []
-    for body in _CALL.findall(text):
-        call = _literal(body, "a <tool_call>")
-        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-            raise BadRowError(f"a <tool_call> without a name: {body[:80]}")
-        calls.append(ToolCall(call["name"], arguments_of(call.get("arguments"), "a <tool_call>")))
-    rest = _CALL.sub("", text).strip()
+    calls = _calls(_read(tagged_calls, text, "a <tool_call>"))
+    rest = TAGGED.sub("", text).strip()
     if "<tool_call>" in rest:
         raise BadRowError("a <tool_call> that does not end")
-    return [Message("assistant", rest, tuple(calls), reasoning=scratch[1].strip("\n") if scratch else None)]
+    return [Message("assistant", rest, calls, reasoning=scratch[1].strip("\n") if scratch else None)]
 
 
-def _toolace(role: str, text: str, names: list[str]) -> list[Message]:
+def _toolace(role: str, text: str) -> list[Message]:
     if role == "tool":
         try:
             results = json.loads(text)
@@ -120,79 +112,19 @@ def _toolace(role: str, text: str, names: list[str]) -> list[Message]:
         return [Message("tool", json.dumps(item["results"], ensure_ascii=False)) for item in results]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
-    body = text.strip()
-    if not (body.startswith("[") and body.endswith(")]") and (names or "(" in body)):
-        return [Message("assistant", text.strip())]
-    return [Message("assistant", "", tuple(bracket_calls(body)))]
+    calls = _calls(_read(bracket_calls, text, "a list of calls"))
+    return [Message("assistant", "" if calls else text.strip(), calls)]
 
 
-def bracket_calls(text: str) -> list[ToolCall]:
-    """The calls of `[name(a=1), other name(b="x")]`. Arguments are Python's or JSON's literals. Raises BadRowError."""
-    calls, at = list[ToolCall](), 1
-    while at < len(text) - 1:
-        begin = text.find("(", at)
-        end = -1 if begin < 0 else _closing(text, begin)
-        if end < 0:
-            raise BadRowError(f"not a list of calls: {text[:80]}")
-        calls.append(ToolCall(text[at:begin].strip(), _arguments(text[begin : end + 1])))
-        rest = text[end + 1 :].lstrip()
-        if not rest.startswith((",", "]")):
-            raise BadRowError(f"not a list of calls: {text[:80]}")
-        at = len(text) - len(rest) + 1
-    return calls
+def _calls(found: list[Call]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(name, arguments_of(arguments, f"a call of {name!r}")) for name, arguments in found)
 
 
-def _closing(text: str, begin: int) -> int:
-    """Where the parenthesis at `begin` ends, outside of strings; -1 if nowhere."""
-    depth, quote, at = 0, "", begin
-    while at < len(text):
-        char = text[at]
-        if quote:
-            at += char == "\\"
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if not depth:
-                return at
-        at += 1
-    return -1
-
-
-def _arguments(text: str) -> dict[str, Any]:
+def _read(read: Callable[[str], T], text: str, what: str) -> T:
     try:
-        call = ast.parse(f"f{text}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("arguments without names")
-        return {str(item.arg): _value(item.value) for item in call.keywords}
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        raise BadRowError(f"arguments that cannot be read: {text[:80]}: {problem}"[:200]) from None
-
-
-def _value(node: ast.expr) -> Any:
-    """A literal, with JSON's words for true, false and null too. Raises ValueError for anything else."""
-
-    class Words(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:
-            words = {"true": True, "false": False, "null": None}
-            return ast.copy_location(ast.Constant(words[name.id]), name) if name.id in words else name
-
-    return ast.literal_eval(Words().visit(node))
-
-
-def _literal(text: str, what: str) -> Any:
-    """JSON, or Python's way to write the same. Raises BadRowError."""
-    try:
-        return read_json(text)
-    except ValueError:
-        pass
-    try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        raise BadRowError(f"{what}: neither JSON nor a literal: {problem}"[:200]) from None
+        return read(text)
+    except ValueError as problem:
+        raise BadRowError(f"{what}: {problem}"[:200]) from None
 
 
 def _paired(messages: list[Message]) -> list[Message]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
+from agentrl.data import text_calls
+from agentrl.data.text_calls import RESULT, Call
 from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
 from .rows import Row, bad, check_row
 from .schemas import as_sets, from_schema, function
 
-Call = tuple[str, dict[str, Json]]
+T = TypeVar("T")
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
           "system": "system"}  # fmt: skip
 _TOOLS_TAG = re.compile(r"<tools>(.*?)</tools>", re.S)
-_CALL_TAG = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
-_RESPONSE_TAG = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
-_WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": None}
 
 
 def toolace(row: Mapping[str, Json], number: int) -> Iterator[Row]:
@@ -45,7 +42,7 @@ def hermes(row: Mapping[str, Json], number: int) -> Iterator[Row]:
         if listed is None:
             bad("conversations", "no <tools> list in the system turn, and no field 'tools'")
     tools = _declared(_value(listed, "tools") if isinstance(listed, str) else listed, "tools")
-    yield from _turns(row, number, tools, tagged_calls, lambda text, count: _RESPONSE_TAG.findall(text))
+    yield from _turns(row, number, tools, tagged_calls, lambda text, count: RESULT.findall(text))
 
 
 def _turns(row: Mapping[str, Json], number: int, tools: list[dict[str, Json]], read_calls: Any, results: Any) -> Iterator[Row]:
@@ -128,88 +125,21 @@ def _first_list(text: str) -> Json:
 
 
 def tagged_calls(text: str, place: str) -> list[Call]:
-    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises BadRowError for anything else."""
-    calls = []
-    for body in _CALL_TAG.findall(text):
-        value = _value(body, place)
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-            bad(place, f"a call needs a name and arguments: {body[:100]!r}")
-        arguments = value.get("arguments", {})
-        calls.append((value["name"], _value(arguments, place) if isinstance(arguments, str) else arguments))
-    return calls
+    """`text_calls.tagged_calls`. Raises BadRowError."""
+    return _at(place, text_calls.tagged_calls, text)
 
 
 def bracket_calls(text: str, place: str) -> list[Call]:
-    """`[Name one(key=value, ...), Name two(...)]`; an empty list if the text is not such a list of calls.
-
-    Raises BadRowError if it starts as one but is malformed.
-    """
-    text = text.strip()
-    if not re.match(r"^\[[^\[\](){}\"']+\(", text) or not text.endswith(")]"):
-        return []
-    calls = []
-    for part in _pieces(text[1:-1], place):
-        name, _, inside = part.strip().partition("(")
-        if not inside.endswith(")"):
-            bad(place, f"not a call: {part[:100]!r}")
-        arguments: dict[str, Json] = {}
-        for pair in _pieces(inside[:-1], place):
-            key, equals, value = pair.partition("=")
-            if not equals:
-                bad(place, f"an argument must be key=value, not {pair.strip()[:100]!r}")
-            arguments[key.strip()] = _value(value.strip(), place)
-        calls.append((name.strip(), arguments))
-    return calls
-
-
-def _pieces(text: str, place: str) -> list[str]:
-    """Parts between commas outside brackets and quotes. Raises BadRowError if one is never closed."""
-    parts, stack, quote, skip = [""], 0, "", False
-    for letter in text:
-        if skip:
-            skip = False
-        elif quote:
-            skip = letter == "\\"
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            # An apostrophe inside a name or an unquoted word does not open a string.
-            quote = letter if parts[-1].rstrip()[-1:] in ("=", "(", "[", "{", ",", ":", "") else ""
-        elif letter == "," and stack == 0:
-            parts.append("")
-            continue
-        else:
-            stack += (letter in "([{") - (letter in ")]}")
-        parts[-1] += letter
-    if stack or quote:
-        bad(place, f"brackets or quotes that do not close: {text[:100]!r}")
-    return [part for part in parts if part.strip()]
+    """`text_calls.bracket_calls`. Raises BadRowError."""
+    return _at(place, text_calls.bracket_calls, text)
 
 
 def _value(text: str, place: str) -> Json:
-    """A JSON value, or a Python literal that may contain true, false and null."""
-    try:
-        return read_json(text)
-    except ValueError:
-        pass
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
-            return _literal(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        bad(place, f"neither JSON nor a literal: {text[:100]!r}")
+    return _at(place, text_calls.literal, text)
 
 
-def _literal(node: ast.AST) -> Json:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        return node.value
-    if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
-        return _WORDS[node.id.lower()]
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_literal(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        return {str(_literal(key)): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _literal(node.operand)
-        if isinstance(value, (int, float)):
-            return -value
-    raise ValueError(f"not a literal: {ast.dump(node)[:80]}")
+def _at(place: str, read: Callable[[str], T], text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as problem:
+        bad(place, str(problem))

@@ -11,7 +11,8 @@ from agentrl.data.chats import openai_chat
 from agentrl.data.files import BadRowError
 from agentrl.data.preferences import preference
 from agentrl.data.rendered import rendered
-from agentrl.data.sharegpt import bracket_calls, sharegpt_chat
+from agentrl.data.sharegpt import sharegpt_chat
+from agentrl.data.text_calls import bracket_calls
 from agentrl.render import make_renderer
 from agentrl.train.tokenizer import packaged_tokenizer
 
@@ -125,10 +126,16 @@ def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said:
     assert said in str(problem.value)
 
 
-@pytest.mark.parametrize("text", ["[f(1)]", "[f(a=__import__('os'))]", "[f(a=1]", "[f(a=1) g()]", "[f(a=b)]"])
+@pytest.mark.parametrize("text", ["[f(1)]", "[f(a=__import__('os'))]", "[f(a=[1)]", "[f(a=1) g()]", "[f(a=b)]", "[f(a={1})]"])
 def test_calls_that_are_no_literals_are_refused(text: str) -> None:
-    with pytest.raises(BadRowError):
+    with pytest.raises(ValueError, match=r"not a call|key=value|neither JSON|do not close"):
         bracket_calls(text)
+    with pytest.raises(BadRowError, match="a list of calls: "):
+        sharegpt_chat({**TOOLACE, "conversations": [{"from": "user", "value": "?"}, {"from": "assistant", "value": text}]})
+
+
+def test_text_that_does_not_end_as_a_list_of_calls_is_text() -> None:
+    assert bracket_calls("[f(a=1]") == [] == bracket_calls("[see (1)] it") == bracket_calls("[1, 2]")
 
 
 def test_a_conversation_that_no_prompt_opens_is_refused() -> None:

@@ -1,0 +1,108 @@
+"""Calls that data sets write as text: in `<tool_call>` tags, or `[name(key=value)]`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Mapping
+
+from agentrl.plain_data import read_json
+from agentrl.trajectory import Json
+
+Call = tuple[str, Json]
+"""A name, and arguments: an object, if the data set is right."""
+TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
+_WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def tagged_calls(text: str) -> list[Call]:
+    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises ValueError for anything else."""
+    calls: list[Call] = []
+    for body in TAGGED.findall(text):
+        value = literal(body)
+        if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
+            raise ValueError(f"a call needs a name and arguments: {body[:100]!r}")
+        arguments = value.get("arguments", {})
+        calls.append((name, literal(arguments) if isinstance(arguments, str) else arguments))
+    return calls
+
+
+def bracket_calls(text: str) -> list[Call]:
+    """`[Name one(key=value, ...), Name two(...)]`; an empty list if the text is not such a list of calls.
+
+    Raises ValueError if it starts and ends as one but is malformed.
+    """
+    text = text.strip()
+    if not re.match(r"^\[[^\[\](){}\"']+\(", text) or not text.endswith(")]"):
+        return []
+    calls: list[Call] = []
+    for part in _pieces(text[1:-1]):
+        name, _, inside = part.strip().partition("(")
+        if not inside.endswith(")"):
+            raise ValueError(f"not a call: {part[:100]!r}")
+        arguments: dict[str, Json] = {}
+        for pair in _pieces(inside[:-1]):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ValueError(f"an argument must be key=value, not {pair.strip()[:100]!r}")
+            arguments[key.strip()] = literal(value.strip())
+        calls.append((name.strip(), arguments))
+    return calls
+
+
+def literal(text: str) -> Json:
+    """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError."""
+    try:
+        found: Json = read_json(text)
+    except ValueError:
+        pass
+    else:
+        return found
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
+            return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"neither JSON nor a literal: {text[:100]!r}") from None
+
+
+def _pieces(text: str) -> list[str]:
+    """Parts between commas outside brackets and quotes. Raises ValueError if one is never closed."""
+    parts, begin, depth, quote, before, skip = list[str](), 0, 0, "", "", False
+    for at, letter in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip = letter == "\\"
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            # An apostrophe inside a name or an unquoted word does not open a string.
+            quote = letter if before in ("=", "(", "[", "{", ",", ":", "") else ""
+        elif letter == "," and depth == 0:
+            parts.append(text[begin:at])
+            begin, before = at + 1, ""
+            continue
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+        before = before if letter.isspace() else letter  # of this part, the last that is no space
+    if depth or quote:
+        raise ValueError(f"brackets or quotes that do not close: {text[:100]!r}")
+    return [part for part in [*parts, text[begin:]] if part.strip()]
+
+
+def _value(node: ast.AST) -> Json:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
+        return _WORDS[node.id.lower()]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand)
+        if isinstance(value, (int, float)):
+            return -value
+    raise ValueError(f"not a literal: {ast.dump(node)[:80]}")
