@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import CatalogError
+from agentrl.errors import CatalogError, ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -39,6 +39,23 @@ def read_config_origins(args: argparse.Namespace) -> Origins:
     from agentrl.config.origin import read_origins
 
     return read_origins(find_config_file(args.config), args.overrides, find_config_file)
+
+
+def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
+    """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
+    from agentrl.config import load_config
+    from agentrl.config.paths import with_absolute_paths
+
+    file = Path(run) / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{run}: not a run folder (it has no config.toml)")
+    before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
+    return before, config
+
+
+def resume_overrides(args: argparse.Namespace) -> list[str]:
+    """Those of a resume, of which argparse takes the first for the config."""
+    return [text for text in (args.config, *args.overrides) if text is not None]
 
 
 def find_config_file(name: str) -> Path:

@@ -10,7 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.configs import add_config, find_config_file, is_override, open_folder, read_config_origins
+from agentrl.cli.configs import (
+    add_config,
+    find_config_file,
+    is_override,
+    open_folder,
+    read_config_origins,
+    read_resumed,
+    resume_overrides,
+)
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,20 +126,15 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
 
 
 def _resume(args: argparse.Namespace) -> int:
-    from agentrl.config import load_config
     from agentrl.config.identity import check_resumed
     from agentrl.config.origin import read_origins
-    from agentrl.config.paths import with_absolute_paths
     from agentrl.run.checks.data import check_data
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
     from agentrl.run.provenance import check_resumable
 
-    file = Path(args.resume) / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{args.resume}: not a run folder (it has no config.toml)")
-    texts = [text for text in (args.config, *args.overrides) if text is not None] + _given(args)
-    before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
+    texts = [*resume_overrides(args), *_given(args)]
+    before, config = read_resumed(args.resume, texts)
     if before.data is None:
         run = shlex.quote(args.resume)
         raise ConfigError(
@@ -140,4 +143,4 @@ def _resume(args: argparse.Namespace) -> int:
     check_resumed(before, config, Path(args.resume))
     folder = RunFolder(Path(args.resume))
     notes = check_resumable(before, config, folder, check_data)
-    return execute(config, folder, resumed=True, notes=notes, origins=read_origins(file, texts))
+    return execute(config, folder, resumed=True, notes=notes, origins=read_origins(folder.config, texts))

@@ -10,12 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins
+from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins, read_resumed, resume_overrides
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
-from agentrl.config import TrainConfig, load_config
+from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
 from agentrl.config.origin import read_origins
-from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.shown import say
 
@@ -103,7 +102,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | 
         folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
         return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
     folder = RunFolder(Path(args.resume))
-    origins = read_origins(folder.config, _overrides(args))
+    origins = read_origins(folder.config, resume_overrides(args))
     news = check_resumable(before, config, folder)
     return execute(config, folder, resumed=True, notes=news, origins=origins, restarts=restarts)
 
@@ -114,16 +113,8 @@ def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]
         if args.config is None:
             raise ConfigError("a config is needed, for example: agentrl train configs/quickstart.toml")
         return read_config(args), None
-    file = Path(args.resume) / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{args.resume}: not a run folder (it has no config.toml)")
-    before, config = (with_absolute_paths(load_config(file, texts)) for texts in ((), _overrides(args)))
+    before, config = read_resumed(args.resume, resume_overrides(args))
     if before.data is not None:
         raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
     check_resumed(before, config, Path(args.resume))
     return config, before
-
-
-def _overrides(args: argparse.Namespace) -> list[str]:
-    """Those of a resume, of which argparse takes the first for the config."""
-    return [text for text in (args.config, *args.overrides) if text is not None]

@@ -352,8 +352,9 @@ class Collector:
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
         """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
         if self.config.branch is not None:
-            trees = Trees(self.player, self._slots, self.watch, self.config.retries, partial(self._job, index, choice))
-            trees.attempted, trees.over = partial(self._attempted, index), partial(self._is_over, index)
+            told = partial(self._attempted, index), partial(self._is_over, index)
+            job = partial(self._job, index, choice)
+            trees = Trees(self.player, self._slots, self.watch, self.config.retries, job, *told)
             return await forest(numbers, self.config.branch.roots, trees.play, partial(self._member, index, choice))
         done: dict[int, Trajectory] = {}
         async with asyncio.TaskGroup() as tasks:

@@ -50,8 +50,8 @@ class Trees:
     watch: Watch
     retries: int
     job: Callable[[int, int], Job]
-    attempted: Callable[[Trajectory, int], bool] = lambda trajectory, attempt: True
-    over: Callable[[int], None] = lambda member: None
+    attempted: Callable[[Trajectory, int], bool]
+    over: Callable[[int], None]
 
     async def play(self, root: int, branches: Sequence[int]) -> dict[int, Trajectory]:
         """A root and what branched off it, by member: its last attempt. A tree whose root fails is played again as a whole."""

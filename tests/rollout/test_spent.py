@@ -39,7 +39,7 @@ CALL = Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),))
 
 class Counting(FaultyEngine):
     """Counts the tokens that it gave, by request. `first`: the first turn of each episode, if it is to call a tool. `held`:
-    episodes whose keys begin so get no second turn. `paced`: episodes whose keys begin so sleep so many turns of the loop first."""
+    episodes whose keys begin so get no second turn. `paced`: episodes whose keys begin so sleep so many turns of the loop."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -43,7 +43,7 @@ class PrefixIndex:
             return
         self._forget(sequence, sequence.later[places:])
         del sequence.later[places:]
-        chain = [0, *sequence.blocks, *sequence.later][-1]
+        chain = (sequence.later or sequence.blocks or [0])[-1]
         for start in range((len(sequence.blocks) + len(sequence.later)) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
             chain = hash((chain, *sequence.tokens[start : start + BLOCK]))
             sequence.later.append(chain)
