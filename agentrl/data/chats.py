@@ -69,7 +69,7 @@ def messages_of(given: Any, key: str) -> tuple[tuple[Message, ...], tuple[bool, 
 
 def _message(item: Mapping[str, Any], at: str) -> Message:
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRowError(f"{at}.role: expected one of {', '.join(ROLES)}, got {role!r}")
     if "function_call" in item:
         raise BadRowError(f"{at}.function_call: the older layout; write it as tool_calls")
@@ -85,7 +85,7 @@ def _message(item: Mapping[str, Any], at: str) -> Message:
         ROLES[role],  # type: ignore[arg-type]
         content,
         calls,
-        tool_call_id=item.get("tool_call_id") if role == "tool" else None,
+        tool_call_id=_id(item.get("tool_call_id"), f"{at}.tool_call_id") or None if role == "tool" else None,
         name=item.get("name") if isinstance(item.get("name"), str) and role == "tool" else None,
         reasoning=reasoning if isinstance(reasoning, str) and reasoning else None,
     )
@@ -105,7 +105,14 @@ def _call(item: Any, at: str) -> ToolCall:
     function = item.get("function", item) if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRowError(f"{at}: expected an object with function.name and function.arguments")
-    return ToolCall(function["name"], arguments_of(function.get("arguments"), at), str(item.get("id") or ""))
+    return ToolCall(function["name"], arguments_of(function.get("arguments"), at), _id(item.get("id"), f"{at}.id"))
+
+
+def _id(given: Any, at: str) -> str:
+    """The id of a call, which some data sets have as a number; "" if there is none."""
+    if given is not None and not isinstance(given, str | int):
+        raise BadRowError(f"{at}: expected text, got {type(given).__name__}")
+    return "" if given is None else str(given)
 
 
 def arguments_of(given: Any, at: str) -> dict[str, Any]:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from agentrl.config.schema import DataConfig
 from agentrl.data.files import BadRowError, RowPlace, row_at
 from agentrl.trajectory import Trajectory
 
+TaskKey = tuple[str, str, int, int, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode in a file: where it is, the task that it is of (environment, id, seed, turns given), what it scored."""
+    """An episode in a file: where it is, the task that it is of (environment, id, seed, turns given, a digest of what it says: of
+    two runs with other `env.params` ids and seeds can be equal), what it scored."""
 
     place: RowPlace
-    task: tuple[str, str, int, int]
+    task: TaskKey
     reward: float
 
     def load(self) -> Trajectory:
@@ -42,15 +48,19 @@ def scored(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Co
     """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
     try:
         task, reward = row["task"], row["reward"]
-        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)))
+        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), _said(task))
         split, success = task.get("split", "train"), row.get("success")
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        raise BadRowError(f"reward: expected a number, got {reward!r}"[:200])
     why = None
     if data.split is not None and split != data.split:
         why = f"of the split {split!r}, not data.split = {data.split!r}"
     elif reward is None:
         why = "unscored"
+    elif data.loss == "dpo" and row.get("parent") is not None:
+        why = "branches of others (rollout.branch): of their first turns they have no tokens to compare with another's"
     elif data.min_reward is not None and reward < data.min_reward:
         why = f"below data.min_reward = {data.min_reward:g}"
     elif data.success and success is not True:
@@ -85,11 +95,17 @@ def pairs(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> It
                 break
             yield better, worse
             number += 1
-        passed["no pair: alike in reward, or beyond data.per_task"] += len(ranked) - 2 * number
+        if len(ranked) > 2 * number:
+            passed["no pair: alike in reward, or beyond data.per_task"] += len(ranked) - 2 * number
 
 
 def _by_task(found: Iterable[Scored]) -> list[list[Scored]]:
-    tasks: dict[tuple[str, str, int, int], list[Scored]] = defaultdict(list)
+    tasks: dict[TaskKey, list[Scored]] = defaultdict(list)
     for one in found:
         tasks[one.task].append(one)
     return list(tasks.values())
+
+
+def _said(task: Mapping[str, Any]) -> str:
+    """A digest of a task's data and gold answers."""
+    return sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]

@@ -71,6 +71,10 @@ class Preparation:
         if isinstance(row, BadRowError):
             raise row
         if is_episode(row):
+            if place.offset < 0:
+                raise BadRowError(
+                    "episodes are read from JSON lines alone, as runs write them; name the run, or its .jsonl files"
+                )
             if (one := scored(place, row, self.data, self.passed)) is not None:
                 found.append(one)
         else:
@@ -103,6 +107,8 @@ class Preparation:
             return rendered(chat_of(episode), self.renderer)
         if not any(ledger.sampled_tokens for ledger in episode.ledgers):
             raise BadRowError("no token that its policy sampled")
+        if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
+            raise BadRowError("its tokens are of turns that it does not have")
         size = len(self.tokenizer)
         texts = self.tokenizer.batch_decode([turn_ids(episode, turn.index) for turn in episode.turns])
         top = max(int(ledger.token_ids.max()) for ledger in episode.ledgers if len(ledger))

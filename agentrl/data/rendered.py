@@ -61,13 +61,13 @@ def _turn(message: Message, renderer: Renderer, place: int) -> list[int]:
 
 
 def chat_of(episode: Trajectory) -> Chat:
-    """The messages of an episode as a chat, to render them anew; turns that it was given are context. Raises BadRowError if its
-    conversation was rewritten."""
+    """The messages of an episode as a chat, to render them anew; turns that it was given, and those before it branched off
+    another, are context. Raises BadRowError if its conversation was rewritten."""
     if episode.rewrites:
         raise BadRowError("a context policy rewrote its conversation, so its messages do not say what the policy saw")
-    turn, trained = 0, list[bool]()
+    turn, trained, begins = 0, list[bool](), max(episode.given, episode.branch_turn)
     for message in episode.messages:
-        trained.append(message.role == "assistant" and turn >= episode.given)
+        trained.append(message.role == "assistant" and turn >= begins)
         turn += message.role == "assistant"
     end = max((n for n, message in enumerate(episode.messages) if message.role == "assistant"), default=-1) + 1
     if not any(trained):

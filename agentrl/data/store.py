@@ -88,7 +88,8 @@ class RowWriter:
     def finish(self, heldout: float, seed: int, rows: int, left_out: list[tuple[str, str]], passed: dict[str, int]) -> About:
         """Hold out a share of the tasks (rounded up, but one at least is left to train on), chosen by seed and name alone."""
         drawn = sorted(self._numbers, key=lambda name: sha256(f"{seed} {name}".encode()).digest())
-        out = sorted(self._numbers[name] for name in drawn[: min(math.ceil(heldout * len(drawn)), len(drawn) - 1)])
+        count = math.ceil(heldout * len(drawn) - 1e-9)  # 0.07 of 100 is a little more than 7 in floating point
+        out = sorted(self._numbers[name] for name in drawn[: min(count, len(drawn) - 1)])
         np.save(self.folder / "ledgers.npy", np.asarray(self._ledgers, dtype=np.int64).reshape(-1, 2))
         np.save(self.folder / "tasks.npy", np.asarray(self._tasks, dtype=np.int64))
         self._ids.flush()

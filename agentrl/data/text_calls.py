@@ -47,6 +47,8 @@ def bracket_calls(text: str) -> list[Call]:
             key, equals, value = pair.partition("=")
             if not equals:
                 raise ValueError(f"an argument must be key=value, not {pair.strip()[:100]!r}")
+            if key.strip() in arguments:
+                raise ValueError(f"the argument {key.strip()[:100]!r} twice")
             arguments[key.strip()] = literal(value.strip())
         calls.append((name.strip(), arguments))
     return calls
@@ -99,7 +101,7 @@ def _value(node: ast.AST) -> Json:
         return _WORDS[node.id.lower()]
     if isinstance(node, (ast.List, ast.Tuple)):
         return [_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
+    if isinstance(node, ast.Dict) and not any(isinstance(key, (type(None), ast.List, ast.Tuple, ast.Dict)) for key in node.keys):
         return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _value(node.operand)

@@ -118,6 +118,8 @@ def chat(**changed: Any) -> dict[str, Any]:
             chat(messages=[ASKED[0], {**ASKED[1], "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]),
             "messages[1].tool_calls[0].arguments: not JSON",
         ),
+        (chat(messages=[{"role": ["user"], "content": "x"}]), "messages[0].role: expected one of"),
+        (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said: str) -> None:
@@ -126,9 +128,13 @@ def test_a_row_that_cannot_be_used_says_where_and_why(row: dict[str, Any], said:
     assert said in str(problem.value)
 
 
-@pytest.mark.parametrize("text", ["[f(1)]", "[f(a=__import__('os'))]", "[f(a=[1)]", "[f(a=1) g()]", "[f(a=b)]", "[f(a={1})]"])
+@pytest.mark.parametrize(
+    "text",
+    ["[f(1)]", "[f(a=__import__('os'))]", "[f(a=[1)]", "[f(a=1) g()]", "[f(a=b)]", "[f(a={1})]", "[f(**{'a': 1})]",
+     "[f(a=1, a=2)]", "[f(a={[]: 1})]", "[f(a={**{}})]", "[f(a=b'x')]", "[f(a=1j)]"],
+)  # fmt: skip
 def test_calls_that_are_no_literals_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a call|key=value|neither JSON|do not close"):
+    with pytest.raises(ValueError, match=r"not a call|key=value|neither JSON|do not close|twice"):
         bracket_calls(text)
     with pytest.raises(BadRowError, match="a list of calls: "):
         sharegpt_chat({**TOOLACE, "conversations": [{"from": "user", "value": "?"}, {"from": "assistant", "value": text}]})
@@ -136,6 +142,19 @@ def test_calls_that_are_no_literals_are_refused(text: str) -> None:
 
 def test_text_that_does_not_end_as_a_list_of_calls_is_text() -> None:
     assert bracket_calls("[f(a=1]") == [] == bracket_calls("[see (1)] it") == bracket_calls("[1, 2]")
+
+
+@pytest.mark.parametrize("written", ["{'name': 'add', 'arguments': {'a': {1}}}", "{[]: 1}", "{**{'name': 'add'}}"])
+def test_a_hermes_call_that_is_no_json_value_is_refused(written: str) -> None:
+    said = [*HERMES["conversations"][:2], {"from": "gpt", "value": f"<tool_call>{written}</tool_call>"}]
+    with pytest.raises(BadRowError, match="neither JSON nor a literal"):
+        sharegpt_chat({"conversations": said})
+
+
+def test_an_id_that_is_a_number_is_the_one_that_the_result_names() -> None:
+    called = {**ASKED[1], "tool_calls": [{**CALL, "id": 7}]}
+    found = openai_chat(chat(messages=[ASKED[0], called, {**ASKED[2], "tool_call_id": 7}, ASKED[5]]))
+    assert found.messages[1].tool_calls[0].id == found.messages[2].tool_call_id == "7"
 
 
 def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
