@@ -120,6 +120,10 @@ class ToolError(AgentrlError):
     """A tool refuses its arguments or its task; the message goes to the model as the tool's answer."""
 
 
+class ImageError(AgentrlError, ValueError):
+    """Bytes that are no image which is taken: too large, of another kind, or broken."""
+
+
 class EnvError(AgentrlError):
     """An environment failed (its own fault, not the policy's): the episode is unscored, never 0."""
 

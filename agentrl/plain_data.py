@@ -3,6 +3,7 @@ RFC 8259 (Python's own writes NaN and Infinity, and neither reads nor writes a l
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -73,3 +74,46 @@ def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
     if value is None or isinstance(value, str | int | float):
         return None if unbounded(value) else value
     return value if default is None else _plain(default(value), default)
+
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def detached(value: Any) -> Any:
+    """A copy of a JSON value that shares no list and no dictionary with it, however deep it is nested."""
+    if not isinstance(value, dict | list):
+        return value
+    whole = value.copy()
+    rest = [whole]
+    while rest:  # not by recursion: a policy may nest deeper than Python's stack
+        part = rest.pop()
+        # Values are replaced under keys that stay, which an iteration allows.
+        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
+            if type(item) in _SCALARS:
+                continue
+            if isinstance(item, dict | list):
+                part[key] = item.copy()
+                rest.append(part[key])
+            elif not isinstance(item, str | int | float):
+                part[key] = copy.deepcopy(item)  # an author's data may hold more than JSON has: a tuple of lists, say
+    return whole
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0, as it is in Python."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or one != other:
+        return False
+    rest = [(one, other)]
+    while rest:
+        here, there = rest.pop()
+        keyed = isinstance(here, Mapping)
+        for a, b in ((item, there[key]) for key, item in here.items()) if keyed else zip(here, there, strict=True):
+            if a is b:
+                continue
+            if type(a) is not type(b):
+                return False
+            if isinstance(a, Mapping | list | tuple):
+                rest.append((a, b))
+    return True

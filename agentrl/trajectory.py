@@ -7,7 +7,6 @@ Neither is ever derived from the other afterwards.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl import columns
-from agentrl.plain_data import json_text
+from agentrl.images import Image, images_of
+from agentrl.plain_data import detached, json_text
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -83,7 +83,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. Tool results are messages of role "tool" with `tool_call_id` and `name`."""
+    """One chat message. Tool results are messages of role "tool" with `tool_call_id` and `name`. `images`: those whose lines
+    (`Image.line`) stand in `content`."""
 
     role: Role
     content: str = ""
@@ -91,11 +92,16 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images:  # rows, if the message was made of one
+            object.__setattr__(self, "images", images_of(self.images))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered: `content` as the model sees it; `error` is the error's kind, or None."""
+    """What a tool answered: `content` and `images` as the model sees them; `error` is the error's kind, or None."""
 
     call_id: str
     name: str
@@ -103,6 +109,11 @@ class ToolResult:
     value: Json = None
     error: str | None = None
     seconds: float = 0.0
+    images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images:
+            object.__setattr__(self, "images", images_of(self.images))
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,49 +385,6 @@ class TokenLedger:
         return ledger
 
 
-_SCALARS = frozenset({str, int, float, bool, type(None)})
-
-
-def detached(value: Json) -> Json:
-    """A copy of a JSON value that shares no list and no dictionary with it, however deep it is nested."""
-    if not isinstance(value, dict | list):
-        return value
-    whole = value.copy()
-    rest = [whole]
-    while rest:  # not by recursion: a policy may nest deeper than Python's stack
-        part = rest.pop()
-        # Values are replaced under keys that stay, which an iteration allows.
-        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-            if type(item) in _SCALARS:
-                continue
-            if isinstance(item, dict | list):
-                part[key] = item.copy()
-                rest.append(part[key])
-            elif not isinstance(item, str | int | float):
-                part[key] = copy.deepcopy(item)  # an author's data may hold more than JSON has: a tuple of lists, say
-    return whole
-
-
-def identical(one: Json, other: Json) -> bool:
-    """Whether two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0, as it is in Python."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or one != other:
-        return False
-    rest = [(one, other)]
-    while rest:
-        here, there = rest.pop()
-        keyed = isinstance(here, Mapping)
-        for a, b in ((item, there[key]) for key, item in here.items()) if keyed else zip(here, there, strict=True):
-            if a is b:
-                continue
-            if type(a) is not type(b):
-                return False
-            if isinstance(a, Mapping | list | tuple):
-                rest.append((a, b))
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem instance. `data` may reach the policy; `gold` never does (no observation, no info)."""
@@ -498,6 +466,14 @@ class Trajectory:
     stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
 
     @property
+    def images(self) -> dict[str, Image]:
+        """All images of its messages and results, each once, by digest."""
+        held = [message.images for message in self.messages if message.images]
+        held += [result.images for turn in self.turns for result in turn.results if result.images]
+        held += [made.result.images for made in self.user_calls if made.result is not None and made.result.images]
+        return {image.sha256: image for images in held for image in images}
+
+    @property
     def sampled_tokens(self) -> int:
         return sum(ledger.sampled_tokens for ledger in self.ledgers)
 
@@ -517,9 +493,8 @@ class Trajectory:
         return {
             **self._record(),
             "task": asdict(self.task),
-            "messages": [asdict(message) for message in self.messages],
-            "turns": [asdict(turn) for turn in self.turns],
-            **({"user_calls": [asdict(made) for made in self.user_calls]} if self.user_calls else {}),
+            **{name: [asdict(item, dict_factory=_referring) for item in getattr(self, name)] for name in ("messages", "turns")},
+            **({"user_calls": [asdict(made, dict_factory=_referring) for made in self.user_calls]} if self.user_calls else {}),
             "ledgers": [ledger.packed() for ledger in self.ledgers],
         }
 
@@ -550,6 +525,8 @@ class Trajectory:
         for name in ("user_calls", "parting", "given", "branch_turn"):
             if not row[name]:
                 del row[name]
+        if images := self.images:
+            row["images"] = {sha256: asdict(image) for sha256, image in images.items()}
         return row
 
     @classmethod
@@ -557,9 +534,10 @@ class Trajectory:
         """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
         fields = dict(row)
         fields["task"] = Task(**row["task"])
-        fields["messages"] = [_message(item) for item in row["messages"]]
-        fields["turns"] = [_turn(item) for item in row["turns"]]
-        fields["user_calls"] = user_calls_of(row.get("user_calls", ()))
+        images = {sha256: Image.from_row(item) for sha256, item in fields.pop("images", {}).items()}
+        fields["messages"] = [message_of(item, images) for item in row["messages"]]
+        fields["turns"] = [turn_of(item, images) for item in row["turns"]]
+        fields["user_calls"] = user_calls_of(row.get("user_calls", ()), images)
         fields["ledgers"] = [TokenLedger.from_json(item) for item in row["ledgers"]]
         fields["stop"] = StopReason(row["stop"])
         return cls(**fields)
@@ -576,26 +554,57 @@ def _begun(record: str) -> str:
 def _fields(item: object) -> dict[str, Json]:
     """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest."""
     if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
-        return {name: getattr(item, name) for name in item.__dataclass_fields__}
+        return _referring([(name, getattr(item, name)) for name in item.__dataclass_fields__])
     raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
 
 
-def _message(row: Mapping[str, Json]) -> Message:
-    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+def _referring(pairs: list[tuple[str, Any]]) -> dict[str, Json]:
+    """Fields with images as their digests: a record has each image once, however often it is in it. Without images: without the
+    field."""
+    row = dict(pairs)
+    if images := row.pop("images", None):
+        row["images"] = [image.sha256 if isinstance(image, Image) else image["sha256"] for image in images]
+    return row
 
 
-def _turn(row: Mapping[str, Json]) -> Turn:
-    results = [ToolResult(**result) for result in row["results"]]
-    return Turn(**{**row, "message": _message(row["message"]), "results": results})
+def as_row(item: Message | Turn | ToolResult | ToolCall | UserCall) -> dict[str, Json]:
+    """A part of an episode as JSON, with its images in full; a field `images` that is empty is left out."""
+    return asdict(item, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "images" or value})
 
 
-def user_calls_of(rows: Sequence[Mapping[str, Json]]) -> list[UserCall]:
-    """Inverse of the calls' JSON form."""
+_Images = Mapping[str, Image]
+_ALONE: _Images = {}
+
+
+def message_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Message:
+    """Inverse of `as_row`; `images`: those that the row has by digest. Raises KeyError, TypeError or ValueError."""
+    return Message(**{**_found(row, images), "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+
+
+def result_of(row: Mapping[str, Json], images: _Images = _ALONE) -> ToolResult:
+    """Likewise."""
+    return ToolResult(**_found(row, images))
+
+
+def turn_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Turn:
+    """Likewise."""
+    results = [result_of(result, images) for result in row["results"]]
+    return Turn(**{**row, "message": message_of(row["message"], images), "results": results})
+
+
+def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) -> list[UserCall]:
+    """Likewise, of several calls."""
     found = []
     for row in rows:
-        result = None if row["result"] is None else ToolResult(**row["result"])
+        result = None if row["result"] is None else result_of(row["result"], images)
         found.append(UserCall(**{**row, "call": ToolCall(**row["call"]), "result": result}))
     return found
+
+
+def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
+    """The row with the images that it has by digest."""
+    held = row.get("images")
+    return {**row, "images": tuple(images[item] if isinstance(item, str) else item for item in held)} if held else row
 
 
 @dataclass(slots=True)

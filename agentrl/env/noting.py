@@ -23,4 +23,4 @@ def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
 
 
 def as_message(result: ToolResult) -> Message:
-    return Message("tool", result.content, tool_call_id=result.call_id, name=result.name)
+    return Message("tool", result.content, tool_call_id=result.call_id, name=result.name, images=result.images)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import gymnasium
@@ -12,7 +11,7 @@ import numpy as np
 
 from agentrl.env.sample import sample_arguments
 from agentrl.tool import Toolbox
-from agentrl.trajectory import Json, Message
+from agentrl.trajectory import Json, Message, as_row
 
 Observation = list[Message]
 Action = Message | str
@@ -37,7 +36,7 @@ class MessagesSpace(gymnasium.Space[Observation]):
         return [Message("user", " ".join(f"w{word}" for word in words))]
 
     def to_jsonable(self, sample_n: Iterable[Observation]) -> list[Any]:
-        return [[asdict(message) for message in sample] for sample in sample_n]
+        return [[as_row(message) for message in sample] for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MessagesSpace)
@@ -84,7 +83,7 @@ class ToolCallSpace(gymnasium.Space[Action]):
         return f"<tool_call>\n{body}\n</tool_call>"
 
     def to_jsonable(self, sample_n: Iterable[Action]) -> list[Any]:
-        return [sample if isinstance(sample, str) else asdict(sample) for sample in sample_n]
+        return [sample if isinstance(sample, str) else as_row(sample) for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolCallSpace) and self.schemas() == other.schemas()

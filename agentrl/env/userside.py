@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
+from agentrl.env.noting import as_message
 from agentrl.env.users import Parting, User
 from agentrl.errors import EnvError, UserLimitError
 from agentrl.reward.course import course_of, turn_places
@@ -44,7 +45,7 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
         same = [made for made in calls if (made.turn, made.step) == (turn, step)]
         found.append(Message("user", same[0].text, tuple(made.call for made in same)))
         answers = [made.result for made in same if made.result is not None]
-        found += [Message("tool", result.content, tool_call_id=result.call_id, name=result.name) for result in answers]
+        found += [as_message(result) for result in answers]
     return found
 
 

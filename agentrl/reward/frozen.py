@@ -8,8 +8,8 @@ import marshal
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from agentrl.plain_data import unbounded
-from agentrl.trajectory import Json, detached
+from agentrl.plain_data import detached, unbounded
+from agentrl.trajectory import Json
 
 _UNSET: Any = object()
 _NONE = marshal.dumps(None, 2)

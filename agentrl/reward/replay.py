@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from agentrl.plain_data import detached
 from agentrl.reward.course import EpisodeRounds
 from agentrl.reward.frozen import FrozenState
 from agentrl.reward.gold import GoldCall, gold_calls
 from agentrl.reward.leaf import Context, UnscorableError
 from agentrl.reward.twins import RoundEnd, RoundTurns, TwinPass
 from agentrl.reward.view import View
-from agentrl.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn, detached
+from agentrl.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn
 
 
 def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, FrozenState]:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.errors import ReplayError
+from agentrl.plain_data import identical
 from agentrl.reward.frozen import FrozenState
 from agentrl.reward.twin import Copies, Twin, twin_of
 from agentrl.reward.unscorable import FailedTwinError as FailedTwinError
 from agentrl.reward.unscorable import UnscorableError
 from agentrl.reward.values import brief
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, identical
+from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 
 log = logging.getLogger(__name__)
 MakeEnv = Callable[[Task], Any]  # a ReplayEnv (`agentrl.reward.leaf`)

@@ -188,6 +188,7 @@ class View:
             "calls": len(calls),
             "errors": sum(1 for made in calls if _failed(made)),
             "sampled_tokens": sum(turn.sampled_tokens for turn in whole.turns),
+            "images": len(whole.images),
             "metrics": dict(whole.metrics),
             "tools": [tool.get("function", {}).get("name") for tool in whole.tools],
         }
@@ -203,6 +204,7 @@ class View:
             "finish": turn.finish,
             "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in turn.message.tool_calls],
             "results": [result.content for result in turn.results],
+            "images": [image.about for result in turn.results for image in result.images],
             "sampled_tokens": turn.sampled_tokens,
             "errors": sum(1 for made in calls_made([turn]) if _failed(made)),
         }
@@ -216,6 +218,7 @@ class View:
             "arguments": made.call.arguments,
             "error": made.call.error or (made.result.error if made.result else None),
             "result": made.result.content if made.result else None,
+            "images": [image.about for image in made.result.images] if made.result else [],
         }
 
 
@@ -242,10 +245,11 @@ FIELDS = {
         "calls",
         "errors",
         "sampled_tokens",
+        "images",
         "metrics",
         "tools",
     ),
-    "turn": ("index", "content", "reasoning", "finish", "calls", "results", "sampled_tokens", "errors"),
-    "call": ("name", "arguments", "error", "result"),
+    "turn": ("index", "content", "reasoning", "finish", "calls", "results", "images", "sampled_tokens", "errors"),
+    "call": ("name", "arguments", "error", "result", "images"),
 }
 """The names that a reference can have as its second token, by first token."""

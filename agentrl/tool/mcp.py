@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
+from agentrl.executors import by_size
+from agentrl.images import Image
 from agentrl.redaction import learn, redact_said, resolved, stderr_of_children
+from agentrl.tool.pictures import read
 from agentrl.tool.tool import Options, Tool
 
 if TYPE_CHECKING:
@@ -136,10 +140,13 @@ class McpSession:
                 if problem.code == _INVALID_PARAMS:
                     raise ToolError(str(problem)) from problem
                 raise
-            text = _text(result)
+            parts = [await _part(block) for block in result.content]
             if result.is_error:
-                raise ToolError(text)
-            return text
+                raise ToolError("\n".join(part if isinstance(part, str) else part.line for part in parts))
+            if not parts and result.structured_content is not None:
+                return json.dumps(result.structured_content, ensure_ascii=False)
+            texts = [part for part in parts if isinstance(part, str)]
+            return "\n".join(texts) if len(texts) == len(parts) else parts
 
         hints = item.annotations
         read_only = bool(hints is not None and hints.read_only_hint)
@@ -157,17 +164,18 @@ class McpSession:
         return Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
 
 
-def _text(result: Any) -> str:
-    """The text blocks of a result, with other blocks by kind and size; structured content if there are no blocks."""
-    parts = [block.text if block.type == "text" else _other(block) for block in result.content]
-    if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
-
-
-def _other(block: Any) -> str:
-    size = len(block.model_dump_json())
-    return f"[{block.type}, {size} bytes as JSON, not shown]"
+async def _part(block: Any) -> str | Image:
+    """A block of a result: its text or its image; for what is not shown, a line of its kind and size."""
+    if block.type == "text":
+        return str(block.text)
+    size = f"{len(block.model_dump_json())} bytes as JSON"
+    if block.type != "image":
+        return f"[{block.type}, {size}, not shown]"
+    try:
+        data = base64.b64decode(block.data, validate=True)
+    except ValueError as problem:
+        return f"[image, {size}, not shown: {problem}]"
+    return await by_size(len(data), read, data, size)
 
 
 def _cause(fault: BaseException) -> str:

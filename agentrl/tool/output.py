@@ -10,7 +10,9 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentrl.errors import EnvError
+from agentrl.images import Image
 from agentrl.plain_data import MOST_BITS
+from agentrl.tool.pictures import pictured, with_lines
 from agentrl.trajectory import Json
 
 CountTokens = Callable[[str], int]
@@ -25,10 +27,12 @@ def estimate_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
-def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str]:
-    """What a tool returned, as JSON and as the text within its budget that the model reads."""
+def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
+    """What a tool returned, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
+    answer, images = pictured(name, answer)
     value = to_json(name, answer)
-    return value, fit(to_text(value), budget, count)
+    text = fit(to_text(value), budget, count)
+    return value, with_lines(text, images) if images else text, images
 
 
 def to_json(name: str, value: Any) -> Json:

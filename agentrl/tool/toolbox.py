@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.deadline import LateError, contained, within
 from agentrl.errors import AgentrlError, EnvError, PolicyTimeoutError, ToolError, ToolTimeoutError
 from agentrl.executors import by_size, size_of
+from agentrl.plain_data import detached
 from agentrl.redaction import redact, redact_said, redacted
 from agentrl.spans import span
 from agentrl.tool.options import MAX_OUTPUT, formed
@@ -20,7 +21,7 @@ from agentrl.tool.process import Child
 from agentrl.tool.tool import Tool
 from agentrl.tool.tool import tool as make_tool
 from agentrl.tool.validate import Problem, nearest
-from agentrl.trajectory import Json, ToolCall, ToolResult, detached
+from agentrl.trajectory import Json, ToolCall, ToolResult
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -185,10 +186,10 @@ class Toolbox:
             self._waiting.remove(waiting)
         if isinstance(answer, Problem):
             return self._refuse(call, answer, waiting.since)
-        value, content = await by_size(size_of(answer), shaped, item.name, answer, self._budget(item), self._count)
+        value, content, images = await by_size(size_of(answer), shaped, item.name, answer, self._budget(item), self._count)
         if (clean := redact(content)) != content:
             content, value = clean, redacted(value)
-        return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since)
+        return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since, images)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import RunFolderError
+from agentrl.images import Image
 from agentrl.plain_data import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view.queries import COLUMNS, FROM, NotFoundError
@@ -65,6 +66,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     task = found["task"]
     ledgers = found.get("ledgers") or []
     versions = _versions(ledgers)
+    images = found.get("images") or {}
     turns = []
     for turn in found["turns"]:
         message = turn["message"]
@@ -73,7 +75,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
                 "index": turn.get("index"),
                 "message": message,
                 "calls": message.get("tool_calls") or [],
-                "results": turn["results"],
+                "results": [_pictured(result, images) for result in turn["results"]],
                 "tokens": turn.get("sampled_tokens"),
                 "prompt_tokens": turn.get("prompt_tokens"),
                 "seconds": turn.get("seconds"),
@@ -87,6 +89,8 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
             }
         )
     kept = {name: found.get(name) for name in _KEPT}
+    # Messages of tools are shown as results of their turns.
+    kept["messages"] = [m if m["role"] == "tool" else _pictured(m, images) for m in found["messages"]]
     return {
         **kept,
         "task_seed": task.get("seed"),
@@ -101,6 +105,20 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
 def _ledger(ledger: Mapping[str, Json]) -> dict[str, int]:
     spans = ledger.get("spans") or []
     return {"tokens": sum(span[0] for span in spans), "sampled": sum(span[0] for span in spans if span[2] >= 0)}
+
+
+def _pictured(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A message or result with its images as the page shows them; one whose bytes are not those of its digest as the reason."""
+    if not item.get("images"):
+        return item
+    shown: list[dict[str, str]] = []
+    for digest in item["images"]:
+        try:
+            image = Image.from_row(images[digest])
+            shown.append({"src": f"data:{image.media_type};base64,{image.data}", "alt": image.line})
+        except (KeyError, ValueError) as problem:
+            shown.append({"src": "", "alt": f"[an image that cannot be shown: {problem}]"})
+    return {**item, "images": shown}
 
 
 def _versions(ledgers: list[Mapping[str, Json]]) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import ToolError
-from agentrl.trajectory import detached
+from agentrl.plain_data import detached
 
 from .policy import StorePolicy, broken_rules, money
 

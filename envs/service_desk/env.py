@@ -10,8 +10,9 @@ from pydantic import Field
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
 from agentrl.errors import ConfigError, TaskDataError
+from agentrl.plain_data import detached
 from agentrl.tool import tool
-from agentrl.trajectory import Json, detached
+from agentrl.trajectory import Json
 
 from .desk import Desk
 from .goals import Shares

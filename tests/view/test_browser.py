@@ -16,12 +16,14 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from PIL import Image as Pictures
 from tokenizers import Tokenizer
 
 import agentrl
+from agentrl.images import Image
 from agentrl.run.folder import RunFolder
 from agentrl.run.token_file import check_of
-from agentrl.trajectory import StopReason, TokenLedger, ToolCall, ToolResult, Trajectory, UserCall
+from agentrl.trajectory import Message, StopReason, TokenLedger, ToolCall, ToolResult, Trajectory, UserCall
 from tests.conftest import proof
 from tests.view.chromium import Tab, browser_path, contrast, rgb, serving
 from tests.view.folders import episode, run_folder, unscored
@@ -120,6 +122,17 @@ def held(*rewards: float) -> list[Trajectory]:
     return [episode(seed, 0, value, split="heldout", said=f"{seed}" if value else "no") for seed, value in enumerate(rewards)]
 
 
+PICTURE = Image.of(Pictures.new("RGB", (7, 3), (220, 30, 30)))
+
+
+def pictured(one: Trajectory) -> Trajectory:
+    """With an image in its opening and in its tool's answer."""
+    one.messages[0] = Message("user", f"look: {PICTURE.line}", images=(PICTURE,))
+    answer = one.turns[0].results[0]
+    one.turns[0].results[0] = dataclasses.replace(answer, content=PICTURE.line, images=(PICTURE,))
+    return one
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("runs")
@@ -133,6 +146,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second[3].user_calls, second[3].parting = acted("press"), "Bye then."
     second[2].user_calls = acted("press")
     second[2].messages = [one for one in second[2].messages if one.role != "user"]
+    second[1] = pictured(second[1])
     run_folder(at / "second", {"after_000006": second}, metrics(low=0.2))
     run_folder(at / "going", {}, metrics()[:4])
     hostile_run(at / "hostile")
@@ -390,6 +404,18 @@ def test_the_users_calls_stand_where_they_were_made(tab: Tab) -> None:
     tab.go("run/second/episode/after_000006.2", "[data-turn='1']")
     order = tab.page.eval_on_selector_all(".episode article", "all => all.map(one => one.dataset.userCalls ? 'acted' : 'turn')")
     assert order == ["acted", "turn", "turn", "acted"], "an opening without a word of the user's"
+
+
+def test_images_are_shown_where_they_were_answered(tab: Tab) -> None:
+    place = "[data-turn='0'] .answer img"
+    tab.go("run/second/episode/after_000006.1", place)
+    tab.wait("s => document.querySelector(s).complete", place)  # under the page's own policy of what may be loaded
+    sizes = tab.page.eval_on_selector_all("img", "all => all.map(one => [one.naturalWidth, one.naturalHeight, one.alt])")
+    assert sizes == [[7, 3, PICTURE.line]] * 2 and tab.count("article.message img") == 1
+    assert tab.texts("[data-turn='0'] .answer .text") == [PICTURE.line]
+    drawn = """s => { const c = document.createElement('canvas').getContext('2d'); c.drawImage(document.querySelector(s), 0, 0);
+        return [...c.getImageData(6, 2, 1, 1).data]; }"""
+    assert tab.page.evaluate(drawn, place) == [220, 30, 30, 255]
 
 
 def test_hostile_text_is_text(tab: Tab) -> None:

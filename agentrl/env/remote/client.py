@@ -24,7 +24,18 @@ from agentrl.errors import EnvError, RemoteEnvError, UserError
 from agentrl.tool import Tool, Toolbox, ToolSet, ToolSource
 from agentrl.tool.tool import Options
 from agentrl.tool.toolbox import Waiting
-from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, user_calls_of
+from agentrl.trajectory import (
+    Json,
+    Message,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    message_of,
+    turn_of,
+    user_calls_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -348,7 +359,7 @@ class RemoteEnv(ToolEnv):
         record.parting, record.horizon = row.get("parting", ""), row.get("horizon")
         keep, turns = row["turns"]
         for place, turn in enumerate(turns, start=keep):
-            made = wire.turn_of(turn)
+            made = turn_of(turn)
             if place < len(record.turns):  # the same object: where its tokens are is written on it here
                 record.turns[place].message, record.turns[place].results = made.message, made.results
             else:
@@ -422,7 +433,7 @@ class RemoteTeacher:
         answer = self._env._call_now("act", {"observation": list(observation)})
         if "fault" in answer:
             raise wire.fault_of(answer["fault"])
-        return None if answer["result"] is None else wire.message_of(answer["result"])
+        return None if answer["result"] is None else message_of(answer["result"])
 
 
 _THERE = "the snapshot on the server"

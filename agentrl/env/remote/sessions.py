@@ -10,7 +10,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.deadline import GRACE, end
@@ -22,7 +22,7 @@ from agentrl.env.remote.wire import Asked
 from agentrl.env.users import GOLD
 from agentrl.env.userside import RecordedUser
 from agentrl.errors import EnvError
-from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, UserCall
+from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, UserCall, as_row
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class EnvSession:
         return None
 
     async def _user_call(self, body: Body) -> Json:
-        return asdict(await self._opened().auser_call(ToolCall(**body["call"])))
+        return as_row(await self._opened().auser_call(ToolCall(**body["call"])))
 
     async def _snapshot(self, body: Body) -> Json:
         if len(self.snapshots) >= MOST_SNAPSHOTS:

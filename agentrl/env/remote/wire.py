@@ -12,9 +12,10 @@ from typing import Any, cast
 from agentrl import errors
 from agentrl.env.spaces import Action
 from agentrl.errors import EnvError, ToolTimeoutError, UserError
+from agentrl.images import Image
 from agentrl.tool import Tool, Toolbox
 from agentrl.tool.tool import Options
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn, UserCall
+from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn, UserCall, message_of
 
 PROTOCOL = 3
 """Raised if a message changes its meaning; client and server must have the same."""
@@ -69,8 +70,9 @@ def dumps(value: Json) -> bytes:
 
 
 def _fields(item: object) -> dict[str, Json]:
-    if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
-        return {name: getattr(item, name) for name in item.__dataclass_fields__}
+    if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall | Image):
+        fields = {name: getattr(item, name) for name in item.__dataclass_fields__}
+        return fields if fields.get("images", True) else {name: value for name, value in fields.items() if name != "images"}
     if isinstance(item, Mapping):
         return dict(item)
     raise TypeError(f"{type(item).__name__} has no JSON form")
@@ -98,20 +100,9 @@ def _same(here: Json, there: Json) -> bool:
     return bool(here == there) or here != here  # a nan is not equal to itself
 
 
-def message_of(row: Mapping[str, Json]) -> Message:
-    """Inverse of a message's JSON form."""
-    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
-
-
 def messages_of(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
     """Inverse of a list of messages' JSON form."""
     return [message_of(row) for row in rows]
-
-
-def turn_of(row: Mapping[str, Json]) -> Turn:
-    """Inverse of a turn's JSON form."""
-    results = [ToolResult(**result) for result in row["results"]]
-    return Turn(**{**row, "message": message_of(row["message"]), "results": results})
 
 
 def action_of(row: Json) -> Action:

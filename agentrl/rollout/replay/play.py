@@ -22,7 +22,7 @@ from agentrl.rollout.replay.record import engine_ask, env_key
 from agentrl.rollout.replay.tape import Numbers, Recorded, TapeRow, current_episode, digest, diverged, outcome_of
 from agentrl.rollout.replay.twins import TapedReplayEnv, TapedTwins
 from agentrl.tool import Tool, Toolbox
-from agentrl.trajectory import Json, StopReason, ToolCall, ToolResult, Trajectory, Turn, user_calls_of
+from agentrl.trajectory import Json, StopReason, ToolResult, Trajectory, Turn, as_row, message_of, user_calls_of
 
 
 class Replayer(EpisodeIO):
@@ -105,11 +105,11 @@ class TapedEnv(ToolEnv):
         return observation, answer["info"]
 
     async def astep(self, action: Action) -> StepResult:
-        answer = self._take("step", {"action": asdict(action) if isinstance(action, Message) else action})
+        answer = self._take("step", {"action": as_row(action) if isinstance(action, Message) else action})
         if answer["turn"] is not None:
             results = [ToolResult(**result) for result in answer["turn"]["results"]]
             turns = self.trajectory.turns
-            turns.append(Turn(len(turns), _message(answer["turn"]["message"]), results))
+            turns.append(Turn(len(turns), message_of(answer["turn"]["message"]), results))
         self._change(answer)
         _raise(answer)
         observation = _messages(answer["observation"])
@@ -202,9 +202,5 @@ def _tool(function: Mapping[str, Json]) -> Tool:
     return Tool.from_schema(function["name"], function.get("description", ""), function["parameters"], never)
 
 
-def _message(row: Mapping[str, Json]) -> Message:
-    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
-
-
 def _messages(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
-    return [_message(row) for row in rows]
+    return [message_of(row) for row in rows]

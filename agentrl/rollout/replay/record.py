@@ -22,7 +22,7 @@ from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.tape import RecordWriter, common, current_episode, digest, outcome_of
 from agentrl.rollout.replay.twins import RecordingReplayEnv, RecordingTwins
 from agentrl.rollout.scoring import scoring_failed
-from agentrl.trajectory import Json, StopReason, Trajectory, Turn, UserCall
+from agentrl.trajectory import Json, StopReason, Trajectory, Turn, UserCall, as_row
 
 
 class Recorder(EpisodeIO):
@@ -112,7 +112,7 @@ class RecordingEnv(ToolWrapper):
         return observation, info
 
     async def astep(self, action: Action) -> StepResult:
-        ask = {"action": asdict(action) if isinstance(action, Message) else action}
+        ask = {"action": as_row(action) if isinstance(action, Message) else action}
         turns = len(self.trajectory.turns)
         try:
             result = await self.env.astep(action)
@@ -149,7 +149,7 @@ class RecordingEnv(ToolWrapper):
         turns: list[Turn] = self.trajectory.turns
         if len(turns) == before:
             return None
-        return {"message": asdict(turns[-1].message), "results": [asdict(result) for result in turns[-1].results]}
+        return {"message": as_row(turns[-1].message), "results": [as_row(result) for result in turns[-1].results]}
 
     def _changes(self) -> dict[str, Json]:
         """How the messages, the user's calls and the offered tools differ from what was last written."""
@@ -164,7 +164,7 @@ class RecordingEnv(ToolWrapper):
             changes["tools"] = self._tools = list(record.tools)
         if record.user_calls != self._user_calls:
             done = common(self._user_calls, record.user_calls)
-            changes["user_calls"] = {"keep": done, "add": [asdict(made) for made in record.user_calls[done:]]}
+            changes["user_calls"] = {"keep": done, "add": [as_row(made) for made in record.user_calls[done:]]}
             self._user_calls = list(record.user_calls)
         if record.parting:
             changes["parting"] = record.parting
@@ -264,4 +264,4 @@ class RecordingJudge:
 
 
 def _rows(messages: Sequence[Message]) -> list[Json]:
-    return [asdict(message) for message in messages]
+    return [as_row(message) for message in messages]

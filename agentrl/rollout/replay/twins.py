@@ -16,7 +16,7 @@ from agentrl.errors import ReplayError
 from agentrl.reward.twin import Copies, TurnOutcome, Twin, run_at_once, twin_of
 from agentrl.reward.twins import FailedTwinError, GoldRounds, MakeEnv, RoundTurns, TwinPass, Twins, UserSide
 from agentrl.rollout.replay.tape import Numbers, Recorded, RecordWriter, current_episode, digest
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, as_row
 
 _ANSWER = "replay_env"
 _FAILED = "replay_failed"
@@ -37,9 +37,9 @@ class _Course:
     def add(self, turn: Message | ToolCall) -> None:
         """Of a text only what somebody hears counts: nobody does if the user is scripted, and so one pass serves many."""
         if isinstance(turn, ToolCall):
-            done: Json = {"user": asdict(turn)}
+            done: Json = {"user": as_row(turn)}
         elif turn.tool_calls:
-            done = asdict(turn)
+            done = as_row(turn)
         else:
             self._texts += 1
             said = None if self._scripted else turn.content

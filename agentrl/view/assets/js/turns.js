@@ -44,10 +44,14 @@ export function UserCalls({ made }) {
   </article>`;
 }
 
+/** The images of a message or of an answer; their lines stand in its text. */
+const Pictures = ({ of }) => (of.images ?? []).map((image) => (image.src ? html`<img class="picture" src=${image.src} alt=${image.alt} title=${image.alt} />` : html`<p class="bad small">${pieces(image.alt)}</p>`));
+
 export const Message = ({ message }) => html`<article class="message">
   <header><span class="role ${message.role}">${message.role}</span>${message.name && html`<code>${pieces(message.name)}</code>`}</header>
   ${message.reasoning && html`<div class="reasoning"><${Text} value=${message.reasoning} /></div>`}
   <${Text} value=${message.content} />
+  <${Pictures} of=${message} />
   ${(message.tool_calls ?? []).map((call) => html`<${Call} call=${call} />`)}
 </article>`;
 
@@ -83,4 +87,5 @@ const Call = ({ call }) => html`<div class="call ${call.error ? "failed" : ""} $
 const Result = ({ result }) => html`<div class="answer ${result.error ? "failed" : ""} ${short(result.content) ? "line" : ""}">
   <header><span class="name">${pieces(result.name ?? "")}</span><span class="muted small">answered${result.seconds > 0 ? ` in ${seconds(result.seconds)}` : ""}</span>${result.error && html`<span class="badge bad">${pieces(result.error)}</span>`}</header>
   <${Text} value=${result.content} />
+  <${Pictures} of=${result} />
 </div>`;

@@ -1,0 +1,270 @@
+"""Images of messages: what is taken, where they stand, and that they arrive whole wherever an episode goes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import struct
+import zlib
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image as Pictures
+
+from agentrl.catalog import EnvRef
+from agentrl.config.schema import McpServerConfig
+from agentrl.env.remote import wire
+from agentrl.env.remote.client import RemoteEnv
+from agentrl.env.remote.link import Link
+from agentrl.errors import EnvError, ImageError
+from agentrl.images import MOST_BYTES, MOST_IMAGES, Image, shown
+from agentrl.redaction import remember
+from agentrl.reward import compile_spec
+from agentrl.rollout.context.truncate import elided
+from agentrl.rollout.workers.wire import trajectory_frame, trajectory_of
+from agentrl.tool import Toolbox, tool
+from agentrl.tool.mcp import McpSource
+from agentrl.trajectory import Message, ToolCall, Trajectory, as_row, message_of
+from tests.env.remote.served import TOKEN, served
+
+
+def picture(color: tuple[int, int, int] = (220, 30, 30), size: tuple[int, int] = (5, 4)) -> Pictures.Image:
+    return Pictures.new("RGB", size, color)
+
+
+def file_of(picture: Pictures.Image, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind)
+    return out.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says a size, with one byte of pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_an_image_is_what_its_bytes_say(kind: str) -> None:
+    data = file_of(picture(), kind)
+    image = Image.read(data)
+    assert (image.media_type, image.width, image.height, image.bytes()) == (f"image/{kind.lower()}", 5, 4, data)
+    assert image.sha256 == hashlib.sha256(data).hexdigest() and image.size == len(data)
+    assert image.line == f"[image {image.sha256[:12]}: image/{kind.lower()}, 5 x 4, {len(data)} bytes]"
+    assert np.abs(np.asarray(image.picture(), int) - (220, 30, 30)).max() < 8  # JPEG rounds
+    assert Image.from_row(json.loads(json.dumps(asdict(image)))) == image
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "0 bytes that do not decode: no PNG, JPEG, WebP or GIF"),
+        (b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>', "SVG and other XML are not taken"),
+        (b"\n<?xml version='1.0'?><svg/>", "SVG and other XML are not taken"),
+        (file_of(picture())[:-34], "do not decode"),
+        (file_of(picture(), "JPEG")[:300], "do not decode"),
+        (file_of(picture(), "TIFF"), "no PNG, JPEG, WebP or GIF"),
+        (png_header(60_000, 60_000), "far more than 16777216 pixels"),
+        (png_header(4097, 4096), "4097 x 4096 pixels, and at most 16777216 are taken"),
+        (png_header(100, 100), "do not decode"),
+        (file_of(picture()) + bytes(MOST_BYTES), f"bytes, and at most {MOST_BYTES} are taken"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_the_reason(data: bytes, why: str) -> None:
+    with pytest.raises(ImageError, match=why):
+        Image.read(data)
+
+
+def test_a_row_whose_bytes_were_changed_is_refused() -> None:
+    row = asdict(Image.of(picture()))
+    other = base64.b64encode(file_of(picture((0, 0, 0)))).decode()
+    for change, why in [
+        ({"data": other}, "not those of its digest"),
+        ({"media_type": "image/svg+xml"}, "not the row of an image"),
+        ({"width": "<b>"}, "not the row of an image"),
+        ({"data": "?"}, "not the row of an image"),
+        ({"more": 1}, "not the row of an image"),
+    ]:
+        with pytest.raises(ImageError, match=why):
+            Image.from_row({**row, **change})
+
+
+def test_an_image_stands_where_its_line_does() -> None:
+    red, blue = Image.of(picture()), Image.of(picture((0, 0, 250)))
+    text = f"a {blue.line} b {red.line}{red.line}"
+    assert list(shown(text, (red, blue, red))) == ["a ", blue, " b ", red, "", red, ""]
+    # A line that somebody spells is text, and an image whose line was cut away is not shown.
+    assert list(shown(text, (red,))) == [f"a {blue.line} b ", red, red.line]
+    assert list(shown("nothing", (red,))) == ["nothing"]
+    message = Message("tool", red.line, images=(red,))
+    assert list(shown(elided([message])[0].content, message.images)) == [f"[{len(red.line)} characters left out]"]
+
+
+async def answered(function: Any, **options: Any) -> Any:
+    return await Toolbox([tool(name="f", **options)(function)]).call(ToolCall("f", {}, "c"))
+
+
+async def test_what_tools_answer() -> None:
+    red, blue = Image.of(picture()), Image.of(picture((0, 0, 250)))
+
+    async def alone() -> Any:
+        return red
+
+    async def drawn() -> Any:
+        return picture()  # as Pillow has it: a PNG is made of it
+
+    async def several() -> Any:
+        return ["before", red, blue, "after"]
+
+    async def deep() -> Any:
+        return {"shots": [{"at": 1, "image": red}]}
+
+    async def many() -> Any:
+        return [red] * (MOST_IMAGES + 2)
+
+    for function in (alone, drawn):
+        result = await answered(function)
+        assert (result.content, result.value, result.images) == (red.line, red.line, (red,))
+    result = await answered(several)
+    assert result.content == f"before\n{red.line}\n{blue.line}\nafter" and result.images == (red, blue)
+    result = await answered(deep)
+    assert json.loads(result.content) == {"shots": [{"at": 1, "image": red.line}]} and result.images == (red,)
+    result = await answered(many)
+    assert len(result.images) == MOST_IMAGES and result.content.count("not shown: an answer may hold 16") == 2
+    # A budget of text takes no image away: the line that it cut stands behind the cut.
+    result = await answered(several, max_output=12)
+    assert result.content.startswith("before") and "[cut:" in result.content and red.line in result.content
+    assert [part for part in shown(result.content, result.images) if isinstance(part, Image)] == [red, blue]
+
+
+async def test_a_secret_in_a_file_and_a_picture_that_is_too_large() -> None:
+    from PIL.PngImagePlugin import PngInfo
+
+    remember("a-secret-of-this-test")
+    info = PngInfo()
+    info.add_text("comment", "key a-secret-of-this-test")
+    out = io.BytesIO()
+    picture().save(out, "PNG", pnginfo=info)
+
+    async def leaks() -> Any:
+        return Image.read(out.getvalue())
+
+    async def large() -> Any:
+        return Pictures.new("1", (5000, 5000))
+
+    result = await answered(leaks)
+    assert not result.images and "not shown: a secret of this run stands in its file" in result.content
+    with pytest.raises(EnvError, match=r"tool f returned an image that is not taken: 5000 x 5000 pixels"):
+        await answered(large)
+
+
+async def test_images_of_an_mcp_server() -> None:
+    pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agentrl[mcp]'")
+    import mcp_types as types
+    from mcp.server import MCPServer
+
+    def block(data: bytes, said: str = "image/png") -> Any:
+        return types.ImageContent(type="image", data=base64.b64encode(data).decode(), mime_type=said)
+
+    red = Image.of(picture())
+    server = MCPServer("camera")
+
+    @server.tool()
+    def shot() -> list[Any]:
+        lies = block(file_of(picture(), "JPEG"))  # says that it is a PNG
+        svg = block(b"<svg/>", "image/svg+xml")
+        bomb = block(png_header(60_000, 60_000))
+        return [types.TextContent(type="text", text="here"), block(red.bytes()), lies, svg, bomb]
+
+    env = EnvRef("color_square", {}).build()
+    env.add_source(McpSource("camera", McpServerConfig(), lambda: server))
+    await env.areset(seed=0)
+    [message] = (await env.astep(Message("assistant", tool_calls=(ToolCall("shot", {}, "c"),))))[0]
+    lines = message.content.split("\n")
+    assert lines[:2] == ["here", red.line] and message.images[0] == red
+    assert [image.media_type for image in message.images] == ["image/png", "image/jpeg"]
+    assert "not shown: SVG" in lines[3] and "not shown: far more than" in lines[4] and len(lines) == 5
+    await env.aclose()
+
+
+def played(seed: int = 0) -> Trajectory:
+    """An episode that looks twice, so that an image is in two messages and two results."""
+    env = EnvRef("color_square", {}).build()
+    env.reset(seed=seed)
+    look = Message("assistant", tool_calls=(ToolCall("look", {}),))
+    for said in (look, look, "red"):
+        env.step(said)
+    trajectory: Trajectory = env.trajectory
+    return trajectory
+
+
+def test_a_row_has_each_image_once_and_is_the_episode_again() -> None:
+    whole = played()
+    [image] = whole.images.values()
+    assert [turn.results[0].images for turn in whole.turns[:2]] == [(image,)] * 2
+    assert image.width == image.height == 56
+    text = "".join(whole.json_chunks())
+    assert text.count(image.data) == 1 and json.loads(text) == json.loads(json.dumps(whole.to_json()))
+    again = Trajectory.from_json(json.loads(text))
+    assert again == whole and again.images[image.sha256].bytes() == image.bytes()
+    # Between a worker and the driver, and to a server of environments and back.
+    fields, blob = trajectory_frame(whole, whole.record_text())
+    assert trajectory_of(json.loads(json.dumps(fields)), memoryview(blob)) == whole
+    assert [message_of(row) for row in json.loads(wire.dumps(whole.messages))] == whole.messages
+    assert message_of(json.loads(json.dumps(as_row(whole.messages[3])))).images == (image,)
+    changed = json.loads(text)
+    changed["images"][image.sha256]["data"] = base64.b64encode(file_of(picture())).decode()
+    with pytest.raises(ImageError, match="not those of its digest"):
+        Trajectory.from_json(changed)
+
+
+def test_an_episode_without_images_has_no_word_of_them() -> None:
+    env = EnvRef("key_value", {}).build()
+    env.reset(seed=0)
+    env.step(env.gold_turns(env.task)[0])
+    text = env.trajectory.record_text()
+    assert "images" not in text and "images" not in json.dumps(env.trajectory.to_json())
+
+
+async def test_an_image_of_an_environment_that_is_served() -> None:
+    here, look = played(), Message("assistant", tool_calls=(ToolCall("look", {}),))
+    with served("color_square") as running:
+        env = RemoteEnv(Link(running.url, TOKEN), wire.Asked("color_square"))
+        try:
+            await env.areset(seed=0)
+            [message] = (await env.astep(look))[0]
+            assert message == here.messages[3] and message.images[0].bytes() == here.messages[3].images[0].bytes()
+            assert env.trajectory.turns[0].results[0].images == message.images
+        finally:
+            await env.aclose()
+
+
+async def test_a_spec_reads_of_images() -> None:
+    """A node that is skipped unless its predicate over the images holds: the mean of the others is the value."""
+    whole = played()
+    [image] = whole.images.values()
+
+    async def value(predicate: dict[str, Any], scope: str) -> float | None:
+        leaf = {"use": "text.equals", "args": {"expect": "red", "where": "answer"}}
+        parts = {} if scope == "episode" else {"scope": scope, "reduce": "min"}
+        wrong = {"use": "format.regex", "args": {"pattern": "x"}, "when": predicate, "missing": "skip", **parts}
+        root = {"op": "mean", "of": [leaf, wrong]}
+        return (await compile_spec({"agentrl_reward": 1, "name": "t", "root": root}).ascore(whole)).value
+
+    right = await value({"$": "/episode/images", "eq": 2}, "episode")
+    for pointer, scope, expect, other in [
+        ("/episode/images", "episode", 1, 2),
+        ("/turn/images/0/sha256", "turn", image.sha256, "0"),
+        ("/call/images/0/width", "call", 56, 57),
+        ("/call/images/0/bytes", "call", image.size, 0),
+    ]:
+        assert await value({"$": pointer, "eq": other}, scope) == right
+        assert await value({"$": pointer, "eq": expect}, scope) == right / 2  # type: ignore[operator]
