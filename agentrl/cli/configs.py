@@ -54,7 +54,9 @@ def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
 
 
 def resume_overrides(args: argparse.Namespace) -> list[str]:
-    """Those of a resume, of which argparse takes the first for the config."""
+    """Those of a resume, of which argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
+    if args.overwrite:
+        raise ConfigError(f"--resume goes on with {args.resume}, and --overwrite starts over; leave one of the two out")
     return [text for text in (args.config, *args.overrides) if text is not None]
 
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,5 +143,5 @@ def _resume(args: argparse.Namespace) -> int:
         )
     check_resumed(before, config, Path(args.resume))
     folder = RunFolder(Path(args.resume))
-    notes = check_resumable(before, config, folder, check_data)
+    notes = check_resumable(before, config, folder, partial(check_data, prepared=True))
     return execute(config, folder, resumed=True, notes=notes, origins=read_origins(folder.config, texts))

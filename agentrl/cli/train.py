@@ -83,7 +83,7 @@ def _with_parent(args: argparse.Namespace, config: TrainConfig, before: TrainCon
         if restarts > limit or end.stopping:
             raise WorkerDiedError(f"{end.by_ray}; {then}")
         say(restarting(end.by_ray, restarts, limit))
-        args.resume, args.config, args.overrides = run, None, []
+        args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
         config, before = _configs(args)
     try:
         return _train(args, config, before, restarts)

@@ -38,8 +38,10 @@ def sources(paths: Sequence[str]) -> list[Path]:
     Raises ConfigError for a path that does not exist or holds no such file, DependencyError for Parquet without pyarrow.
     """
     found: list[Path] = []
-    for path in map(Path, paths):
-        found += _of_path(path)
+    for path in paths:
+        if not path.strip():  # a variable of a shell that is not set; as a path it is the working directory
+            raise ConfigError("data.path: one of its paths is empty; name a file, a folder or a run")
+        found += _of_path(Path(path))
     if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
         raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
     return list(dict.fromkeys(found))
@@ -60,10 +62,15 @@ def _of_path(path: Path) -> list[Path]:
         return found
     if (path / "trajectories.jsonl").is_file():  # an evaluation or a rollout
         return [path / "trajectories.jsonl"]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not file.name.startswith("."))
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not _hidden(file.relative_to(path)))
     if not found:
         raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
     return found
+
+
+def _hidden(file: Path) -> bool:
+    """Whether it is hidden, or in a hidden folder: caches and what version control keeps."""
+    return any(part.startswith(".") for part in file.parts)
 
 
 def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:

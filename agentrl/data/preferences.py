@@ -31,6 +31,9 @@ def preference(row: Mapping[str, Any]) -> tuple[Chat, Chat]:
     tools = tools_of(row.get("tools"))
     prompt = messages_of(row["prompt"], "prompt")[0] if row.get("prompt") is not None else ()
     sides = [messages_of(row.get(key), key) for key in ("chosen", "rejected")]
+    for key, (messages, _) in zip(("chosen", "rejected"), sides, strict=True):
+        if prompt and messages[: len(prompt)] == prompt:
+            raise BadRowError(f"{key}: begins with the prompt, which is in `prompt` too; leave one of the two out")
     if row.get("prompt") is None:
         both = zip(sides[0][0], sides[1][0], strict=False)
         prompt = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))

@@ -35,7 +35,7 @@ class Preparation:
     def __init__(self, data: DataConfig, renderer: Renderer, tokenizer: Any, longest: int) -> None:
         self.data, self.renderer, self.tokenizer, self.longest = data, renderer, tokenizer, longest
         self.each = 1 if data.loss == "sft" else 2
-        self.rows = 0
+        self.rows = self.episodes = 0
         self.left_out: list[tuple[str, str]] = []
         self.passed: Counter[str] = Counter()
 
@@ -71,6 +71,7 @@ class Preparation:
         if isinstance(row, BadRowError):
             raise row
         if is_episode(row):
+            self.episodes += 1
             if place.offset < 0:
                 raise BadRowError(
                     "episodes are read from JSON lines alone, as runs write them; name the run, or its .jsonl files"
@@ -140,3 +141,9 @@ class Preparation:
         if not examples:
             filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
             raise ConfigError(f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}")
+        data = self.data
+        of_episodes = {"min_reward": data.min_reward is not None, "success": data.success, "per_task": data.per_task is not None,
+                       "rerender": data.rerender}  # fmt: skip
+        if not self.episodes and any(of_episodes.values()):
+            key = next(key for key, given in of_episodes.items() if given)
+            raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.config.schema import DataConfig
+from agentrl.data.episodes import pairs, scored
+from agentrl.data.files import RowPlace, rows_of, sources
 from agentrl.data.prepare import Preparation
 from agentrl.data.rendered import chat_of
 from agentrl.data.store import About, RowStore
 from agentrl.errors import ConfigError
 from agentrl.render import make_renderer
 from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import TokenLedger, Trajectory
 from agentrl.warm_start import transcript
 
 TOKENIZER = packaged_tokenizer(512)
@@ -93,6 +96,94 @@ def test_what_was_left_out_is_not_said_of_nothing(whole: Trajectory, tmp_path: P
     assert about.examples == 1 and about.passed == {}
 
 
+def rewarded(whole: Trajectory, *rewards: float, **changed: Any) -> list[dict[str, Any]]:
+    return [replace(whole, reward=reward, seed=number, **changed).to_json() for number, reward in enumerate(rewards)]
+
+
+def sides(folder: Path, rows: list[dict[str, Any]], **data: Any) -> list[tuple[float, float]]:
+    """The rewards of each pair's episodes."""
+    found = [scored(RowPlace(folder, n), row, DataConfig(path=["x"], **data), Counter()) for n, row in enumerate(rows)]
+    made = pairs([one for one in found if one is not None], DataConfig(path=["x"], **data), Counter())
+    return [(better.reward, worse.reward) for better, worse in made]
+
+
+def test_pairs_are_the_best_with_the_worst_then_the_next_of_both(whole: Trajectory, tmp_path: Path) -> None:
+    rows = rewarded(whole, 0.25, 1.0, 0.5, 0.0, 0.75)
+    assert sides(tmp_path, rows, loss="dpo") == [(1.0, 0.0)]
+    assert sides(tmp_path, rows, loss="dpo", per_task=9) == [(1.0, 0.0), (0.75, 0.25)], "the middle one has nobody"
+    assert sides(tmp_path, rows, loss="dpo", per_task=9, margin=0.5) == [(1.0, 0.0), (0.75, 0.25)], "at least so much"
+    assert sides(tmp_path, rows, loss="dpo", per_task=9, margin=0.51) == [(1.0, 0.0)]
+    assert sides(tmp_path, rewarded(whole, 0.5), loss="dpo", margin=1e-9) == []
+
+
+@pytest.mark.parametrize("apart", [{"given": 2}, {"env": "other"}], ids=str)
+def test_episodes_that_begin_elsewhere_or_are_of_another_environment_are_no_pair(
+    apart: dict[str, Any], whole: Trajectory, tmp_path: Path
+) -> None:
+    assert sides(tmp_path, rewarded(whole, 1.0) + rewarded(whole, 0.0, **apart), loss="dpo") == []
+
+
+def test_the_best_of_each_task_keep_the_files_order_and_a_bound_is_within(whole: Trajectory, tmp_path: Path) -> None:
+    rows = rewarded(whole, 0.5, 0.25, 1.0, 0.5)
+    for number, row in enumerate(rows):  # told apart by their lengths
+        row["ledgers"] = [ledger.packed() for ledger in cut(whole, number)]
+    _, store = written(tmp_path, rows, per_task=3)
+    assert store.lengths(store.train) == [len(cut(whole, number)[0]) for number in (0, 2, 3)]
+    about, _ = written(tmp_path, rows, min_reward=0.5)
+    assert about.examples == 3 and about.passed == {"below data.min_reward = 0.5": 1}
+
+
+def cut(whole: Trajectory, number: int) -> list[TokenLedger]:
+    """The ledger with so many tokens of context more."""
+    ledger = TokenLedger.from_json(whole.ledgers[0].to_json())
+    ledger.append_context([5] * number, len(whole.turns) - 1)
+    return [ledger]
+
+
+def test_of_an_unknown_success_it_is_not_known_that_it_solved_its_task(whole: Trajectory, tmp_path: Path) -> None:
+    rows = [replace(whole, success=success, seed=n).to_json() for n, success in enumerate((True, None, False))]
+    assert written(tmp_path, rows, success=True)[0].examples == 1
+
+
+def test_lines_without_anything_do_not_move_the_others(whole: Trajectory, tmp_path: Path) -> None:
+    rows = rewarded(whole, 0.5, 1.0)
+    (tmp_path / "spaced.jsonl").write_text("\n  \r\n".join(json.dumps(row) for row in rows) + "\n\n")
+    config = DataConfig(path=[str(tmp_path / "spaced.jsonl")] * 2, heldout=0.0)
+    about = Preparation(config, RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
+    assert (about.examples, about.rows) == (2, 2), "a file that is named twice is read once"
+
+
+def test_hidden_files_and_evaluations_of_a_run_are_not_read(tmp_path: Path) -> None:
+    played = ["step_000002", "step_000001", "after_000002"]
+    for name in (*(f"run/trajectories/{name}.jsonl" for name in played),
+                 "more/b/c.jsonl", "more/a.parquet", "more/.hidden.jsonl", "more/.cache/x.jsonl", "more/notes.txt"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(file.relative_to(tmp_path)) for file in sources([str(tmp_path / "run"), str(tmp_path / "more")])]
+    assert found == [
+        "run/trajectories/step_000001.jsonl", "run/trajectories/step_000002.jsonl", "more/a.parquet", "more/b/c.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_table_row_is_named_by_its_number_and_has_no_field_that_is_null(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    said = [{"role": "user", "content": "?", "tool_calls": None}, {"role": "assistant", "content": "!", "weight": None}]
+    rows = [{"messages": [*said, {"role": "user", "content": None}]}, {"messages": said}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = list(rows_of(tmp_path / "a.parquet"))
+    assert [str(place) for place, _ in found] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:2"]
+    plain = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    assert [row for _, row in found] == [{"messages": [*plain, {"role": "user"}]}, {"messages": plain}]
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_not_the_working_directory(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path: .*is empty"):
+        sources([path])
+
+
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "text": (lambda row: {**row, "reward": "0.5"}, "reward: expected a number"),
     "list": (lambda row: {**row, "reward": [1]}, "reward: expected a number"),
@@ -124,6 +215,14 @@ def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp
     config = DataConfig(path=[str(tmp_path / "episodes.parquet")])
     with pytest.raises(ConfigError, match="episodes are read from JSON lines"):
         Preparation(config, RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
+
+
+@pytest.mark.parametrize("key", [{"success": True}, {"min_reward": 0.5}, {"per_task": 2}, {"rerender": True}], ids=str)
+def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str, Any], whole: Trajectory, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    with pytest.raises(ConfigError, match=f"data.{next(iter(key))} is of episodes of runs, and none of the 2 rows is one"):
+        written(tmp_path, [chat, chat], **key)
+    assert written(tmp_path, [chat, whole.to_json()], **key)[0].examples == 2
 
 
 @pytest.mark.parametrize(("share", "tasks", "held"), [(0.07, 100, 7), (0.05, 40, 2), (0.05, 41, 3), (0.5, 3, 2), (0.9, 2, 1)])

@@ -157,6 +157,69 @@ def test_an_id_that_is_a_number_is_the_one_that_the_result_names() -> None:
     assert found.messages[1].tool_calls[0].id == found.messages[2].tool_call_id == "7"
 
 
+def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")) -> dict[str, Any]:
+    """`add` and `sub` called at once, and these results."""
+    tools = [*TOOLS, {"type": "function", "function": {"name": "sub"}}]
+    calls = [
+        {**({} if id is None else {"id": id}), "function": {"name": name}} for id, name in zip(ids, ("add", "sub"), strict=True)
+    ]
+    return {"messages": [ASKED[0], {"role": "assistant", "tool_calls": calls}, *results, ASKED[5]], "tools": tools}
+
+
+def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_in_any() -> None:
+    results = [{"role": "tool", "content": text} for text in ("3", "4")]
+    for ids in (("x", "y"), (None, None)):
+        assert [m.name for m in openai_chat(two_calls(*results, ids=ids)).messages] == [None, None, "add", "sub", None]
+    named = [{**result, "tool_call_id": id} for result, id in zip(results, ("y", "x"), strict=True)]
+    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("sub", "3"), ("add", "4")]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [{"role": "tool", "tool_call_id": "x", "content": "3"}] * 2,
+        [ASKED[1], {"role": "tool", "tool_call_id": "y", "content": "of the calls before these"}],
+    ],
+)
+def test_a_call_has_one_result_and_before_the_next_calls(results: list[dict[str, Any]]) -> None:
+    with pytest.raises(BadRowError, match="that answers no call before it"):
+        openai_chat(two_calls(*results))
+
+
+def test_a_developer_is_the_system_and_reasoning_is_kept_and_python_schemas_are_jsons() -> None:
+    said = [{"role": "developer", "content": "be short"}, ASKED[0], {**ASKED[5], "reasoning_content": "as asked"}]
+    schema = {"type": "dict", "properties": {"a": {"type": "float", "enum": None}, "type": {"type": "str"}}, "required": ["a"]}
+    found = openai_chat({"messages": said, "tools": [{"name": "f", "arguments": schema}]})
+    assert [message.role for message in found.messages] == ["system", "user", "assistant"]
+    assert found.messages[2].reasoning == "as asked"
+    properties = {"a": {"type": "number"}, "type": {"type": "string"}}
+    assert found.tools[0]["function"]["parameters"] == {"type": "object", "properties": properties, "required": ["a"]}
+
+
+def test_a_prompt_that_is_in_both_places_is_refused() -> None:
+    """Else the prompt would be said twice."""
+    said = [{"role": "assistant", "content": "no"}]
+    for row in ({"chosen": [*ASKED[:1], ASKED[5]], "rejected": said}, {"chosen": ASKED[5:6], "rejected": [*ASKED[:1], *said]}):
+        with pytest.raises(BadRowError, match="begins with the prompt"):
+            preference({"prompt": ASKED[:1], **row})
+
+
+def test_weights_and_tools_of_a_preference_are_those_of_its_messages() -> None:
+    """In the layouts with and without a prompt: of the answers those of weight 0 are context."""
+    chosen, rejected = [*ASKED[1:4], *ASKED[4:6]], [ASKED[1], ASKED[2], ASKED[5]]
+    for row in (
+        {"prompt": ASKED[:1], "chosen": chosen, "rejected": rejected, "tools": TOOLS},
+        {"chosen": ASKED[:1] + chosen, "rejected": ASKED[:1] + rejected, "tools": TOOLS},
+        {"input": {"messages": ASKED[:1], "tools": TOOLS}, "preferred_output": chosen, "non_preferred_output": rejected},
+    ):
+        one, two = preference(row)
+        learned = [
+            [m.content or m.tool_calls[0].name for m, t in zip(c.messages, c.trained, strict=True) if t] for c in (one, two)
+        ]
+        # What both begin with is the prompt, if none is named.
+        assert learned == ([["yes"], ["yes"]] if "prompt" not in row and "input" not in row else [["add", "yes"], ["add", "yes"]])
+
+
 def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
     with pytest.raises(BadRowError, match="begins with an assistant's message"):
         rendered(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))

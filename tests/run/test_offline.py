@@ -110,7 +110,12 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
         assert sft(*words, out=tmp_path, name="cut") == 130
     assert f"agentrl sft --resume {tmp_path / 'cut'}" in capsys.readouterr().out
     assert [row["step"] for row in rows(tmp_path / "cut", "data")] == [1, 2, 3]
-    assert main(["sft", "--resume", str(tmp_path / "cut")]) == 0
+    assert main(["sft", "--resume", str(tmp_path / "cut"), "--overwrite"]) == 2
+    assert "leave one of the two out" in capsys.readouterr().err
+    taken = [name for name in ("a.jsonl", "b.parquet") if (chats / name).rename(tmp_path / name)]
+    assert main(["sft", "--resume", str(tmp_path / "cut")]) == 0, "all that it learns from is in its folder"
+    for name in taken:
+        (tmp_path / name).rename(chats / name)
     for phase in ("data", "heldout"):
         whole, cut = ([{**row, "time/data_s": 0} for row in rows(tmp_path / name, phase)] for name in ("whole", "cut"))
         assert whole == cut

@@ -20,8 +20,9 @@ from agentrl.train.families.choice import packing_of
 from agentrl.train.learner_checks import check_learner
 
 
-def check_data(config: TrainConfig) -> list[str]:
-    """Raise a UserError for a config that cannot be trained on its data; returns what is worth a warning.
+def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
+    """Raise a UserError for a config that cannot be trained on its data; returns what is worth a warning. `prepared`: the run has
+    all of its data already, wherever that came from.
 
     Reads: data, model, optim, cluster, trackers, out.
     """
@@ -37,7 +38,8 @@ def check_data(config: TrainConfig) -> list[str]:
     check_learner(view)
     packing_of(view)
     check_placement(view, ENGINE)
-    sources(data_of(view).path)
+    if not prepared:
+        sources(data_of(view).path)
     renderer_of(view.model, tokenizer_of(view))
     if config.sft is not None:
         return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
