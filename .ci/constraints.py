@@ -15,7 +15,7 @@ from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("test", "litellm", "mcp", "peft", "parquet", "server", "titan", "docs", "otel", "prometheus")
+EXTRAS = ("test", "litellm", "mcp", "peft", "parquet", "math", "server", "titan", "docs", "otel", "prometheus")
 HEAD = """# The versions that the suite is run with (.ci/constraints.py writes this file). To install the same:
 #     pip install -c constraints.txt -e '.[test]'
 """

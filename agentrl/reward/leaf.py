@@ -105,6 +105,11 @@ class Leaf(ABC):
         """Whether `read` may take long (a replay, a user's function) and so must not run on an event loop."""
         return False
 
+    def gold_fault(self, args: Args) -> str | None:
+        """Why no episode of a task can be scored by these arguments (references followed), told before a run starts; None if it
+        can. May block. Raises UnscorableError as `read`."""
+        return None
+
     @abstractmethod
     def read(self, view: View, args: Args) -> Reading:
         """The value of this leaf for `view`; `args` with references followed.

@@ -242,9 +242,13 @@ class LeafNode(Node):
         steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}
         return Result(kept.value, kept.evidence, steps, kept.skipped)
 
+    def args_for(self, view: View) -> Mapping[str, Any]:
+        """The leaf's arguments with references followed. Raises UnscorableError for one that resolves to nothing."""
+        return self.leaf.args if self._resolve is None else self._resolve(view)
+
     def _read(self, view: View, frame: Frame) -> Result:
         try:
-            args = self.leaf.args if self._resolve is None else self._resolve(view)
+            args = self.args_for(view)
             value, evidence, turns = self.leaf.read(view, args)
         except UnscorableError as error:
             return Result(None, {"unscored": str(error)})

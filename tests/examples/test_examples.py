@@ -99,7 +99,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_example_is_listed_and_has_a_test_here() -> None:
     listed = re.findall(r"\]\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == NAMES and len(NAMES) == 9
+    assert sorted(listed) == NAMES and len(NAMES) == 10
     assert [name for name in NAMES if f"test_{name}" not in globals()] == []
 
 
@@ -117,6 +117,15 @@ def test_own_reward_leaf(example: Example) -> None:
     assert "brevity" in explained and "tokens" in explained and "limit" in explained
     rewards = [row["reward"] for row in example.rows("brevity")]
     assert all(0 < reward < 0.9 + 0.1 for reward in rewards), "few tokens are worth something, and never a whole success"
+
+
+@proof
+def test_graders(example: Example) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
+    lint, _ = example.run()
+    assert "math: 0 findings" in lint
+    rows = example.rows("math")
+    assert [row["unscored"] for row in rows] == [0, 0, 0]
 
 
 @proof

@@ -16,6 +16,7 @@ from agentrl.reward.leaves.episode import (
     EpisodeStopped,
 )
 from agentrl.reward.leaves.judge import JudgeLeaf
+from agentrl.reward.leaves.math import MathEqual
 from agentrl.reward.leaves.python import PythonFunction
 from agentrl.reward.leaves.results import ResultsContains
 from agentrl.reward.leaves.state import StateAssert, StateMatch, StateNumber
@@ -34,6 +35,7 @@ LEAVES: Mapping[str, type[Leaf]] = {
         TextContains,
         TextEquals,
         NumberClose,
+        MathEqual,
         FormatRegex,
         EpisodeStopped,
         CostTurns,

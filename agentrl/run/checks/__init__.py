@@ -21,6 +21,7 @@ from agentrl.run.checks.branch import check_branch
 from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.checks.data import check_not_data
 from agentrl.run.checks.demonstrations import check_demonstrations
+from agentrl.run.checks.gold import check_gold
 from agentrl.run.checks.harder import check_next
 from agentrl.run.checks.held_out import check_held_out
 from agentrl.run.checks.lint import check_lint
@@ -119,6 +120,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     for env in config.envs:
         with told(config, env):
             one = alone(config, env)
+            check_gold(one, EnvRef.of(one), scorers[env.called])
             check_success(one, EnvRef.of(one), scorers[env.called])
             check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""

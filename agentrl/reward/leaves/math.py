@@ -1,0 +1,71 @@
+"""`math.equal`: mathematics compared by math-verify."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from agentrl.reward.equality import equal, fault_of, require_math
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
+from agentrl.reward.leaves.text import WHERE, spoken, wanted_texts
+from agentrl.reward.values import brief
+from agentrl.reward.view import View
+from agentrl.trajectory import Json
+
+SECONDS = 5
+_GOLD = {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}, "minItems": 1}
+
+
+class MathEqual(Leaf):
+    """Whether the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
+
+    kind: ClassVar[str] = "math.equal"
+    formula: ClassVar[str] = (
+        "1 if math-verify finds the answer equal to one of `expect` (numbers to 6 places, expressions by simplification, sets, "
+        "intervals, equations), else 0; 0 too after `seconds` of processor time; null if `expect` is no mathematics"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref(_GOLD),
+            "where": WHERE,
+            "boxed": {"type": "boolean", "description": "only an answer in \\boxed{} counts"},
+            "strict": {"type": "boolean", "description": "names of variables count, and (1, 2) is no set (default true)"},
+            "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        require_math()
+        self.seconds = int(args.get("seconds", SECONDS))
+
+    def blocks(self) -> bool:
+        return True
+
+    def gold_fault(self, args: Args) -> str | None:
+        return fault_of(_gold(args["expect"]), self.seconds)
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = _gold(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
+        if args.get("boxed") and "\\boxed" not in text:
+            return Reading(0.0, {"expected": brief(wanted), "why": "no \\boxed{} in it"})
+        found = equal(wanted, text, self.seconds, bool(args.get("strict", True)))
+        why = found.why or (None if found.said is not None else "no mathematics in it")
+        evidence = {"expected": brief(wanted), "said": brief(found.said), **({} if why is None else {"why": why})}
+        return Reading(float(found.right), evidence)
+
+
+def _gold(value: Json) -> list[str]:
+    """The gold answers as texts; numbers in full, since 1e+22 reads as 1 * e + 22. Raises UnscorableError as `wanted_texts`."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    whole = [format(Decimal(repr(item)), "f") if isinstance(item, float) and math.isfinite(item) else item for item in items]
+    found = wanted_texts(whole)
+    if not found:
+        raise UnscorableError("there is no gold answer in the list")
+    return found
