@@ -6,7 +6,8 @@ Updates in which only the critic learns do not count. Everything is read from ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,20 +39,44 @@ class Finding:
         return f"{self.cause}. {self.advice}"
 
 
+class Updates:
+    """What is kept of the updates of a run, of which there may be tens of thousands: the newest rows, `health.idle_updates` at
+    most, how many of the newest taught nothing, and whether any before them taught something."""
+
+    def __init__(self, config: TrainConfig, rows: Iterable[Row] = ()) -> None:
+        self._warmup = 0 if config.critic is None else config.critic.warmup
+        self.newest = deque[Row](maxlen=config.health.idle_updates)
+        self.idle, self.taught = 0, False
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        self.newest.append(row)
+        if row["step"] > self._warmup:
+            self.idle = 0 if trained(row) else self.idle + 1
+            self.taught |= trained(row)
+
+    @property
+    def of_policy(self) -> list[Row]:
+        """Of the newest, those in which not the critic alone learned."""
+        return [row for row in self.newest if row["step"] > self._warmup]
+
+
 class Health:
     """Looks at every row of a run as it is written, and warns once for each time that something begins to be wrong."""
 
-    def __init__(self, config: TrainConfig, rows: Sequence[Row], warn: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
-        self._rows = [row for row in rows if row["phase"] == "train"]
+        self._updates = Updates(config)
         self._said: set[str] = set()
         self._fault: str | None = None
         self._faults: Callable[[], str | None] = lambda: None
 
-    def begin(self, step: int, fault: Callable[[], str | None]) -> None:
-        """Updates begin after `step`: those after it are forgotten, as they are done again. `fault`: why the first episode of
-        theirs was unscored, once there was one."""
-        self._rows, self._faults = [row for row in self._rows if row["step"] <= step], fault
+    def begin(self, step: int, rows: Iterable[Row], fault: Callable[[], str | None]) -> None:
+        """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
+        why the first episode of theirs was unscored, once there was one."""
+        self._updates = Updates(self._config, (row for row in rows if row["phase"] == "train" and row["step"] <= step))
+        self._faults = fault
 
     @property
     def fault(self) -> str | None:
@@ -61,12 +86,10 @@ class Health:
 
     def row(self, row: Row) -> None:
         """Look at a row of phase "train"."""
-        self._rows.append(row)
-        limit = self._config.health.idle_updates
-        found = {
-            f.status: f for f in (idle(self._rows, self._config), unscored(self._rows[-limit:], self._config, self.fault)) if f
-        }
-        enough = len(self._rows) >= limit
+        updates = self._updates
+        updates.add(row)
+        found = {f.status: f for f in (idle(updates, self._config), unscored(updates.newest, self._config, self.fault)) if f}
+        enough = len(updates.newest) == updates.newest.maxlen
         for status, finding in found.items():
             if enough and status not in self._said:
                 self._warn(f"{status}: {finding}")
@@ -96,7 +119,7 @@ class Health:
         return (
             unscored(updates, self._config, self.fault)
             or (None if last is None else unscored([last], self._config, self.fault))
-            or (None if self._reached(rows) else idle(updates, self._config))
+            or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
         )
 
     def _reached(self, rows: Sequence[Row]) -> bool:
@@ -106,19 +129,16 @@ class Health:
         return (goal is not None and bool(found) and found[-1] >= goal) or _improved(updates, self._config.health.idle_updates)
 
 
-def idle(updates: Sequence[Row], config: TrainConfig) -> Finding | None:
+def idle(updates: Updates, config: TrainConfig) -> Finding | None:
     """Whether the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every episode
     of them was a success after others that taught something: then nothing is left to learn."""
-    warmup = 0 if config.critic is None else config.critic.warmup
-    updates = [row for row in updates if row["step"] > warmup]
-    newest = updates[-config.health.idle_updates :]
+    newest, count = updates.of_policy, updates.idle
     if not newest or any(trained(row) for row in newest):
         return None
-    count = next((number for number, row in enumerate(reversed(updates)) if trained(row)), len(updates))
-    if count < len(updates) and all(row["success"] == 1.0 for row in newest):
+    if updates.taught and all(row["success"] == 1.0 for row in newest):
         return None
     cause, advice = _why_idle(newest, config)
-    last = "last " if count < len(updates) else ""
+    last = "last " if updates.taught else ""
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
     said = f"no token was trained in the {many}: {cause}"
     return Finding(TRAINED_NOTHING, said, advice, fails=count >= config.health.idle_updates)
@@ -158,7 +178,7 @@ def _why_idle(rows: Sequence[Row], config: TrainConfig) -> tuple[str, str]:
     return said, "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
 
 
-def unscored(rows: Sequence[Row], config: TrainConfig, fault: str | None) -> Finding | None:
+def unscored(rows: Collection[Row], config: TrainConfig, fault: str | None) -> Finding | None:
     """Whether more episodes of these rows are unscored than `health.max_unscored` allows."""
     lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
     played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)

@@ -152,7 +152,7 @@ def execute(
 
 
 def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
-    health = Health(config, folder.read_metrics(), display.warn)
+    health = Health(config, display.warn)
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     return RunLog(folder, display, trackers, resumed, health, config.prometheus, config.keep)
 
@@ -240,7 +240,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         check_any_scored(before)
         await session.saver.save(before)
     if run_log.health is not None:
-        run_log.health.begin(session.collector.version, lambda: session.collector.fault)
+        run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.fault)
     try:
         await train_loop(session, run_log, interrupt)
     except JudgeBudgetError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,8 +35,8 @@ def alike(step: int, success: float = 0.0) -> dict[str, Any]:
 def followed(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], Any]:
     """What the run said, and its verdict."""
     said: list[str] = []
-    health = Health(config(*overrides), [], said.append)
-    health.begin(0, lambda: fault)
+    health = Health(config(*overrides), said.append)
+    health.begin(0, [], lambda: fault)
     for row in rows:
         health.row(row)
     return said, health.verdict(rows)
@@ -68,7 +70,7 @@ def test_a_run_that_has_learned_and_has_nothing_left_to_learn_is_done() -> None:
     assert collapsed.status == TRAINED_NOTHING and "last 6 updates" in collapsed.cause
     solved = followed([alike(step, 1.0) for step in range(1, 7)])[1]  # from the start: nothing was ever trained
     assert solved.status == TRAINED_NOTHING and "solves all training tasks" in solved.advice
-    goal = Health(config("stop_at_success=0.9", "eval.every=1"), [], print)
+    goal = Health(config("stop_at_success=0.9", "eval.every=1"), print)
     assert goal.verdict([alike(1, 1.0), {"phase": "eval", "step": 1, "success": 1.0, "scored": 4, "unscored": 0}]) is None
 
 
@@ -99,7 +101,7 @@ def test_unscored_episodes_are_counted_with_those_of_dropped_groups() -> None:
     assert said[0].startswith("mostly unscored: 150 of 200 episodes could not be scored; the first: t/1: env_error: no database")
     assert len(said) == 1 and verdict.status == MOSTLY_UNSCORED and "180 of 240" in verdict.cause
     last = {"phase": "after", "step": 6, "success": None, "scored": 2, "unscored": 6}
-    health = Health(config(), [], print)
+    health = Health(config(), print)
     assert health.verdict([*(update(step) for step in range(1, 7)), last]).status == MOSTLY_UNSCORED  # type: ignore[union-attr]
 
 
@@ -114,10 +116,26 @@ def test_each_key_of_health_moves_its_limit() -> None:
 
 def test_what_was_before_a_resume_counts_and_what_is_done_again_does_not() -> None:
     said: list[str] = []
-    health = Health(config(), [alike(step) for step in range(1, 7)], said.append)
-    health.begin(4, lambda: None)
+    health = Health(config(), said.append)
+    health.begin(4, [{"phase": "before", "step": 0}, *(alike(step) for step in range(1, 7))], lambda: None)
     health.row(alike(5))
     assert len(said) == 1 and "in the 5 updates" in said[0]
+
+
+@pytest.mark.parametrize("of", [update, alike])
+def test_a_long_run_keeps_no_rows_but_the_newest(of: Callable[..., dict[str, Any]]) -> None:
+    """A row is 15 kB in memory: 150 MB in 10,000 updates."""
+
+    class Row(dict[str, Any]):
+        pass
+
+    health, rows = Health(config(), print), list[weakref.ref[Row]]()
+    health.begin(0, [], lambda: None)
+    for step in range(1, 300):
+        row = Row(of(step))
+        rows.append(weakref.ref(row))
+        health.row(row)
+    assert [number for number, kept in enumerate(rows) if kept() is not None] == [294, 295, 296, 297, 298]
 
 
 def found(*rewards: float | None) -> Evaluation:
@@ -142,7 +160,7 @@ def test_a_first_evaluation_without_any_score_ends_the_run_with_the_first_error(
 
 def test_an_environment_that_fails_in_an_evaluation_is_named() -> None:
     said: list[str] = []
-    health = Health(config(), [], said.append)
+    health = Health(config(), said.append)
     dead, fine = found(None, None, 0.0), found(1.0, 0.0)
     both = Evaluation(None, None, 3, 2, {}, [*dead.trajectories, *fine.trajectories], {"dead": dead, "fine": fine})
     health.evaluation("eval", both)
