@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 MARK = "AGENTRL_RAY"
 """In the environment of every process of a local Ray, with a value of its own."""
 
+NO_RECORDS = "RAY_task_events_report_interval_ms"
+"""0: Ray's processes send no records of calls. The control store keeps those of the last 100,000, 13 MiB more in 1,000 updates,
+for lists and timelines that nobody asks a Ray without a dashboard for."""
+
 LONGEST = 2000
 """Characters of one message of Ray's in the log."""
 
@@ -120,7 +124,11 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     # Its keeper first: the driver may be killed while Ray starts.
     _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     try:
-        with _environment({**worker_env(), MARK: value}), patient(timeout), _without_unasked():
+        with (
+            _environment({**worker_env(), NO_RECORDS: os.environ.get(NO_RECORDS, "0"), MARK: value}),
+            patient(timeout),
+            _without_unasked(),
+        ):
             _init(None, _local(object_store_bytes))
     except BaseException:
         ray_keeper.end_all(_own.mark)  # what had started, and what that was about to start

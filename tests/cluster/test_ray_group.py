@@ -158,6 +158,13 @@ def test_workers_get_one_thread_and_the_shelf(four, pair):
     assert pair.run(Plain.env, "MY_KNOB") == "3" and pair.run(Plain.env, "OMP_NUM_THREADS") is not None
 
 
+def test_rays_control_store_keeps_nothing_of_calls_that_are_over(four):
+    """It would keep a record of 100,000 calls, for lists and timelines that nobody asks a run's own Ray for."""
+    four.run(Plain.env, "MARK")
+    time.sleep(2.5)  # each process would send its records once a second
+    assert ray.timeline() == []
+
+
 def test_a_colocated_role_shares_processes_and_collectives_span_a_two_axis_mesh(four):
     with launch(Summing, world_size=4, on=four, mesh={"dp": 2, "tp": 2}) as guest:
         assert guest.run_all(Summing.total, 1.0) == [10.0] * 4
