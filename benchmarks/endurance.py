@@ -52,33 +52,37 @@ tasks = 4
 every = 100
 [checkpoint]
 every = 25
+[health]
+max_unsolvable = 1.0  # so short turns hold no call: what is asked of the model is to be brief
 [cluster]
 backend = "{backend}"
 """
 ASKED = 10_000
+MODULE = "agentrl.cli.main"
 EVERY_S = 2.0
 WARM_UP = 1000
 """Updates. Of the run of 2,000 in benchmarks/README.md the driver's memory is level from here on (-0.08 MiB per 1,000)."""
 NOISE = {"MiB": 32.0, "descriptors": 4.0, "threads": 4.0, "processes": 1.0, "files": 50.0}
 """What may be added in `ASKED` updates and is still called flat, whatever the level is."""
-_TITLE = re.compile(r"ray::(\w+)|(gcs_server|raylet|dashboard|log_monitor|runtime_env)|multiprocessing\.(\w+)")
+_TITLE = re.compile(r"ray::(\w+)|(gcs_server|raylet|dashboard|log_monitor|runtime_env|ray_keeper)|multiprocessing\.(\w+)")
 Sample = dict[str, float]
 
 
-def kind(process: psutil.Process, driver: int) -> str:
-    """What a process is called in the table."""
-    if process.pid == driver:
-        return "driver"
-    found = _TITLE.search(" ".join(process.cmdline()))
+def kind(process: psutil.Process, started: int) -> str:
+    """What a process is called in the table. With Ray the process that was `started` is the parent of the driver."""
+    command = process.cmdline()
+    if MODULE in command:
+        return "parent" if process.pid == started and any(MODULE in child.cmdline() for child in process.children()) else "driver"
+    found = _TITLE.search(" ".join(command))
     return next((part for part in found.groups() if part), "child") if found else "child"
 
 
-def processes(driver: int) -> Sample:
+def processes(started: int) -> Sample:
     """Of each kind: processes, and the sums of unshared memory, descriptors and threads."""
     found: Sample = defaultdict(float)
-    for process in _family(driver):
+    for process in _family(started):
         try:
-            name = kind(process, driver)
+            name = kind(process, started)
             memory, descriptors, threads = process.memory_full_info().uss / 2**20, process.num_fds(), process.num_threads()
         except psutil.Error:  # it has just ended
             continue
@@ -88,9 +92,9 @@ def processes(driver: int) -> Sample:
     return found
 
 
-def _family(driver: int) -> Iterator[psutil.Process]:
+def _family(started: int) -> Iterator[psutil.Process]:
     try:
-        parent = psutil.Process(driver)
+        parent = psutil.Process(started)
         yield from [parent, *parent.children(recursive=True)]
     except psutil.Error:
         return
@@ -132,7 +136,7 @@ def watched(out: Path, arguments: argparse.Namespace) -> int:
         model=MODEL, updates=arguments.updates, groups=arguments.episodes // 5, spec=out / "spec.json", backend=arguments.backend
     )
     (out / "run.toml").write_text(text)
-    command = [sys.executable, "-m", "agentrl.cli.main", "train", str(out / "run.toml"), f"out={out}", "name=run", "--overwrite"]
+    command = [sys.executable, "-m", MODULE, "train", str(out / "run.toml"), f"out={out}", "name=run", "--overwrite"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     began, seen = time.monotonic(), -1
     with (out / "said.txt").open("w") as said, (out / "samples.jsonl").open("w") as samples:
