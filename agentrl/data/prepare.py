@@ -112,8 +112,8 @@ class Preparation:
             raise BadRowError("its tokens are of turns that it does not have")
         size = len(self.tokenizer)
         texts = self.tokenizer.batch_decode([turn_ids(episode, turn.index) for turn in episode.turns])
-        top = max(int(ledger.token_ids.max()) for ledger in episode.ledgers if len(ledger))
-        if top >= size or not says_the_same(episode, self.renderer, texts):
+        ids = [ledger.token_ids for ledger in episode.ledgers if len(ledger)]
+        if any(part.min() < 0 or part.max() >= size for part in ids) or not says_the_same(episode, self.renderer, texts):
             raise ConfigError(
                 f"data.path: {place}: its tokens say something else with this model's tokenizer than its messages do: they were "
                 "sampled with another one. Take the model that the run trained, or set data.rerender=true to render the "

@@ -31,7 +31,7 @@ RENDERER = make_renderer(TOKENIZER)
 
 @pytest.fixture(scope="module")
 def whole() -> Trajectory:
-    """An episode of five turns."""
+    """An episode of several turns."""
     one = asyncio.run(transcript(EnvRef("key_value").build(), RENDERER, 3, {}))
     one.env, one.reward, one.success = "kv", 1.0, True
     return one
@@ -47,11 +47,11 @@ def branch_of(root: Trajectory, turn: int, member: int, reward: float) -> Trajec
     return replace(root, ledgers=[own], member=member, reward=reward, parent=root.member, branch_turn=turn)
 
 
-def written(folder: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[About, RowStore]:
+def written(folder: Path, rows: list[dict[str, Any]], longest: int = 4096, seed: int = 0, **data: Any) -> tuple[About, RowStore]:
     file = folder / "episodes.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(path=[str(file)], heldout=0.0, **data)
-    about = Preparation(config, RENDERER, TOKENIZER, 4096).write(folder / "store", 0)
+    config = DataConfig(**{"path": [str(file)], "heldout": 0.0, **data})
+    about = Preparation(config, RENDERER, TOKENIZER, longest).write(folder / "store", seed)
     return about, RowStore(folder / "store")
 
 
@@ -67,6 +67,11 @@ def test_a_branch_rendered_anew_trains_none_of_its_parents_turns(whole: Trajecto
     one, two = store.load(store.train)
     after = (whole.ledgers[0].turns >= 2) & whole.ledgers[0].sampled
     assert one.sampled_tokens == whole.sampled_tokens and two.sampled_tokens == int(after.sum()) < one.sampled_tokens
+
+
+def test_turns_that_an_episode_was_given_are_context_if_they_are_rendered_anew(whole: Trajectory) -> None:
+    assert chat_of(replace(whole, given=2)).trained == chat_of(replace(whole, parent=0, branch_turn=2)).trained
+    assert chat_of(replace(whole, given=1, parent=0, branch_turn=2)).trained.count(True) == len(whole.turns) - 2
 
 
 def test_a_branch_is_no_side_of_a_dpo_pair_and_may_be_one_for_a_reward_model(whole: Trajectory, tmp_path: Path) -> None:
@@ -182,6 +187,60 @@ def test_a_table_row_is_named_by_its_number_and_has_no_field_that_is_null(tmp_pa
 def test_an_empty_path_is_not_the_working_directory(path: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: .*is empty"):
         sources([path])
+
+
+def test_a_row_may_be_as_long_as_it_may_and_a_share_of_bad_rows_as_large(whole: Trajectory, tmp_path: Path) -> None:
+    most = len(whole.ledgers[0])
+    assert written(tmp_path, [whole.to_json()], longest=most)[0].tokens == most
+    with pytest.raises(ConfigError, match=f"{most} tokens, and a row, which is never cut, may have {most - 1}"):
+        written(tmp_path, [whole.to_json()], longest=most - 1)
+    assert written(tmp_path, [*[whole.to_json()] * 3, {"text": "x"}], max_bad=0.25)[0].examples == 3
+    with pytest.raises(ConfigError, match=r"1 of 4 rows cannot be used \(25.0%\), and data.max_bad = 0.24"):
+        written(tmp_path, [*[whole.to_json()] * 3, {"text": "x"}], max_bad=0.24)
+
+
+def test_a_pair_is_left_out_if_either_side_is_too_long(whole: Trajectory, tmp_path: Path) -> None:
+    long = replace(whole, ledgers=cut(whole, 50))
+    most = len(whole.ledgers[0])
+    for better, worse in ((whole, long), (long, whole)):
+        rows = [replace(better, reward=1.0).to_json(), replace(worse, reward=0.0).to_json()]
+        with pytest.raises(ConfigError, match=f"{most + 50} tokens, and a row"):
+            written(tmp_path, rows, loss="dpo", longest=most)
+
+
+def test_a_ledger_without_a_sampled_token_is_no_row(whole: Trajectory, tmp_path: Path) -> None:
+    bare = whole.ledgers[0].fork(9)
+    about, store = written(tmp_path, [replace(whole, ledgers=[bare, *whole.ledgers, bare]).to_json()])
+    assert [len(ledger) for ledger in store.load([0])[0].ledgers] == [len(whole.ledgers[0])] == [about.tokens]
+
+
+def test_a_token_that_the_tokenizer_lacks_is_another_tokenizers(whole: Trajectory, tmp_path: Path) -> None:
+    """In the prompt, which no message of the policy's says."""
+    ledger = whole.ledgers[0].to_json()
+    for token in (len(TOKENIZER), -1):
+        changed = {**ledger, "token_ids": [token, *ledger["token_ids"][1:]]}
+        with pytest.raises(ConfigError, match="sampled with another one"):
+            written(tmp_path, [{**whole.to_json(), "ledgers": [changed]}])
+
+
+def test_of_a_task_all_episodes_are_held_out_or_none_and_the_seed_says_which(whole: Trajectory, tmp_path: Path) -> None:
+    rows = [one for n in range(8) for one in rewarded(whole, 0.5, 1.0, task=replace(whole.task, seed=n))]
+    held = {}
+    for seed in range(4):
+        about, store = written(tmp_path, rows, heldout=0.3, seed=seed)
+        assert (about.tasks, len(about.heldout), len(store.heldout)) == (8, 3, 6)
+        assert sorted(n // 2 for n in store.heldout) == sorted(about.heldout * 2)
+        held[seed] = tuple(about.heldout)
+    assert len(set(held.values())) > 1
+
+
+def test_each_epoch_has_every_example_once_in_an_order_of_its_own(whole: Trajectory, tmp_path: Path) -> None:
+    _, store = written(tmp_path, rewarded(whole, *[1.0] * 7))
+    assert store.steps(3) == 3
+    epochs = [[n for step in range(3) for n in store.drawn(3 * epoch + step, 3, 5).tolist()] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs) and len(set(map(tuple, epochs))) == 3
+    assert [store.drawn(n, 3, 5).tolist() for n in range(9)] == [store.drawn(n, 3, 5).tolist() for n in range(9)]
+    assert [n for step in range(3) for n in store.drawn(step, 3, 6).tolist()] != epochs[0]
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "render"))
+from families import IM, QWEN3, QWEN3_CODER
+from render_tokenizers import build_tokenizer
 
 from agentrl.data.chats import openai_chat
 from agentrl.data.files import BadRowError
@@ -155,6 +161,58 @@ def test_an_id_that_is_a_number_is_the_one_that_the_result_names() -> None:
     called = {**ASKED[1], "tool_calls": [{**CALL, "id": 7}]}
     found = openai_chat(chat(messages=[ASKED[0], called, {**ASKED[2], "tool_call_id": 7}, ASKED[5]]))
     assert found.messages[1].tool_calls[0].id == found.messages[2].tool_call_id == "7"
+
+
+THOUGHT = [
+    {"role": "user", "content": "one more than 0"},
+    {"role": "assistant", "content": "1", "reasoning_content": "0 and 1"},
+    {"role": "user", "content": "one more"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "1 and 1"},
+    {"role": "tool", "tool_call_id": "x", "content": "2"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "sure"},
+]
+
+
+@pytest.mark.parametrize("context", [(), (0,), (1, 2)], ids=str)
+def test_a_template_that_drops_reasoning_writes_a_row_each_time_the_user_speaks(context: tuple[int, ...]) -> None:
+    """As the template writes the prompt of each turn; what is context and what is learned, turn by turn."""
+    tokenizer = build_tokenizer([*IM, "<think>", "</think>"], QWEN3)
+    answers = [n for n, message in enumerate(THOUGHT) if message["role"] == "assistant"]
+    said = [{**message, "weight": 0} if n in [answers[c] for c in context] else message for n, message in enumerate(THOUGHT)]
+    ledgers = rendered(openai_chat({"messages": said, "tools": TOOLS}), make_renderer(tokenizer))
+    rows = [[0], [1, 2], [3]]  # the turns of each row: reasoning is kept while tools answer
+    kept = [[turn for turn in row if turn not in context] for row in rows]
+    assert [sorted({int(t) for t in ledger.turns[ledger.sampled]}) for ledger in ledgers] == [row for row in kept if row]
+    for ledger, row in zip(ledgers, [row for row, left in zip(rows, kept, strict=True) if left], strict=True):
+        prompt = tokenizer.apply_chat_template(
+            [{k: v for k, v in message.items() if v is not None} for message in unescaped(THOUGHT[: answers[row[0]]])],
+            tools=TOOLS, add_generation_prompt=True, tokenize=False,
+        )  # fmt: skip
+        assert tokenizer.decode(ledger.ids()).startswith(prompt)
+        learned = tokenizer.decode(ledger.token_ids[ledger.sampled].tolist())
+        for turn, text in enumerate(("0 and 1", "1 and 1", ">\n\n2<", "sure")):
+            assert (text.strip("<>\n") in learned) == (turn in row and turn not in context), (turn, text, learned)
+
+
+def unescaped(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With arguments as an object, as templates take them."""
+    calls = [{**CALL, "function": {"name": "add", "arguments": {"a": 1}}}]
+    return [{**message, "tool_calls": calls} if "tool_calls" in message else message for message in messages]
+
+
+def test_arguments_that_the_templates_syntax_cannot_tell_from_others_are_found_out() -> None:
+    """As tags without types, "1" of a schema's integer is read as 1: the model would learn another call than the data says."""
+    renderer = make_renderer(build_tokenizer(IM, QWEN3_CODER))
+    for value, same in (("1", False), (1, True)):
+        called = {**CALL, "function": {"name": "add", "arguments": {"a": value}}}
+        found = openai_chat({"messages": [ASKED[0], {**ASKED[1], "tool_calls": [called]}], "tools": TOOLS})
+        if same:
+            assert len(rendered(found, renderer)) == 1
+        else:
+            with pytest.raises(BadRowError, match=r"messages\[1\]: its calls, .* are read as others"):
+                rendered(found, renderer)
 
 
 def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from agentrl.render import make_renderer
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.objectives import Supervised
 from agentrl.run.reader import load_run, overview
+from agentrl.train.export import export_run
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Trajectory
 from agentrl.warm_start import transcript
@@ -215,6 +217,37 @@ def test_beta_is_what_the_margin_is_multiplied_by(tmp_path: Path) -> None:
         assert sft(*words, out=tmp_path, name=f"beta_{beta}") == 0
         margins.append(rows(tmp_path / f"beta_{beta}", "heldout")[-1]["reward_margin"])
     assert margins[1] == pytest.approx(3 * margins[0], rel=1e-2) and margins[0] > 0
+
+
+def test_a_held_out_loss_is_the_same_in_whatever_batches_it_is_computed(tmp_path: Path) -> None:
+    """The mean over tokens of examples whose lengths differ, which is not the mean over batches."""
+    made = [{"messages": [ASKED[0], {"role": "assistant", "content": "no " * times}]} for times in range(1, 12)]
+    file, found = written(tmp_path / "rows.jsonl", made), []
+    for batch in (1, 3, 8):
+        words = ("--data", str(file), "data.heldout=0.6", f"data.batch={batch}")
+        assert sft(*words, out=tmp_path, name=f"of_{batch}") == 0
+        found.append(rows(tmp_path / f"of_{batch}", "heldout")[0])
+    assert found[0]["examples"] == 7
+    assert [row["loss"] for row in found[1:]] == pytest.approx([found[0]["loss"]] * 2, rel=1e-6)
+
+
+def test_a_dpo_run_without_its_last_checkpoints_is_the_same_run_again_and_its_best_has_the_lowest_loss(tmp_path: Path) -> None:
+    """The reference is the model that it started from, also after a resume; what was said of steps that are done again is cut."""
+    wrong = [{"role": "assistant", "content": "no " * times} for times in range(1, 7)]
+    made = [{"prompt": ASKED[:1], "chosen": [*ASKED[1:3], ASKED[5]], "rejected": [one], "tools": TOOLS} for one in wrong]
+    file, run = written(tmp_path / "pairs.jsonl", made), tmp_path / "run"
+    words = ["data.batch=2", "data.epochs=3", "data.heldout=0.3", "eval.every=1", "checkpoint={every=1,keep=9}", "optim.lr=3e-2"]
+    assert sft("--data", str(file), "--loss", "dpo", *words, out=tmp_path) == 0
+    steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert steps == [f"step_{n:06d}" for n in range(1, 7)]
+    losses = {row["step"]: row["loss"] for row in rows(run, "heldout")[1:]}
+    assert export_run(run, tmp_path / "best", best=True) == min(losses, key=lambda step: losses[step])
+    whole = [{**row, "time/data_s": 0} for phase in ("data", "heldout") for row in rows(run, phase)]
+    assert [row["epoch"] for row in whole[:6]] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    for step in steps[3:]:
+        shutil.rmtree(run / "checkpoints" / step)
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert [{**row, "time/data_s": 0} for phase in ("data", "heldout") for row in rows(run, phase)] == whole
 
 
 def shifted(played: Path, folder: Path) -> Path:
