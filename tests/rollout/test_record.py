@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from agentrl.errors import ReplayError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded
+from agentrl.trajectory import Message, ToolCall
 from tests.players import run_tasks
 from tests.rollout.conftest import FaultyEngine
 
@@ -129,3 +132,37 @@ async def test_faults_clocks_and_rewritten_histories_replay_equal(env: EnvRef, r
         await replay(seed=2)
     with pytest.raises(ReplayError, match="done call 0: at /reward expected"):
         await replay(limits=replace(LIMITS, max_turns=3))
+
+
+class Looking(FaultyEngine):
+    """Looks first, whatever it is asked."""
+
+    asked: set[str]
+    look: list[int]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        if request_key in self.asked:
+            return await super().generate(token_ids, sampling, request_key)
+        self.asked.add(request_key)
+        return Generation(self.look, [-1.0] * len(self.look), [self.version] * len(self.look), "stop")
+
+
+async def test_answers_with_images_replay_equal(renderer: Renderer, tmp_path: Path) -> None:
+    pytest.importorskip("PIL.Image")
+    engine = Looking(renderer.stop_token_ids[0])
+    engine.asked, engine.look = set(), renderer.assistant(Message("assistant", tool_calls=(ToolCall("look", {}),)))
+    there, pairs = EnvRef("color_square"), [(0, 0), (1, 0)]
+    spec = json.loads(Path("rewards/color_square.json").read_text())
+    recorder = Recorder(tmp_path / "calls.jsonl")
+    policy = Policy(recorder.engine(lambda: engine), renderer)
+    context = Context(replay_env=lambda task: there.build())
+    judged = compile_spec(spec, context=recorder.scoring(context))
+    live = await run_tasks(there, policy, judged, LIMITS, pairs, seed=1, max_episodes=2, io=recorder)
+    recorder.close()
+    pictures = [result.images[0].sha256 for t in live for turn in t.turns for result in turn.results if result.images]
+    assert len(pictures) == 2 == len(set(pictures)), "each task has a picture of its own"
+    io = Replayer(Recorded.read(tmp_path / "calls.jsonl"))
+    judged = compile_spec(spec, context=io.scoring(context))
+    again = await run_tasks(there, replace(policy, engine=io.engine()), judged, LIMITS, pairs, seed=1, max_episodes=2, io=io)
+    assert [json.dumps(t.to_json()) for t in again] == [json.dumps(t.to_json()) for t in live]
+    assert [r.images[0].sha256 for t in again for turn in t.turns for r in turn.results if r.images] == pictures
