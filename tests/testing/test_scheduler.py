@@ -34,6 +34,29 @@ def test_a_card_whose_memory_does_not_come_back_is_out_of_service_and_the_rest_g
     assert exit_code(list(results.values()), False) == 1
 
 
+def test_a_card_is_free_again_by_a_new_reading_alone_and_never_once_it_is_out_of_service() -> None:
+    world = World([], cards=2)
+    pool, held = world.pool, world.cards.held
+
+    def free(now: float) -> list[int]:
+        world.now = now
+        pool.refresh(now)
+        return pool.free()
+
+    assert free(0.0) == [0, 1] and pool.take([0], "a")
+    held[0] = 3000
+    pool.give_back([0], 1.0)
+    assert pool.free() == [1], "the last reading is from before the file had it"
+    assert free(2.0) == [1]
+    held[0] = 100
+    assert free(3.0) == [0, 1] and pool.take([0], "b")
+    held[0] = 3000
+    pool.give_back([0], 4.0)
+    assert free(9.0) == [1] and list(pool.out) == [0]
+    held[0] = 0
+    assert free(10.0) == [1] and world.locks.ours == set()
+
+
 def test_cards_that_others_use_are_not_given_and_waited_for_so_long() -> None:
     # Card 1 is somebody else's until second 30.
     world = World([job("two", 2), job("one", 1)], cards=2, used=lambda card, now: 900 if card == 1 and now < 30 else 200)
