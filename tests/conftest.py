@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # One thread a process: on two cores more threads only fight each other, and results stay reproducible.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +50,12 @@ PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
 """Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
 proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")
 """Marks a test, or a case of one, that only `make proofs` runs."""
+
+
+# A red `make test` is due to the change that it tests: its properties are tried on the same inputs each time. Those of
+# `make proofs` are new ones, and what fails says how to play it again.
+settings.register_profile("suite", derandomize=not PROOFS, print_blob=True)
+settings.load_profile("suite")
 
 
 def examples(count: int) -> int:
