@@ -94,6 +94,7 @@ SAME = {
     ("registry", "shelves"),
     ("trajectory", "columns"),
     ("backends", "rollout"),
+    ("reward", "sandbox"),
 }
 
 

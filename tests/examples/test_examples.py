@@ -122,10 +122,11 @@ def test_own_reward_leaf(example: Example) -> None:
 @proof
 def test_graders(example: Example) -> None:
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
-    lint, _ = example.run()
-    assert "math: 0 findings" in lint
-    rows = example.rows("math")
-    assert [row["unscored"] for row in rows] == [0, 0, 0]
+    lint, other, *_, explained = example.run()
+    assert "math: 0 findings" in lint and "unit_tests: 0 findings" in other
+    assert [row["unscored"] for name in ("math", "unit_tests") for row in example.rows(name)] == [0] * 6
+    assert "tests=4" in explained
+    assert any(row["reward"] > 0 for row in example.rows("unit_tests"))
 
 
 @proof

@@ -20,6 +20,7 @@ from agentrl.reward.leaves.math import MathEqual
 from agentrl.reward.leaves.python import PythonFunction
 from agentrl.reward.leaves.results import ResultsContains
 from agentrl.reward.leaves.state import StateAssert, StateMatch, StateNumber
+from agentrl.reward.leaves.tests import CodeTests
 from agentrl.reward.leaves.text import FormatRegex, NumberClose, TextContains, TextEquals
 
 LEAVES: Mapping[str, type[Leaf]] = {
@@ -36,6 +37,7 @@ LEAVES: Mapping[str, type[Leaf]] = {
         TextEquals,
         NumberClose,
         MathEqual,
+        CodeTests,
         FormatRegex,
         EpisodeStopped,
         CostTurns,

@@ -1,0 +1,203 @@
+"""`code.tests`: what tests find of code, and code that would rather pass than be right."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from code_fakes import FAKES
+from reward_episodes import episode, leaf, spec
+
+from agentrl.config.schema import SandboxConfig
+from agentrl.errors import RewardSpecError, SandboxError
+from agentrl.reward import compile_spec
+from agentrl.reward.leaves import tests as leaves
+from agentrl.reward.leaves.tests import last_block
+from agentrl.reward.unit_tests import grade as grading
+from agentrl.reward.unit_tests.grade import GradeLimits, grade
+from tests.conftest import proof
+
+TESTS = """
+from solution import add
+
+def test_small(): assert add(1, 2) == 3
+def test_zero(): assert add(0, 0) == 0
+def test_large(): assert add(10**20, 1) == 10**20 + 1
+def test_close(): assert abs(add(0.1, 0.2) - 0.3) < 1e-9
+"""
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+def scored(answer, tests=TESTS, **args):
+    return compile_spec(spec(leaf("code.tests", {"tests": {"$": "/task/gold/tests"}, **args}))).score(
+        episode(answer, task_gold={"tests": tests})
+    )
+
+
+def block(code):
+    return f"Here it is:\n\n```python\n{code}\n```\nDone."
+
+
+def test_the_share_that_passes_or_all_of_them():
+    half = "def add(a, b):\n    return a + b if a < 5 and isinstance(a, int) else None\n"
+    assert scored(block(RIGHT)).value == 1.0
+    share = scored(block(half), credit="share")
+    assert share.value == 0.5 and share.evidence["root"]["evidence"]["passed"] == 2
+    assert set(share.evidence["root"]["evidence"]["failed"]) == {"test_large", "test_close"}
+    assert scored(block(half)).value == 0.0
+    assert scored("I would write a loop.").value == 0.0 and scored("").value == 0.0
+
+
+RICH = """
+import pytest
+from solution import Empty, Stack, apply, fill, greet, pairs
+
+@pytest.fixture
+def stack():
+    made = Stack()
+    made.push(1)
+    made.push(2)
+    return made
+
+def test_object(stack):
+    assert len(stack) == 2 and stack.pop() == 2 and list(stack) == [1] and 1 in stack and isinstance(stack, Stack)
+
+def test_own_error():
+    with pytest.raises(LookupError, match="nothing"):
+        Stack().pop()
+    with pytest.raises(Empty):
+        Stack().pop()
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_many(n): assert pairs(n) == {i: (i, {i}) for i in range(n)}
+
+def test_in_place():
+    given = [1]
+    fill(given)
+    assert given == [1, 2]
+
+def test_callback(): assert apply(lambda x: x * 2, [1, 2]) == [2, 4]
+
+def test_printed(capsys):
+    greet()
+    assert capsys.readouterr().out == "hello\\n"
+
+class TestMore:
+    def test_equal(self): assert Stack() == Stack() and Stack() != 3
+"""
+GOOD = """
+class Empty(LookupError): pass
+class Stack:
+    number, code = 7, "x"
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x)
+    def pop(self):
+        if not self.items: raise Empty("nothing there")
+        return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __eq__(self, other): return self.items == other.items
+def pairs(n): return {i: (i, {i}) for i in range(n)}
+def fill(given): given.append(2)
+def apply(f, items): return [f(x) for x in items]
+def greet(): print("hello")
+"""
+
+
+def test_tests_use_what_pytest_has_and_code_has_objects_errors_and_output():
+    found = grade(RICH, GOOD)
+    assert (found.passed, found.count) == (9, 9), found
+
+
+SOON = ("leaves with status 0", "patches pytest", "writes a conftest", "equals everything", "reads the tests' memory")
+
+
+@pytest.mark.parametrize("name", [name if name in SOON else pytest.param(name, marks=proof) for name in FAKES])
+def test_code_cannot_make_a_test_pass(name):
+    code = FAKES[name]
+    found = grade(TESTS, code, limits=GradeLimits(5.0, 20.0))
+    assert found.fault is None and found.passed == 0, found
+
+
+def test_what_a_fake_could_gain_is_there_to_be_gained():
+    """In one process each of these tricks works: a test that shows that the fakes are no straw men."""
+    space = {}
+    exec(FAKES["equals everything"] + "\n" + TESTS.replace("from solution import add", ""), space)
+    [space[name]() for name in ("test_small", "test_zero", "test_large", "test_close")]
+    with pytest.raises(SystemExit) as left:
+        exec(FAKES["leaves with status 0"], {})
+    assert left.value.code == 0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time\ndef add(a, b):\n    if a: time.sleep(100)\n    return 0",
+        pytest.param("def add(a, b):\n    while a: pass\n    return 0", marks=proof),
+    ],
+)
+def test_code_that_hangs_fails_that_test_and_the_others_go_on(code):
+    began = time.monotonic()
+    found = grade(TESTS, code, limits=GradeLimits(1.0, 20.0))
+    assert found.passed == 1 and found.count == 4, "add(0, 0)"
+    assert any("no answer within 1.0 s" in text for text in found.why.values()), found.why
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("tests", "word"),
+    [
+        ("def test_a(: pass", "no Python"), ("x = 1", "no test in the tests"), (3, "must be Python code"),
+        ("import nowhere_to_be_found\ndef test_a(): pass", "cannot be run"), ("class TestNothing: pass", "no test in the tests"),
+    ],
+)  # fmt: skip
+def test_tests_that_are_none_are_null_and_say_so(tests, word):
+    found = scored(block(RIGHT), tests)
+    assert found.value is None and word in found.evidence["root"]["unscored"], found.evidence
+
+
+def test_a_sandbox_that_fails_is_no_reward_of_0(monkeypatch):
+    def fails(*args):
+        raise SandboxError("no folder for a sandbox: no space left on device")
+
+    monkeypatch.setattr(leaves, "grade", fails)
+    found = scored(block("def add(a, b): return 0"))
+    assert found.value is None and "no space left" in found.evidence["root"]["unscored"]
+
+
+def test_another_python_in_the_sandbox_is_said(monkeypatch):
+    made = grading._archive()
+    monkeypatch.setattr(grading, "_archive", lambda: b"\0\0\r\n" + made[4:])
+    with pytest.raises(SandboxError, match="another Python, 3"):
+        grade(TESTS, RIGHT)
+
+
+@proof
+def test_the_local_sandbox_keeps_them_apart_too(monkeypatch):
+    monkeypatch.setattr(grading, "chosen", lambda config: SandboxConfig(provider="local"))
+    assert grade(RICH, GOOD).passed == 9
+    assert [name for name, code in FAKES.items() if grade(TESTS, code, limits=GradeLimits(5.0, 20.0)).passed] == []
+
+
+def test_which_block_is_the_code():
+    assert last_block(f"```py\na = 1\n```\n{block('b = 2')}") == "b = 2\n"
+    assert last_block("```\nc = 3\n```") == "c = 3\n" and last_block("```json\n{}\n```") is None and last_block("no") is None
+    assert last_block("```python\nopen") is None
+    assert scored("```json\n{}\n```").value == 0.0
+
+
+def test_code_in_a_file_of_the_environment():
+    args = {"tests": TESTS, "code": {"$": "/episode/state/files/mine.py"}, "module": "mine"}
+    args["tests"] = TESTS.replace("solution", "mine")
+    scorer = compile_spec(spec(leaf("code.tests", args)))
+    assert scorer.score(episode("done", state={"files": {"mine.py": RIGHT}})).value == 1.0
+    assert scorer.score(episode("done", state={"files": {"mine.py": ""}})).value == 0.0
+
+
+def test_arguments():
+    for args, word in (
+        ({"tests": "x", "seconds": 9, "total_seconds": 2}, "more than total_seconds"),
+        ({"tests": "x", "module": "a-b"}, "module"),
+    ):
+        with pytest.raises(RewardSpecError, match=word):
+            compile_spec(spec(leaf("code.tests", args)))
