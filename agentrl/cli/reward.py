@@ -19,6 +19,7 @@ from agentrl.shown import console as safe_console
 from agentrl.shown import say
 
 if TYPE_CHECKING:
+    from agentrl.config.schema import RewardConfig
     from agentrl.reward import Context, Scorer
     from agentrl.reward.leaf import ReplayEnv
     from agentrl.trajectory import Task, Trajectory
@@ -36,7 +37,8 @@ EPILOG = """examples:
   agentrl reward schema --out rewards/schema.json                the grammar as JSON Schema, for an editor
 
 SPEC is the name of a spec on the shelf (rewards/) or a path to a JSON file. A spec that replays gold calls
-needs --env; one with a judge asks the model that it names, at --judge-url if given (lint only with that or --ask-judge).
+needs --env; one with a judge asks the model that it names, at --judge-url if given (lint only with that, --judge-model or
+--ask-judge).
 """
 
 
@@ -85,6 +87,13 @@ def _add_context(part: argparse.ArgumentParser) -> None:
     part.add_argument("--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env")
     part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
     part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
+    part.add_argument(
+        "--judge-model",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help='the model of "engine:NAME", sampled in this process',
+    )
     part.add_argument("--judge-cache", help="folder in which verdicts are cached")
     part.add_argument("--judge-calls", type=_positive, default=1000, help="limit on calls to the judge (default 1000)")
     part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
@@ -110,7 +119,12 @@ def run_lint(args: argparse.Namespace) -> int:
         def lint(one: Scorer) -> list[LintFinding]:
             return lint_probes(one, probes, built.order_free)
 
-        findings += lint(scorer) if args.ask_judge or args.judge_url else whatever_judged(scorer, probes, lint)
+        if args.ask_judge or args.judge_url or args.judge_model:
+            spec = dict(scorer.spec)
+            with options.asking(spec) as scorer_of:
+                findings += lint(scorer_of(spec))
+        else:
+            findings += whatever_judged(scorer, probes, lint)
     if args.json:
         decides = None if scorer.rule is None else {"by": str(scorer.rule), "node": scorer.rule.node}
         rows = [item.to_json() for item in findings]
@@ -134,9 +148,11 @@ def run_explain(args: argparse.Namespace) -> int:
     """Print the evidence of one episode."""
     from agentrl.reward.explain import explain_text
 
-    scorer = _options(args).scorer(_spec(args.spec))
-    trajectory, others = _with_others(args.trajectory, args.row, scorer.compares)
-    score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
+    spec = _spec(args.spec)
+    with _options(args).asking(spec) as scorer_of:
+        scorer = scorer_of(spec)
+        trajectory, others = _with_others(args.trajectory, args.row, scorer.compares)
+        score = scorer.score_group([trajectory, *others])[0] if others else scorer.score(trajectory)
     if args.json:
         content = {
             "value": score.value,
@@ -265,17 +281,50 @@ class _Options:
     judge_calls: int
     judge_usd: float | None
     python: tuple[tuple[str, str], ...] = ()
+    judge_models: tuple[tuple[str, str], ...] = ()
 
     def scorer(self, spec: dict[str, Any], *, alone: bool = False) -> Scorer:
         """The scorer of a spec, assembled in the same way as for a run. `alone`: to look at it without scoring anything, so what
         it would replay on need not be there."""
         from agentrl.catalog.scoring import make_scorer
-        from agentrl.config.schema import JudgeConfig, RewardConfig
 
-        judge = JudgeConfig(api_base=self.judge_url, cache=self.judge_cache, calls=self.judge_calls, usd=self.judge_usd)
         ref = None if self.env is None else self.env_ref()
-        through = _with_any_env if alone else _as_it_is
-        return make_scorer(spec, RewardConfig(python=dict(self.python), judge=judge), ref, through=through)
+        return make_scorer(spec, self.reward(), ref, through=_with_any_env if alone else _as_it_is)
+
+    def reward(self) -> RewardConfig:
+        """The config section of a run that may do as much."""
+        from agentrl.config.schema import JudgeConfig, JudgeEngineConfig, RewardConfig
+
+        judge = JudgeConfig(
+            api_base=self.judge_url,
+            cache=self.judge_cache,
+            calls=self.judge_calls,
+            usd=self.judge_usd,
+            engines={name: JudgeEngineConfig(path=model) for name, model in self.judge_models},
+        )
+        return RewardConfig(python=dict(self.python), judge=judge)
+
+    @contextmanager
+    def asking(self, *specs: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], Scorer]]:
+        """Makes scorers of these specs whose judges on engines of this process (`--judge-model`) may be asked within the block.
+        Raises UserError for one that is not named, or whose model cannot be used."""
+        from agentrl.catalog.scoring import make_scorer
+        from agentrl.config import TrainConfig
+        from agentrl.run.checks.judges import check_judges
+        from agentrl.run.judges import Judges, check_names
+
+        ref, reward = None if self.env is None else self.env_ref(), self.reward()
+        config = TrainConfig(reward=reward)
+        scorers = {str(number): self.scorer(spec) for number, spec in enumerate(specs)}
+        check_names(scorers.values(), reward.judge.engines, "--judge-model NAME=MODEL")
+        for note in check_judges(config, scorers):
+            say(note, file=sys.stderr)
+        judges = Judges(config)
+        judges.asked(scorers.values())
+        try:
+            yield lambda spec: make_scorer(spec, reward, ref, through=judges.beside)
+        finally:
+            judges.shut()
 
     def env_ref(self) -> Any:
         from agentrl.catalog import EnvRef, find_env
@@ -290,7 +339,8 @@ def _options(args: argparse.Namespace) -> _Options:
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
-    return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python)
+    models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
+    return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python, models)
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -350,8 +400,12 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
 
     spec = _spec(name)
     total = len(read_lines(args.trajectories))
+    options = _options(args)
     with _progress(str(spec["name"]), total) as done:
-        return score_file(partial(_options(args).scorer, spec), args.trajectories, args.workers, done)
+        if not options.scorer(spec).asks:  # picklable: worker processes make their own
+            return score_file(partial(options.scorer, spec), args.trajectories, args.workers, done)
+        with options.asking(spec) as scorer_of:
+            return score_file(partial(scorer_of, spec), args.trajectories, args.workers, done)
 
 
 @contextmanager

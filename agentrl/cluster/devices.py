@@ -20,12 +20,12 @@ from agentrl.errors import ResourceError
 
 def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
     """The nodes that may run a role, with what they have in total; with backend "inline" this machine, but for an engine's
-    own processes ("rollout").
+    own processes ("rollout", "judge").
 
     Joins the cluster if the config (or RAY_ADDRESS) names one and this process is not connected yet; raises ResourceError
     if it cannot be reached. Without an address and before Ray is started, it is this machine, as Ray will find it.
     """
-    if cluster.backend == "inline" and role != "rollout":
+    if cluster.backend == "inline" and role not in ("rollout", "judge"):
         return [this_machine()]
     if not connected():
         if not joins(cluster):

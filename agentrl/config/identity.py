@@ -107,6 +107,11 @@ _ANYWHERE = {
     "api.retries": _ASKED,
     "api.max_wait": _ASKED,
 }
+_OWN_JUDGE = "reward.judge.engines"
+_ANYWHERE |= {
+    f"{_OWN_JUDGE}.*.concurrency": _CAPACITY,
+    **{f"{_OWN_JUDGE}.*.{key}": why for key, why in _ANYWHERE.items() if key.startswith("vllm.")},
+}
 _EPISODES = {
     **_ANYWHERE,
     "sft": _TRAINING,
@@ -165,7 +170,7 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
         "env.eval.temperature": "a rollout samples at rollout.temperature",
     },
 }
-"""Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it."""
+"""Keys, or sections with all their keys, by purpose; each with the reason why its value cannot matter for it. "*" is any name."""
 
 _DIGEST = "sha256:"
 _SECRET = ("command", "url", "env")
@@ -208,6 +213,9 @@ def digest_of(value: Any) -> str:
 def cannot_matter(key: str, purpose: Purpose) -> bool:
     """Whether `key`, or a section that contains it, is listed in CANNOT_MATTER."""
     parts = key.split(".")
+    named = len(_OWN_JUDGE.split("."))
+    if key.startswith(f"{_OWN_JUDGE}."):
+        parts[named] = "*"
     return any(".".join(parts[:end]) in CANNOT_MATTER[purpose] for end in range(1, len(parts) + 1))
 
 

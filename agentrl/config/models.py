@@ -5,6 +5,11 @@ from __future__ import annotations
 from agentrl.config.schema import TrainConfig
 
 
+def judge_models(config: TrainConfig) -> dict[str, str]:
+    """By key, the models of the judges on the run's own engines, each with a tokenizer of its own."""
+    return {f"reward.judge.engines.{name}.path": one.path for name, one in config.reward.judge.engines.items()}
+
+
 def other_models(config: TrainConfig) -> dict[str, str]:
     """By the key that names them, the folders or hub names of the models of other roles than the policy's. A critic that starts
     from the policy's model has none."""

@@ -26,6 +26,7 @@ READ = (
     ("critic", "path"),
     ("reward_model", "path"),
     ("algorithm", "distillation", "path"),
+    ("reward", "judge", "engines", "*", "path"),
 )
 """Keys that name what a run reads: a path, or a list of them."""
 WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))

@@ -75,9 +75,12 @@ class Renderer(ABC):
         """`parse`, likewise."""
         return await by_size(CHARACTERS_PER_TOKEN * len(token_ids), self.parse, token_ids, finish)
 
-    def grammar(self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True) -> str:
+    def grammar(
+        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
+    ) -> str:
         """The grammar (`Sampling.grammar`) of a turn that is JSON which fits `schema`, if that is not None, or calls of
-        `tools`: one, or one or more if `several`. Raises RenderError if none is known for this renderer's turns."""
+        `tools`: one, or one or more if `several`; `reasons`: after a reasoning, if it likes. Raises RenderError if none is known
+        for this renderer's turns."""
         raise RenderError(f"{type(self).__name__} knows no grammar of its turns")
 
     @property

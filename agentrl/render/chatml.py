@@ -133,11 +133,13 @@ class ChatML(Renderer):
     def reader(self, stops: Sequence[str] = ()) -> TurnReader:
         return ProseReader(self._codec, ("<think>", "</think>"), (OPEN, *stops), last=self.stop_token_ids)
 
-    def grammar(self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True) -> str:
+    def grammar(
+        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
+    ) -> str:
         mark = self._codec.mark
         rules = [json_rules(schema)] if schema is not None else []
         rules += [hermes_rules(tools, several, mark)] if tools else []
-        return turn_grammar(either(rules), ("<think>", "</think>"), mark, thinking=False)
+        return turn_grammar(either(rules), ("<think>", "</think>"), mark, thinking=False, reasons=reasons)
 
     @property
     def call_end(self) -> str:

@@ -14,10 +14,13 @@ Rules = tuple[str, str]
 """A symbol, and the rules that it needs."""
 
 
-def turn_grammar(body: Rules, frame: tuple[str, str], mark: Mark, *, thinking: bool) -> str:
-    """A turn that is `body`, after an optional reasoning between the marks of `frame`; if `thinking`, the turn begins within
-    the reasoning."""
+def turn_grammar(body: Rules, frame: tuple[str, str], mark: Mark, *, thinking: bool, reasons: bool = True) -> str:
+    """A turn that is `body`, after an optional reasoning between the marks of `frame`, or, without `reasons`, after none; if
+    `thinking`, the turn begins within the reasoning."""
     opening, closing = map(mark, frame)
+    if not reasons:
+        lines = [f"start: {f'{closing} SPACE? ' if thinking else ''}{body[0]}", "SPACE: /[ \\n]+/", body[1]]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
     # Text never holds special tokens; a mark that is text must be looked for.
     thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
     start = "thought SPACE?" if thinking else f"({opening} thought SPACE?)?"

@@ -129,7 +129,9 @@ class TemplateRenderer(Renderer):
             thinks=self._text.spells_nothing if marked else lambda ids: True,
         )
 
-    def grammar(self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True) -> str:
+    def grammar(
+        self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
+    ) -> str:
         if self.syntax == HARMONY.name:
             raise RenderError(f"turns in the syntax {HARMONY.name!r} have channels, of which agentrl knows no grammar")
         known, frame, mark = SYNTAXES.get(self.syntax), self._text.form.frame, self._text.codec.mark
@@ -139,7 +141,7 @@ class TemplateRenderer(Renderer):
                 able = ", ".join(name for name, syntax in SYNTAXES.items() if syntax.grammar is not None)
                 raise RenderError(f"no grammar is known of calls in the syntax {self.syntax!r} (one is of: {able})")
             rules.append(known.grammar(tools, several, mark))
-        return turn_grammar(either(rules), (frame.open, frame.close), mark, thinking=self._turns.in_reasoning)
+        return turn_grammar(either(rules), (frame.open, frame.close), mark, thinking=self._turns.in_reasoning, reasons=reasons)
 
     @property
     def call_end(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from agentrl.reward.explain import reasons
+from agentrl.reward.judge.own import own_name
 from agentrl.reward.node import TRUE, LeafNode, Node, walk
 from agentrl.reward.ops import LINEAR, GateNode, OpNode
 from agentrl.reward.score import Score, Scorer
@@ -134,8 +135,11 @@ def _mods(node: Node) -> Iterator[LintFinding]:
 
 
 def _judge(node: Node) -> Iterator[LintFinding]:
-    if isinstance(node, LeafNode) and node.leaf.kind == "judge" and not _PINNED.search(str(node.leaf.args["model"])):
-        message = f"the model {node.leaf.args['model']!r} names no version, so its verdicts may change over time"
+    if not isinstance(node, LeafNode) or node.leaf.kind != "judge":
+        return
+    model = str(node.leaf.args["model"])
+    if own_name(model) is None and not _PINNED.search(model):  # the weights of a run's own are in its config
+        message = f"the model {model!r} names no version, so its verdicts may change over time"
         yield LintFinding("warning", "unpinned-judge", node.pointer, message)
 
 

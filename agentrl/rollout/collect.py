@@ -20,7 +20,7 @@ from agentrl.errors import NothingScoredError, StalledError
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.episode import EpisodeSpec
-from agentrl.rollout.evaluate import fault_of, success_rate
+from agentrl.rollout.evaluate import end_of, fault_of, success_rate
 from agentrl.rollout.forest import EpisodeSlots, Trees, forest
 from agentrl.rollout.group import alike, first_of, more, roots, sound, unscored_cause
 from agentrl.rollout.grow import growth
@@ -264,7 +264,7 @@ class Collector:
         lacks_baseline = any(t.reward is None for t in greedy)
         if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
             self._tasks.pop(index, None)
-            faults = sorted({f"{t.stop}: {t.error}" for t in [*group.trajectories, *greedy] if t.reward is None})
+            faults = sorted({end_of(t) for t in [*group.trajectories, *greedy] if t.reward is None})
             self.tasks.forget(index)
             self._failing[choice.env] += 1
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")

@@ -132,6 +132,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
         "sleeps": "can free its memory while the actors update",
         "keeps": "keeps its weights in host memory while it sleeps, if only adapters are published",
         "transformers": "computes with transformers' own model classes, so its models must be such as they load",
+        "judges": "can be a judge's, beside the engine of the policy (`reward.judge.engines`)",
         "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },

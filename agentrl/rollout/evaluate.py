@@ -138,12 +138,17 @@ def together(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> E
 
 def fault_of(trajectory: Trajectory) -> str:
     """Why an episode is unscored, in a line: its task, how it ended, and its error or what the reward spec could not read."""
+    named = f"{trajectory.task.id}: " if trajectory.task.id else ""  # without an id: not even the task could be set up
+    return f"{named}{end_of(trajectory)}"
+
+
+def end_of(trajectory: Trajectory) -> str:
+    """The same without its task."""
     error = trajectory.error
     if error is None:
         why = next(reasons(trajectory.evidence), None) if trajectory.evidence is not None else None
         error = "the reward spec could not score it" + (f": {why}" if why else "")
-    named = f"{trajectory.task.id}: " if trajectory.task.id else ""  # without an id: not even the task could be set up
-    return f"{named}{trajectory.stop.value}: {error}"
+    return f"{trajectory.stop.value}: {error}"
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:

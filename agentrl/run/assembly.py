@@ -28,13 +28,14 @@ from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax
-from agentrl.reward import Scorer
+from agentrl.reward import Context, Scorer
 from agentrl.rollout.context.base import make_context_policy
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
+from agentrl.run.judges import Judges
 from agentrl.train.pretrained import load_tokenizer, model_context, unused_ids
 from agentrl.train.tokenizer import packaged_tokenizer
 
@@ -67,6 +68,7 @@ class Assembly:
 
     envs: tuple[RunEnv, ...]
     player: Player
+    judges: Judges
 
     @property
     def policy(self) -> Policy:
@@ -78,6 +80,7 @@ class Assembly:
         await policy.engine.start()
         if policy.writer is not None:
             await policy.writer.engine.start()
+        await self.judges.start()
         await self.player.start()
 
     async def close(self) -> None:
@@ -87,6 +90,7 @@ class Assembly:
         await policy.engine.close()
         if policy.writer is not None:
             await policy.writer.engine.close()
+        await self.judges.close()
 
 
 def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
@@ -129,13 +133,15 @@ def assemble(
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
         engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
     policy = make_policy(config, engine, renderer, temperature, io)
-    envs = []
+    envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
         with told(config, own):
             one = alone(config, own)
-            scorer, limits = scorer_of(one, spec, io), Limits.of(one.rollout, inputs.context)
+            scorer, limits = scorer_of(one, spec, io, judges), Limits.of(one.rollout, inputs.context)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))
-    return Assembly(tuple(envs), LocalPlayer(envs, io, asks=asks))
+    if asks and io.live:
+        judges.asked(env.scorer for env in envs)
+    return Assembly(tuple(envs), LocalPlayer(envs, io, asks=asks), judges)
 
 
 def agents_of(config: TrainConfig, inputs: Inputs) -> Harness | None:
@@ -147,11 +153,18 @@ def agents_of(config: TrainConfig, inputs: Inputs) -> Harness | None:
     return Harness(config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
 
 
-def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None) -> Scorer:
-    """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names."""
-    env = EnvRef.of(config)
+def scorer_of(
+    config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None, judges: Judges | None = None
+) -> Scorer:
+    """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `judges`:
+    the run's own, if it may ask them."""
+    env, outside = EnvRef.of(config), io or EpisodeIO()
     spec = spec or find_spec(env, the_env(config).reward)
-    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=(io or EpisodeIO()).scoring)
+
+    def through(context: Context) -> Context:
+        return outside.scoring(context if judges is None else judges.beside(context))
+
+    return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=through)
 
 
 def renderer_of(config: ModelConfig, tokenizer: Any) -> Renderer:

@@ -12,7 +12,7 @@ from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
-from agentrl.config.models import other_models
+from agentrl.config.models import judge_models, other_models
 from agentrl.env.install import source_fingerprint
 from agentrl.env.suite import SuiteEnv
 from agentrl.given import source_digest, used, value_of
@@ -32,6 +32,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     models = {
         "model.path": _files(config.model.path),
         **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
+        **{key: _files(path) for key, path in judge_models(config).items()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:
@@ -44,6 +45,11 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
     return digests | _given(config)
+
+
+def files_digest(folder: str) -> str | None:
+    """The digest of the files of a model's folder; None of one on a hub."""
+    return _digests({"it": _files(folder)}).get("the files of it")
 
 
 def code_of(config: TrainConfig) -> list[str]:

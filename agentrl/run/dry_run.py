@@ -27,6 +27,8 @@ from agentrl.run.checks.remote import remote_lines
 from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.engines import engine_name, maker_of
+from agentrl.run.judges import ROLE as JUDGE
+from agentrl.run.judges import judge_config, judge_maker, place_of
 from agentrl.run.placement import locations_of_roles, placement_table, roles_of, worker_lines
 from agentrl.run.plan import RunPlan, lines, plan_of
 from agentrl.train.engine import TRAIN_ENGINES
@@ -199,7 +201,9 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
     grouped = card is not None and dtype != "float32" and varlen_takes_groups()
-    found = [_trained(config, role, grouped) for role in roles_of(config, engine) if role != "rollout"]
+    sampling = ("rollout", JUDGE)
+    found = [_trained(config, role, grouped) for role in roles_of(config, engine) if role not in sampling]
+    found += [_judge(config, name, card) for name in config.reward.judge.engines]
     maker = maker_of(engine, config)
     model = shell(config.model.model_copy(update={"lora": None}))
     weights = numbers(model.parameters()) * width(dtype)
@@ -228,6 +232,23 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     engine = TRAIN_ENGINES.entry(model.engine).make
     memory = engine.memory(module, model, ranks, _tokens(config), trained=role in ("actor", "critic"))
     return RolePlacement(role, device, ranks, memory, rests(config, role))
+
+
+def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
+    """A judge on an engine of its own, which always holds its memory."""
+    positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
+    maker, own = judge_maker(config, name, positions), judge_config(config, name)
+    dtype, processes = own.model.computes_in(card is not None), maker.processes()
+    model = shell(own.model)
+    taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
+    memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
+    ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
+    # A pool is all judges'; without one each that has processes has places of its own.
+    device = _device(config, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
+    lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
+    if processes is not None and taken is not None:
+        lower = f"reward.judge.engines.{name}.{taken.lower}"
+    return RolePlacement(place_of(name), device, ranks, memory, False, lower)
 
 
 def _tokens(config: TrainConfig) -> int:

@@ -95,8 +95,14 @@ def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
 
 
 def needs_ray(config: TrainConfig) -> bool:
-    """Whether a training run must start Ray: for its workers, or for its engine."""
-    return config.cluster.backend == "ray" or "ray" in engine_of(config).needs
+    """Whether a training run must start Ray: for its workers, or for what samples."""
+    return config.cluster.backend == "ray" or samples_on_ray(config)
+
+
+def samples_on_ray(config: TrainConfig) -> bool:
+    """Whether what samples needs Ray: the run's engine, or that of a judge."""
+    entries = [engine_of(config), *(ENGINES.entry(one.engine) for one in config.reward.judge.engines.values())]
+    return any("ray" in entry.needs for entry in entries)
 
 
 def maker_of(name: str, config: TrainConfig) -> EngineMaker:

@@ -9,7 +9,7 @@ from agentrl.config import TrainConfig
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, read_inputs
-from agentrl.run.engines import engine_of
+from agentrl.run.engines import samples_on_ray
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.workers import with_workers
 
@@ -56,7 +56,7 @@ def open_live(config: TrainConfig, temperature: float, record: RecordFolder | No
     if workers:
         assert config.model.path is not None
         parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
-    return EvalSession(parts, io, workers or "ray" in engine_of(config).needs)
+    return EvalSession(parts, io, workers or samples_on_ray(config))
 
 
 def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:

@@ -140,6 +140,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
+        await session.judges.forget()
     row = evaluation_row(result, kinds_of(session.envs), time.monotonic() - began, session.horizons)
     await run_log.evaluation(phase, session.collector.ledger.version, result, row)
     return result

@@ -17,6 +17,8 @@ from agentrl.errors import AgentrlError, ResourceError
 from agentrl.rollout.engine_maker import PROCESS_MIB
 from agentrl.run.engines import engine_name as engine_of_run
 from agentrl.run.engines import maker_of, workers_apart
+from agentrl.run.judges import ROLE as JUDGE
+from agentrl.run.judges import judge_processes, place_of
 from agentrl.train.actor import Actor
 from agentrl.train.role_layout import mesh_of, separate_reference
 
@@ -34,6 +36,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
         "teacher": config.algorithm.distillation is not None,
+        JUDGE: bool(judge_processes(config)),
     }
     return [role for role, used in present.items() if used]
 
@@ -56,6 +59,9 @@ def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]
         found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block)
     if engine is not None and "rollout" not in {*cluster.roles, *colocated} and has_gpus(cluster, "rollout"):
         found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus)
+    if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
+        for name, own in judge_processes(config).items():
+            found[place_of(name)] = Unpooled(f"reward.judge.engines.{name}.{own.count_key}", own.count, 0.0, own.gpus)
     return found
 
 
@@ -149,18 +155,20 @@ def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[
     """
     if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)) or config.cluster.backend != "ray":
         return {}
-    engine = maker_of(engine_name, config).processes()
+    engine, judges = maker_of(engine_name, config).processes(), [place_of(name) for name in judge_processes(config)]
+    roles = [*roles_of(config, engine_name), *judges]
     with ray_of(config.cluster):
         pools = open_pools(config, engine_name)
         assert pools is not None
         try:
             gpus = engine.gpus if engine is not None else 0
-            own = {role: pools.locations(role, gpus) for role in roles_of(config, engine_name) if role in pools}
+            own = {role: pools.locations(role, gpus) for role in roles if role in pools}
         finally:
             pools.close()
     # A role without processes of its own uses the actors' processes.
     shared = own.get("actor", [])
-    return {role: own.get(role, shared) for role in roles_of(config, engine_name) if role in own or role != "rollout"}
+    elsewhere = {"rollout", JUDGE, *judges}
+    return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
 
 
 def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:

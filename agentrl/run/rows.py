@@ -59,6 +59,7 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
         **update,
         **rollouts,
         **session.player.metrics(),
+        **session.judges.metrics(),
         **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
         **_speeds(sampled, update, laps, beside=session.config.rollout.max_staleness > 0),
         **{f"time/{name}": seconds for name, seconds in laps.items()},

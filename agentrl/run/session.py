@@ -27,6 +27,7 @@ from agentrl.run.display import Display
 from agentrl.run.engines import needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.horizon import Bins, run_bins
+from agentrl.run.judges import Judges
 from agentrl.run.placement import open_pools, start_actors
 from agentrl.run.profile import profile_of
 from agentrl.run.tracing import Tracing
@@ -65,6 +66,7 @@ class Session:
     callbacks: Callbacks
     tracing: Tracing
     horizons: Mapping[str, Bins]
+    judges: Judges
     demonstrations: Demonstrations | None = None
 
     async def begin(self) -> bool:
@@ -82,6 +84,7 @@ class Session:
     async def publish(self) -> None:
         """Publish the actors' weights to the engine, with the group ledger's version."""
         await self.collector.exchange(self.publisher.send)
+        await self.judges.forget()
 
     async def rest(self) -> None:
         """Free the engine's memory until the next `publish`, during an update in which no episode runs."""
@@ -100,6 +103,7 @@ class Session:
         writer = self.envs[0].policy.writer  # all have one policy
         if writer is not None:
             await writer.engine.close()
+        await self.judges.close()
         self.learner.close()
         self.actors.close()
         if self.learner.pools is not None:
@@ -222,5 +226,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         watching,
         tracing,
         horizons,
+        parts.judges,
         demonstrations,
     )

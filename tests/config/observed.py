@@ -315,6 +315,8 @@ class Course:
         def trained(groups: list[Group]) -> None:
             ledger.version += 1
 
+        async def unheard() -> None: ...
+
         self.member = member
         self.session: Any = SimpleNamespace(
             config=config,
@@ -327,6 +329,7 @@ class Course:
                 )
             ],
             player=SimpleNamespace(metrics=dict),
+            judges=SimpleNamespace(metrics=dict, forget=unheard),
             engine=SimpleNamespace(forget=self.waited("forget", None)),
             display=Display(Console(quiet=True)),
             collector=SimpleNamespace(

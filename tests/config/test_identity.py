@@ -11,6 +11,12 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config import TrainConfig, schema
 from agentrl.config.identity import CANNOT_MATTER, Purpose, cannot_matter, differences, identity_of
 
+OWN = {
+    "path": "j",
+    "engine_args": {"a": 1},
+    "vllm": {"args": {"a": 1}, "keep_weights": True, "max_replicas": 2, "kv_cache_mib": 1},
+}
+OWN["vllm"] |= {"max_num_seqs": 1, "max_num_batched_tokens": 1, "enforce_eager": True}
 EVERY: dict[str, Any] = {  # every section is there, and every table holds something
     "env": {
         "id": "key_value",
@@ -80,7 +86,10 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "prometheus": {},
     "profile": {"steps": [2]},
     "api": {"base": "b", "usd_per_million": [1.0, 2.0]},
-    "reward": {"python": {"f": "m:f"}, "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0]}},
+    "reward": {
+        "python": {"f": "m:f"},
+        "judge": {"api_base": "b", "cache": "c", "usd": 1.0, "usd_per_million": [1.0, 2.0], "engines": {"e": OWN}},
+    },
     "stop_at_success": 0.5,
     "engine_args": {"a": 1},
     "callbacks": [{"name": "c", "args": {"a": 1}}],
@@ -168,6 +177,7 @@ def value_at(table: dict[str, Any], path: tuple[str, ...]) -> Any:
 @pytest.mark.parametrize("purpose", get_args(Purpose))
 def test_every_name_is_of_a_key_and_has_a_reason_and_none_is_said_twice(purpose: Purpose) -> None:
     known = {".".join(path[:end]) for path in KEYS for end in range(1, len(path) + 1)}
+    known |= {name.replace("engines.e.", "engines.*.") for name in known}
     for name, reason in CANNOT_MATTER[purpose].items():
         assert name in known, f"{name} is not a key of the config"
         assert len(reason.split()) >= 4

@@ -56,6 +56,7 @@ EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 
 OFFLINE = "run/test_offline.py"
+OWN_JUDGE = "run/test_own_judge.py"
 # the test of a run on data -> the keys whose effect it sees
 DATA = {
     "chats_of_both_layouts_and_files_are_learned_and_the_loss_on_held_out_ones_falls": ("path", "batch", "epochs", "heldout"),
@@ -516,6 +517,12 @@ ELSEWHERE: dict[str, str] = {
     "JudgeConfig.concurrency": f"{JUDGE}::test_awaited_judges_run_together_up_to_the_limit",
     "JudgeConfig.timeout": f"{JUDGE}::test_a_slow_judge_is_cut_off",
     "JudgeConfig.retries": f"{JUDGE}::test_retries_bounds_the_attempts",
+    "JudgeEngineConfig.path": f"{OWN_JUDGE}::test_the_reward_of_a_run_is_what_its_own_judge_says",
+    "JudgeEngineConfig.engine": f"{OWN_JUDGE}::test_what_cannot_work_is_refused_by_name",
+    "JudgeEngineConfig.engine_args": f"{OWN_JUDGE}::test_what_cannot_work_is_refused_by_name",
+    "JudgeEngineConfig.concurrency": f"{OWN_JUDGE}::test_as_many_verdicts_are_sampled_at_once_as_concurrency_says",
+    "JudgeEngineConfig.reasoning": f"{OWN_JUDGE}::test_reasoning_may_come_first_only_if_the_config_says_so",
+    "JudgeEngineConfig.max_model_len": f"{OWN_JUDGE}::test_what_cannot_work_is_refused_by_name",
     "RewardConfig.python": "reward/test_reward_context.py::test_a_python_leaf_runs_only_where_the_config_allows_it_by_name",
 }
 

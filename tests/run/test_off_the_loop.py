@@ -127,7 +127,8 @@ def session(tmp_path: Path, steps: int) -> Any:
     return SimpleNamespace(
         config=config, envs=(), folder=folder, display=display, collector=Steps(groups), saver=Saver(folder), publish=nothing,
         engine=SimpleNamespace(stats=nothing), learner=SimpleNamespace(step=nothing, tokens=None),
-        player=SimpleNamespace(metrics=dict), watchdog=LoopWatchdog(0.0), horizons={}, callbacks=SimpleNamespace(step=nothing),
+        player=SimpleNamespace(metrics=dict), judges=SimpleNamespace(metrics=dict, forget=nothing),
+        watchdog=LoopWatchdog(0.0), horizons={}, callbacks=SimpleNamespace(step=nothing),
         demonstrations=None, tracing=Tracing(config, "embedded"),
     )  # fmt: skip
 

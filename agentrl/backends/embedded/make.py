@@ -14,7 +14,7 @@ KV_CACHE_MIB = 2048
 """Upper limit of the cache, which grows on demand."""
 
 
-@ENGINES.register("embedded", traits={"sleeps", "experts", "transformers"})
+@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers"})
 class EmbeddedMaker(EngineMaker):
     """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
     families that keep more than keys and values (recurrent layers, convolutions)."""

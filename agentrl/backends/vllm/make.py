@@ -38,7 +38,7 @@ ONE_MACHINE = ("memory", "ipc", "in_place", "shared")
 """Weight routes within one machine."""
 
 
-@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "experts"})
+@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "judges", "experts"})
 class VllmMaker(EngineMaker):
     """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
 

@@ -21,7 +21,7 @@ from agentrl.config.schema.learning import (
 )
 from agentrl.config.schema.model import InitModelConfig, LoraSection, ModelConfig
 from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
-from agentrl.config.schema.reward import JudgeConfig, RewardConfig, RewardModelConfig
+from agentrl.config.schema.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardModelConfig
 from agentrl.config.schema.rollout import BranchConfig, RolloutConfig, StartConfig
 from agentrl.config.schema.run import CheckpointConfig, EvalConfig, HealthConfig, KeepConfig, TrainConfig
 from agentrl.config.schema.tools import AgentConfig, McpServerConfig, SandboxConfig, ToolsConfig
@@ -50,6 +50,7 @@ __all__ = [
     "HealthConfig",
     "InitModelConfig",
     "JudgeConfig",
+    "JudgeEngineConfig",
     "KeepConfig",
     "KlConfig",
     "LoraSection",

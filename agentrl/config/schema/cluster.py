@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl.config.schema.base import Frozen, NotNegative, NotNegativeInt, Positive, PositiveInt, Ranks, Seconds, Unit
 
-Role = Literal["actor", "rollout", "reference", "critic", "reward_model", "teacher"]
+Role = Literal["actor", "rollout", "reference", "critic", "reward_model", "teacher", "judge"]
 
 
 class PoolConfig(Frozen):

@@ -43,6 +43,11 @@ class VerdictCache:
             json.dump(verdict, file)
         Path(name).replace(path)
 
+    def forget(self) -> None:
+        """Drop what is in memory alone."""
+        if self.folder is None:
+            self._memory.clear()
+
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.json"

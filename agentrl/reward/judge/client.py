@@ -20,6 +20,7 @@ from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
 from agentrl.reward.judge.load import addressed, load_litellm
+from agentrl.reward.judge.own import own_name
 from agentrl.schemas import first_fault, validator
 from agentrl.trajectory import Json
 
@@ -70,7 +71,7 @@ class Verdict:
     cached: bool = False
 
 
-class _Fault(Exception):
+class JudgeFault(Exception):
     """One attempt failed; `again`: whether to retry."""
 
     def __init__(self, message: str, again: bool) -> None:
@@ -104,10 +105,10 @@ class Judge:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
-        kept = self.cache.get(key)
-        if kept is not None:
+        known = _not_here(request.model) or ((kept := self.cache.get(key)) is not None and Verdict(kept, cached=True))
+        if known:
             done: Future[Verdict] = Future()
-            done.set_result(Verdict(kept, cached=True))
+            done.set_result(known)
             return done
         with self._lock:
             running = self._running.get(key)
@@ -126,7 +127,7 @@ class Judge:
                 time.sleep(self.settings.backoff * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
             try:
                 value = self._attempt(request)
-            except _Fault as fault:
+            except JudgeFault as fault:
                 why = redact_said(str(fault))
                 if not fault.again:
                     break
@@ -145,7 +146,7 @@ class Judge:
         try:
             response = self._complete(litellm, request)
             used = self._cost(litellm, request, response)
-            return _verdict(response, request)
+            return read_verdict(response.choices[0].message.content if response.choices else None, request)
         finally:
             self.budget.settle(reserved, used)
 
@@ -201,27 +202,34 @@ class Judge:
         return float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
 
 
+def _not_here(model: str) -> Verdict | None:
+    """The verdict of a judge that only a run's own engines have (`rollout.judge`), and that is asked of an API."""
+    if (name := own_name(model)) is None:
+        return None
+    return Verdict(
+        None, error=f"{model} is a judge of a run's own (reward.judge.engines.{name}), and nothing here has its engine"
+    )
+
+
 def _refuse(error: Exception, again: bool) -> NoReturn:
     text = " ".join(str(error).split())
-    raise _Fault(f"{type(error).__name__}: {text[:300]}", again=again) from error
+    raise JudgeFault(f"{type(error).__name__}: {text[:300]}", again=again) from error
 
 
-def _verdict(response: Any, request: VerdictRequest) -> Json:
-    """The JSON object in the answer, checked against the schema."""
-    choices = response.choices
-    text = choices[0].message.content if choices else None
+def read_verdict(text: Any, request: VerdictRequest) -> Json:
+    """The JSON object in an answer's text, checked against the schema. Raises JudgeFault."""
     if not isinstance(text, str):
-        raise _Fault("the judge's answer has no text", again=True)
+        raise JudgeFault("the judge's answer has no text", again=True)
     body = text.strip()
     if body.startswith("```"):
         body = body.strip("`").removeprefix("json").strip()
     try:
         verdict = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _Fault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
+        raise JudgeFault(f"the judge's answer is not JSON: {text[:120]!r}", again=True) from error
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
-        raise _Fault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
+        raise JudgeFault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
     return redacted(verdict)
 
 

@@ -30,7 +30,11 @@ class JudgeLeaf(Leaf):
     formula: ClassVar[str] = "(score - low) / (high - low), score in the range [low, high] from the judge's JSON verdict"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
-            "model": {"type": "string", "minLength": 1, "description": "a litellm model name, with its date"},
+            "model": {
+                "type": "string",
+                "minLength": 1,
+                "description": "a litellm model name, with its date, or engine:NAME, a judge of the run's own",
+            },
             "prompt": {
                 "type": "string",
                 "minLength": 1,
@@ -103,11 +107,17 @@ class JudgeLeaf(Leaf):
         values["transcript"] = turns_as_lines(view, int(args.get("transcript_chars", 20_000)))
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: _as_text(values[found.group(1)]), args["prompt"])
-        messages = (
-            {"role": "system", "content": _SYSTEM % (_number(self.low), _number(self.high))},
-            {"role": "user", "content": filled},
-        )
-        return VerdictRequest(args["model"], messages, self.verdict_schema, int(args.get("max_tokens", 512)))
+        messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
+        return VerdictRequest(args["model"], messages, self.verdict_schema, self.max_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a verdict."""
+        return int(self.args.get("max_tokens", 512))
+
+    def system(self) -> str:
+        """What the judge is told before the prompt."""
+        return _SYSTEM % (_number(self.low), _number(self.high))
 
 
 def turns_as_lines(view: View, most: int) -> str:

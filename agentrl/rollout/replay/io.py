@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from agentrl.catalog import EnvRef
 from agentrl.env import ToolEnv
@@ -18,7 +19,10 @@ Entries = Mapping[int, dict[str, Json]]
 
 
 class EpisodeIO:
-    """Live: passes everything through unchanged. `Recorder` and `Replayer` intercept it."""
+    """Live: passes everything through unchanged. `Recorder` and `Replayer` intercept it. `live`: whether anything outside is
+    asked at all."""
+
+    live: ClassVar[bool] = True
 
     def env(self, ref: EnvRef, episode: str) -> ToolEnv:
         """The environment of one episode."""

@@ -28,6 +28,8 @@ from agentrl.trajectory import Json, StopReason, ToolResult, Trajectory, Turn, a
 class Replayer(EpisodeIO):
     """Answers everything from the record."""
 
+    live = False
+
     def __init__(self, record: Recorded) -> None:
         self.record = record
         self._makers = count()

@@ -1,7 +1,7 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
-A check raises a UserError that names the key, its value and what was expected; no folder is created and no process
-started before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`,
+A check raises a UserError that names the key, its value and what was expected; no folder is created and no process started
+before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`, `judges`,
 `parts`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`,
 `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the
 file that computes with it.
@@ -24,6 +24,7 @@ from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.run.checks.gold import check_gold
 from agentrl.run.checks.harder import check_next
 from agentrl.run.checks.held_out import check_held_out
+from agentrl.run.checks.judges import check_judges
 from agentrl.run.checks.lint import check_lint
 from agentrl.run.checks.model import check_models, check_other_models, check_prompts
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
@@ -115,8 +116,9 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_placement(config, engine)
     check_workers(config, True)
     check_judge(config, scorers)
+    notes = check_judges(config, scorers, True, planned)
     check_preflight(config, scorers, planned)
-    notes = suite_notes(config)
+    notes += suite_notes(config)
     for env in config.envs:
         with told(config, env):
             one = alone(config, env)
@@ -147,4 +149,5 @@ def check_eval(config: TrainConfig) -> None:
             check_decided(scorers[env.called])
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
+    check_judges(config, scorers, False)
     check_preflight(config, scorers)

@@ -14,6 +14,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
 from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
 from agentrl.run.engines import engine_name, maker_of, workers_apart
+from agentrl.run.judges import judge_processes
 from agentrl.run.placement import check_room
 
 MIN_DISK_MIB = 200
@@ -24,7 +25,8 @@ MEMORY_PER_PROCESS_MIB = PROCESS_MIB
 def check_capacity(config: TrainConfig) -> None:
     """Raise ResourceError if disk, memory or cores do not suffice for the config.
 
-    Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm.
+    Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm,
+    reward.judge.engines.
     """
     _check_disk(Path(config.out))
     _check_memory(config)
@@ -47,8 +49,8 @@ def _check_memory(config: TrainConfig) -> None:
     if config.cluster.backend == "ray" and not away:
         need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + workers_apart(config))
     engine = _engine(config)
-    if engine is not None and not away:
-        need += engine.count * engine.mib
+    if not away:
+        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*judge_processes(config).values()])
     free = psutil.virtual_memory().available >> 20
     workers = ["rollout.workers"] if workers_apart(config) else []
     if free < need:
@@ -78,12 +80,14 @@ def _check_cores(config: TrainConfig) -> None:
 def _check_local_cores(config: TrainConfig) -> None:
     cores = usable_cpus()
     engine = _engine(config)
-    need = config.cluster.actors + (engine.count if engine is not None else 0)
+    judges = sum(one.count for one in judge_processes(config).values())
+    need = config.cluster.actors + (engine.count if engine is not None else 0) + judges
     # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
     if need > 2 * cores:
         raise ResourceError(
             f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
-            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}); at most {2 * cores} fit"
+            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
+            f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
         )
 
 

@@ -17,6 +17,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
 from agentrl.env.remote.client import RemoteEnv
 from agentrl.errors import ConfigError, ModelError
+from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward import in_daemon_thread
 from agentrl.run.engines import engine_name, engine_of
@@ -58,6 +59,18 @@ def check_other_models(config: TrainConfig, planned: bool = False) -> None:
             _check_files(config, path, planned, classifier=key == "reward_model.path")
             if key == "algorithm.distillation.path":
                 _check_ids(config, path)
+
+
+def check_judge_model(config: TrainConfig, key: str, planned: bool = False) -> None:
+    """The same for a judge's model, of the config with the judge in the policy's place (`run.judges.judge_config`). `key`: what
+    names the model.
+
+    Reads: model, engine.
+    """
+    path = str(config.model.path)
+    with _told(key, path):
+        _check_files(config, path, planned, computed="transformers" in ENGINES.entry(config.engine).traits)
+        check_tokenizer(config.model)
 
 
 def _check_ids(config: TrainConfig, path: str) -> None:

@@ -9,6 +9,8 @@ from agentrl.config.schema import PoolConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES, Processes
 from agentrl.run.engines import maker_of
+from agentrl.run.judges import ROLE as JUDGE
+from agentrl.run.judges import judge_processes
 from agentrl.run.placement import roles_of
 from agentrl.train.role_layout import mesh_of
 from agentrl.weights.route import ROUTES
@@ -20,7 +22,7 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
     a cluster that no part of the run would join.
 
     Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
-    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route.
+    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.judge.engines.
     """
     cluster = config.cluster
     _check_one_process(config, engine_name)
@@ -43,6 +45,11 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
         raise ConfigError(
             f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
         )
+    if JUDGE in cluster.roles and not judge_processes(config):
+        raise ConfigError(
+            f"cluster.roles.{JUDGE}: no judge has processes to place; remove the role, or set reward.judge.engines.NAME.engine = "
+            f"{_with_processes(config)}"
+        )
     pools = pools_of_roles(cluster, roles_of(config, engine_name))
     colocated = engine is not None and config.rollout.colocate
     for role, (name, pool) in pools.items():
@@ -56,6 +63,9 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
                 f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
                 f"role {role!r} fills its pool, so set {key} = {slots}"
             )
+        if role == JUDGE:
+            _check_judges(config, name, [other for other in pools if other != JUDGE])
+            continue
         if role not in ("actor", "rollout"):
             mesh_of(config, slots)
         if role != "rollout":
@@ -86,6 +96,12 @@ def _check_one_process(config: TrainConfig, engine_name: str) -> None:
 def _check_inline(config: TrainConfig, engine_name: str) -> None:
     """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
     engine = maker_of(engine_name, config).processes()
+    judges = judge_processes(config)
+    if judges and not joins(config.cluster) and has_gpus(config.cluster, JUDGE):
+        raise ConfigError(
+            f'cluster.backend = "inline": the driver trains on the first GPU, and judge {next(iter(judges))} would get the same '
+            'one; set cluster.backend = "ray", or engine = "embedded" for the judge'
+        )
     if engine is None or config.rollout.colocate or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
         return
     raise ConfigError(
@@ -113,6 +129,27 @@ def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: li
             f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
             f"{engine.gpus} GPUs: set them equal"
         )
+
+
+def _check_judges(config: TrainConfig, name: str, others: list[str]) -> None:
+    """Judges share a pool with no other role that has GPUs there, and fill it together."""
+    pool, roles = config.cluster.pools[name], {str(role): pool for role, pool in config.cluster.roles.items()}
+    processes = judge_processes(config)
+    count, slots = sum(one.count for one in processes.values()), pool.nodes * pool.per_node
+    if beside := [role for role in others if roles[role] == name]:
+        raise ConfigError(
+            f"cluster.roles.{JUDGE}: judges cannot share the processes of {' and '.join(beside)} (pool {name!r}); give them a "
+            "pool of their own"
+        )
+    if count != slots:
+        keys = ", ".join(f"reward.judge.engines.{judge}.{one.count_key} = {one.count}" for judge, one in processes.items())
+        raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but the judges have {count} ({keys})")
+    for judge, one in processes.items():
+        if pool.gpus and pool.gpus != one.gpus:
+            raise ConfigError(
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but judge {judge} uses reward.judge.engines.{judge}."
+                f"{one.gpus_key} = {one.gpus} GPUs: set them equal"
+            )
 
 
 def _check_gpus(name: str, pool: PoolConfig) -> None:

@@ -25,6 +25,7 @@ from agentrl.env.sync import run_sync
 from agentrl.errors import ConfigError, EnvError, ResourceError
 from agentrl.reward import Scorer
 from agentrl.reward.judge.load import addressed, load_litellm
+from agentrl.reward.judge.own import own_name
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.pointer import follow, parse_pointer
 from agentrl.reward.predicate import decide, references
@@ -116,7 +117,7 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> set[str]:
 
     for top in tops:
         visit(top, [])
-    return found
+    return {model for model in found if own_name(model) is None}  # none of the run's own engines is behind an API
 
 
 def _asked(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) -> bool:

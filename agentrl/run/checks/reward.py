@@ -16,6 +16,7 @@ from agentrl.config.envs import alone, each, weight_at
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
+from agentrl.reward.judge.own import own_name
 from agentrl.reward.lint import gold_fault
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.ops import GateNode
@@ -136,7 +137,7 @@ class Questions:
 
 
 def questions(scorer: Scorer, max_turns: int) -> Questions:
-    """Bounds on the number of distinct questions of an episode of `max_turns` turns."""
+    """Bounds on the number of distinct questions of an episode of `max_turns` turns, to judges that are paid."""
     least: dict[str, int] = {}
     most: dict[str, int] = {}
 
@@ -144,7 +145,7 @@ def questions(scorer: Scorer, max_turns: int) -> Questions:
     def visit(node: Node, parts: int, sure: bool) -> None:
         parts = max_turns if node.mods.scope in ("round", "turn") else parts
         sure = sure and node.mods.when is None
-        if isinstance(node, LeafNode) and node.leaf.kind == "judge":
+        if isinstance(node, LeafNode) and node.leaf.kind == "judge" and own_name(str(node.leaf.args["model"])) is None:
             most[node.key] = max(parts, most.get(node.key, 0))
             least[node.key] = max(int(sure), least.get(node.key, 0))
         for child in node.children():
