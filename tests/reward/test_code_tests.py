@@ -84,6 +84,11 @@ def test_printed(capsys):
 
 class TestMore:
     def test_equal(self): assert Stack() == Stack() and Stack() != 3
+
+    def test_attributes(self):
+        made = Stack()
+        made.name = "mine"
+        assert (made.name, made.number, made.code, made.items) == ("mine", 7, "x", [])
 """
 GOOD = """
 class Empty(LookupError): pass
