@@ -107,6 +107,7 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     from agentrl.config.origin import Origins, read_origins
     from agentrl.run.checks.data import check_data
     from agentrl.run.display import Display
+    from agentrl.run.interrupt import ended_as_interrupted
     from agentrl.run.main import execute
     from agentrl.run.offline import write_data
 
@@ -115,7 +116,7 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
     try:
-        with Display() as display:
+        with ended_as_interrupted(), Display() as display:
             write_data(config, read, display)
         file = None if args.config is None else find_config_file(args.config)
         origins = Origins() if file is None else read_origins(file, overrides, find_config_file)

@@ -60,14 +60,20 @@ class Spent:
         return row
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint contains; `load_json` is the inverse. Groups that run are begun anew after a resume."""
-        return {"sampled": self._sampled, "thrown": dict(self._thrown)}
+        """What a checkpoint contains; `load_json` is the inverse."""
+        return {
+            "sampled": self._sampled,
+            "thrown": dict(self._thrown),
+            "of": {str(index): n for index, n in self._of.items() if n},
+        }
 
     def load_json(self, state: Mapping[str, Any], complete: list[Group]) -> None:
-        """`complete`: the groups that wait for an update."""
+        """`complete`: groups that wait for an update. Others, which ran, are begun anew: what was sampled for them is lost."""
         self._sampled, self._thrown = state.get("sampled", 0), Counter(state.get("thrown", {}))  # missing in older checkpoints
         for group in complete:
             self._of[group.index] = _tokens(group)
+        lost = sum(count for index, count in state.get("of", {}).items() if int(index) not in self._of)
+        self._thrown[GroupState.CANCELLED.value] += lost
 
 
 def _tokens(group: Group) -> int:

@@ -7,13 +7,27 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from agentrl.cluster.ray_parent import has_parent
 
 TWICE = 0.1
 """Seconds in which two signals count as one if this process has a parent that passes them on: what is sent to a whole process
 group comes from the sender and from that."""
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does, KeyboardInterrupt, so that what is half made is removed. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupt:

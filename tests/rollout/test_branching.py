@@ -17,7 +17,8 @@ from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
-from agentrl.errors import ConfigError
+from agentrl.env import ToolEnv
+from agentrl.errors import ConfigError, EngineError
 from agentrl.render.base import Renderer
 from agentrl.render.make import make_renderer
 from agentrl.reward import compile_spec, load_spec
@@ -86,18 +87,19 @@ async def played(
     spec: str = "key_value_exact",
     limits: Limits = WIDE,
     context: Choice = Choice(name="stop"),
+    engine: type[Told] = Told,
     **job: Any,
 ) -> tuple[dict[str, Trajectory], Told]:
     """The episodes of a tree by key: "r" and "b0", "b1" ..., each of one attempt."""
-    engine = Told(turns)
-    policy = Policy(engine, RENDERER, context=make_context_policy(context))
+    says = engine(turns)
+    policy = Policy(says, RENDERER, context=make_context_policy(context))
     scorer = make_scorer(find_spec(ref, spec), RewardConfig(), ref)
     player = LocalPlayer([RunEnv("kv", ref, policy, scorer, limits, branch=config)])
     keys = [key for key in turns if key != "r"]
     branches = tuple((EpisodeSpec(7, "train", n + 1, n + 1, key),) for n, key in enumerate(keys))
     found = await player.play_tree(Job("kv", EpisodeSpec(7, "train", 0, 0, "r", **job), branches=branches), Watch())
     names = {0: "r", **{n + 1: key for n, key in enumerate(keys)}}
-    return {names[trajectory.member]: trajectory for trajectory in found}, engine
+    return {names[trajectory.member]: trajectory for trajectory in found}, says
 
 
 async def test_a_branch_goes_on_from_the_state_before_its_turn_and_shares_nothing_after() -> None:
@@ -186,6 +188,69 @@ async def test_a_branch_that_fails_is_unscored_and_its_siblings_are_none_the_wor
     assert found["b1"].cause == {"blame": "infrastructure"} and "this copy is broken" in str(found["b1"].error)
     said_to = [[m.content for m in found[key].messages if m.role == "user"][1:] for key in ("r", "b0", "b2")]
     assert said_to[1] == said_to[2] == said_to[0][:3], "chance too is in the state, and no copy draws from another's"
+
+
+async def test_three_branches_of_two_a_turn_leave_at_two_turns_in_turn() -> None:
+    turns = {"r": [*store(1, 2, 3, 4), OVER], "b0": [OVER], "b1": [OVER], "b2": [OVER]}
+    found, _ = await played(BranchConfig(at="depth", turns=[1, 3], roots=1, width=2), turns)
+    assert [t.branch_turn for key, t in found.items() if key != "r"] == [1, 3, 1]
+
+
+async def test_the_first_turn_that_is_sampled_after_given_ones_has_no_branch() -> None:
+    """A branch there would be an episode of its own: it begins at the beginning, as another draw from the same prompt."""
+    config = BranchConfig(at="depth", turns=[2, 3], roots=1)
+    said = {"r": [*store(1, 2, 3), OVER], "b0": [OVER], "b1": [OVER]}
+    ref = EnvRef("key_value", {"calls": 6, "set_share": 0.0})
+    found, _ = await played(config, said, ref, given=2)
+    assert found["r"].given == 2 and [(t.member, t.branch_turn) for t in found.values()] == [(0, 0), (2, 3)]
+
+
+class Failing(Told):
+    """Cannot say what is asked after the turns that it was told."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        if not self.turns[request_key]:
+            raise EngineError("no more")
+        return await super().generate(token_ids, sampling, request_key)
+
+
+async def test_a_root_that_fails_after_turns_with_forks_is_alone_and_its_forks_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_now = list[Any]()
+    fork = ToolEnv.fork
+
+    def forked(self: ToolEnv) -> ToolEnv:
+        made = fork(self)
+        open_now.append(made)
+        return made
+
+    closed = list[Any]()
+    close = ToolEnv.aclose
+
+    async def ended(self: ToolEnv) -> None:
+        closed.append(self)
+        await close(self)
+
+    monkeypatch.setattr(ToolEnv, "fork", forked)
+    monkeypatch.setattr(ToolEnv, "aclose", ended)
+    found, _ = await played(FIXED, {"r": store(1, 2, 3, 4), "b0": [OVER], "b1": [OVER]}, engine=Failing)
+    assert [(key, t.stop.infrastructure) for key, t in found.items()] == [("r", True)]
+    assert len(open_now) == 2 and all(any(one is other for other in closed) for one in open_now)
+
+
+async def test_a_branch_that_fails_is_tried_again_from_the_same_fork() -> None:
+    said = (Message("assistant", "well"), -0.5)
+    engine_turns = {"r": [said] * 4 + [OVER], "b0": [said, OVER], "b0'": [said, OVER]}
+    config, ref = BranchConfig(at="depth", turns=[2], roots=1), EnvRef("patient", {**REF.params, "broken": [0]})
+    attempts = tuple(EpisodeSpec(7, "train", 1, 1, key) for key in ("b0", "b0'"))
+    policy = Policy(Told(engine_turns), RENDERER, context=make_context_policy(Choice(name="stop")))
+    player = LocalPlayer([RunEnv("kv", ref, policy, make_scorer(find_spec(ref, "key_value_exact"), RewardConfig(), ref), WIDE,
+                                 branch=config)])  # fmt: skip
+    found = await player.play_tree(Job("kv", EpisodeSpec(7, "train", 0, 0, "r"), branches=(attempts,)), Watch())
+    assert [(t.member, t.stop, t.branch_turn) for t in found] == [
+        (0, StopReason.DONE, 0), (1, StopReason.ENV_ERROR, 2), (1, StopReason.DONE, 2),
+    ]  # fmt: skip
 
 
 async def test_limits_count_what_a_branch_was_given() -> None:

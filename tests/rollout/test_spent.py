@@ -23,11 +23,13 @@ from agentrl.rollout.clock import Watch
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.ledger import GroupState
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
+from agentrl.rollout.spent import Spent
 from agentrl.run.metrics import info_of
 from agentrl.run.rows import shown_of, thrown_away
-from agentrl.trajectory import Group, Message, ToolCall
+from agentrl.trajectory import Group, Message, Task, TokenLedger, ToolCall, Trajectory
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
 from tests.rollout.in_process import pool_in_process
@@ -144,6 +146,31 @@ def test_cancelled_episodes_count_with_the_turns_that_were_over(renderer: Render
     assert engine.of("g1.") == 2 * len(engine.first) and "tokens_thrown/cancelled" not in rows[0]
     assert rows[1]["tokens_thrown/cancelled"] >= engine.of("g1."), "told with the next update"
     assert all(row["tokens_thrown"] == row.get("tokens_thrown/cancelled", 0) for row in rows)
+
+
+def test_a_checkpoint_has_what_was_thrown_since_the_update_and_what_waits_for_one() -> None:
+    """Of group 0 one attempt of 5 tokens is made again; its member of 7 is complete, and dropped after the resume."""
+
+    def episode(count: int) -> Trajectory:
+        ledger = TokenLedger()
+        ledger.append_sampled([1] * count, [0.0] * count, [0] * count, 0)
+        return Trajectory("kv", Task("t", 0), ledgers=[ledger])
+
+    before, after = Spent(Watch()), Spent(Watch())
+    group = Group(0, 0, [episode(7)], baseline=episode(2))
+    for count, again in ((5, True), (7, False), (2, False)):
+        before.attempt(0, episode(count), again, True)
+    before.finished(group)
+    before.attempt(3, episode(4), False, True)
+    after.load_json(json.loads(json.dumps(before.to_json())), [group])
+    assert before.take() == {"tokens_sampled": 18.0, "tokens_thrown": 5.0, "tokens_thrown/retried": 5.0}
+    begun_anew = {"tokens_thrown": 9.0, "tokens_thrown/cancelled": 4.0, "tokens_thrown/retried": 5.0}
+    assert after.take() == {"tokens_sampled": 18.0, **begun_anew}, "a group that ran is played again from its beginning"
+    for spent in (before, after):
+        spent.dropped(0, GroupState.STALE)
+        assert spent.take() == {"tokens_sampled": 0.0, "tokens_thrown": 9.0, "tokens_thrown/stale": 9.0}
+        spent.dropped(0, GroupState.STALE)
+        assert spent.take()["tokens_thrown"] == 0.0, "it is told once"
 
 
 @pytest.mark.parametrize("oversample", ["oversample", "oversample_members"])

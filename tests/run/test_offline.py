@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.cli.main import main
+from agentrl.data.prepare import Preparation
 from agentrl.data.store import RowStore
 from agentrl.render import make_renderer
 from agentrl.run.interrupt import Interrupt
@@ -248,6 +252,25 @@ def test_a_dpo_run_without_its_last_checkpoints_is_the_same_run_again_and_its_be
         shutil.rmtree(run / "checkpoints" / step)
     assert main(["sft", "--resume", str(run)]) == 0
     assert [{**row, "time/data_s": 0} for phase in ("data", "heldout") for row in rows(run, phase)] == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_ended_while_the_data_is_read_leaves_nothing_behind(
+    number: int, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Preparation.write
+
+    def ended(self: Preparation, folder: Path, seed: int) -> Any:
+        made = write(self, folder, seed)
+        assert (folder / "token_ids.bin").is_file()
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+        return made
+
+    monkeypatch.setattr(Preparation, "write", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    assert sft("--data", str(chats), out=tmp_path) == 130
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) == before
 
 
 def shifted(played: Path, folder: Path) -> Path:
