@@ -103,6 +103,20 @@ class Image:
         return _opened(self.bytes()).convert("RGB")
 
 
+class PromptIds(list[int]):
+    """Token ids of a prompt, or of a part of one, with the `images` whose placeholders stand among them, in order. A renderer of
+    a model that takes images makes them, a ledger keeps them, and an engine is given them; any other reads a list of ids."""
+
+    def __init__(self, ids: Iterable[int], images: Iterable[Image]) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+def images_in(ids: Sequence[int]) -> tuple[Image, ...]:
+    """The images of token ids; none of a plain list."""
+    return ids.images if isinstance(ids, PromptIds) else ()
+
+
 def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
     """Images, of which some may be rows. Raises ImageError."""
     return tuple(item if isinstance(item, Image) else Image.from_row(item) for item in rows)

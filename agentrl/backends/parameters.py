@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from agentrl.errors import EngineError, ModelError
+from agentrl.vision import auto_class
 from agentrl.weights.conversions import Saving
 
 
@@ -51,14 +52,14 @@ def _stretched(rope: dict[str, Any]) -> float:
 def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> Expected:
     """By the names that transformers' modules have; `saved`: by those of checkpoints. `trust`: code of the model's own may run.
     Raises ModelError if the folder has no readable config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        model = auto_class(config).from_config(config, trust_remote_code=trust)
     model.tie_weights()
     names = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import build, jagged
+from agentrl.batch.rows import IMAGES, build, items_column, jagged
 from agentrl.experts import free
 from agentrl.reward.credit import Spot, reward_spots
 from agentrl.reward.score import Score
@@ -23,8 +23,9 @@ def collate(
     Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
     `turns` int16, all as in the ledgers, and `rewards` float32 (placed by `reward.credit`; over a trajectory's rows they sum to
     its reward). If a ledger has `experts`, so does the batch: [N, T_i, routers, k], tokens without any marked as free
-    (experts.FREE). Row columns [N]: `group` int64, `member` int64, `trajectory` int64 (index into the argument),
-    `reward` float32 (the trajectory's reward, the same on all of its rows).
+    (experts.FREE). If a ledger has images, `images` are those of each row, in order. Row columns [N]: `group` int64,
+    `member` int64, `trajectory` int64 (index into the argument), `reward` float32 (the trajectory's reward, the same on all
+    of its rows).
 
     `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
     group, numbered by first appearance (a member seen again opens a new one).
@@ -111,9 +112,11 @@ def _batch(
             for token, amount in spots:
                 flat_rewards[start + token] = np.float64(amount)
     experts = _experts(ledgers, starts, total)
+    pictured = any(ledger.images for ledger in ledgers)
     return build(
         {
             **({} if experts is None else {"experts": jagged(experts, offsets)}),
+            **({IMAGES: items_column([ledger.images for ledger in ledgers])} if pictured else {}),
             "token_ids": column("token_ids", torch.int32),
             "sampled": column("sampled", torch.bool),
             "logprobs": column("logprobs", torch.float32),

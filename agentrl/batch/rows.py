@@ -16,7 +16,11 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from agentrl.images import Image
+
 Rows = Sequence[int] | np.ndarray | torch.Tensor
+IMAGES = "images"
+"""The column with the images of each row (a tuple of agentrl.images.Image), in batches with images."""
 DUMMY_ROW = -1
 """The row number of the one-token dummy that stands in for a micro-batch without rows."""
 
@@ -59,6 +63,11 @@ class Ragged:
     def numbers(self, name: str) -> np.ndarray:
         """A row column as a numpy array: [N, ...]."""
         return np.asarray(self.batch.get(name))
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        """The images of a row, in the order of their placeholders."""
+        found: tuple[Image, ...] = self.batch.get(IMAGES)[row].data if IMAGES in self else ()
+        return found
 
     @cached_property
     def episode(self) -> np.ndarray:

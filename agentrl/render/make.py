@@ -9,16 +9,22 @@ from agentrl.render.base import Renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.render.parsers import ForTools, Parser, Syntax
 from agentrl.render.template import TemplateRenderer
+from agentrl.render.template_text import Placeholders
 from agentrl.render.turns import SAVE_ANOTHER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> Renderer:
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    parser: Parser | ForTools | Syntax | None = None,
+    pictures: Placeholders | None = None,
+) -> Renderer:
     """The renderer for a tokenizer. Raises ModelError if none fits.
 
-    `parser` replaces the tool-call parser that is inferred from the chat template's syntax.
+    `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
+    images, what it has for one among its tokens.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -32,9 +38,10 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools 
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
             "save one with it (agentrl.render.chatml.CHATML_TEMPLATE, for example)"
         )
-    if template.strip() == CHATML_TEMPLATE.strip() and parser is None:
+    if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:
-        return TemplateRenderer(tokenizer, parser)
+        made = TemplateRenderer(tokenizer, parser)
+        return made if pictures is None else made.sees(pictures)
     except RenderError as problem:
         raise ModelError(f"a question and its answer cannot be rendered: {problem}; {SAVE_ANOTHER}") from problem

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError, RenderError
+from agentrl.images import Image, PromptIds, shown
 from agentrl.render.base import Renderer
 from agentrl.render.fragments import Place
 from agentrl.render.grammar import either, json_rules, turn_grammar
@@ -21,7 +22,7 @@ from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax, syntax_as
 from agentrl.render.parsers.harmony import HARMONY, harmony_parts
 from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Shape, Skeleton, shape_of, skeleton
 from agentrl.render.streaming import ProseReader, TurnReader
-from agentrl.render.template_text import TemplateText
+from agentrl.render.template_text import Placeholders, TemplateText
 from agentrl.render.turns import SAVE_ANOTHER, TurnText
 from agentrl.trajectory import Json, Message
 
@@ -81,7 +82,7 @@ class TemplateRenderer(Renderer):
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {WHAT_TO_DO}")
-        return self._text.encode(text, Place.START)
+        return self._with_images(self._text.encode(text, Place.START), messages)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         answers = False
@@ -95,7 +96,27 @@ class TemplateRenderer(Renderer):
         # Where several tokens end a turn, another one may have been sampled than the one that these messages follow.
         ended = finish == "stop" and (last is None or last == self._text.codec.added[stop])
         suffix = self._turns.suffix(messages)
-        return self._text.encode(suffix if ended else stop + suffix)
+        return self._with_images(self._text.encode(suffix if ended else stop + suffix), messages)
+
+    def sees(self, pictures: Placeholders) -> TemplateRenderer:
+        """This renderer, for a model that takes images. Raises ModelError if its tokenizer lacks the tokens for them."""
+        missing = [token for token in (pictures.begin, pictures.pad, pictures.end) if token not in self._text.control]
+        if missing:
+            raise ModelError(f"the tokenizer has no control token {missing[0]!r}, which stands around or for images")
+        self._text.pictures = pictures
+        return self
+
+    def _with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """The ids with the images among them. Raises RenderError if the template left one out, or wrote it twice."""
+        pictures = self._text.pictures
+        if pictures is None or not any(message.images for message in messages):
+            return ids
+        parts = [part for message in messages for part in shown(message.content, message.images)]
+        images = [part for part in parts if isinstance(part, Image)]
+        wanted, found = sum(map(pictures.count, images)), ids.count(self._text.codec.added[pictures.pad])
+        if wanted != found:
+            raise RenderError(f"the chat template wrote {found} tokens for images that have {wanted}")
+        return PromptIds(ids, images)
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self.stop_token_ids

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from agentrl.errors import RenderError
+from agentrl.images import Image, shown
 from agentrl.render.fragments import Place
 from agentrl.render.parsers import Syntax
 from agentrl.render.text import Codec, Markup
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # Private-use characters, which templates copy like letters; a _HIDE in the text itself is escaped like a control token.
 _HIDE, _SHOW = "\ue000", "\ue001"
+_PICTURE = 1 << 40  # and more: an image of so many more tokens
 _HIDDEN = re.compile(f"{_HIDE}([0-9]+){_SHOW}")
 
 
@@ -88,6 +90,19 @@ class Form:
     no_list: bool = True
 
 
+@dataclass(frozen=True)
+class Placeholders:
+    """How a model that takes images has one among its tokens: `begin`, a `pad` for each of its `count(image)` tokens, `end`."""
+
+    begin: str
+    pad: str
+    end: str
+    count: Callable[[Image], int]
+
+    def markup(self, tokens: int) -> Markup:
+        return Markup(self.begin + self.pad * tokens + self.end)
+
+
 class TemplateText:
     """A tokenizer's chat template and its tokens."""
 
@@ -97,6 +112,7 @@ class TemplateText:
         self.form = Form()
         # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
         self.control = sorted(self.codec.control, key=len, reverse=True)
+        self.pictures: Placeholders | None = None
         self._pattern = re.compile("|".join(map(re.escape, [*self.control, _HIDE])))
 
     def change(self, **form: Any) -> None:
@@ -122,7 +138,9 @@ class TemplateText:
         parts: list[str] = []
         position = 0
         for match in _HIDDEN.finditer(text):
-            parts += [Markup(text[position : match.start()]), self._name(match)]
+            tokens = int(match.group(1)) - _PICTURE
+            before = Markup(text[position : match.start()])
+            parts += [before, self._name(match) if self.pictures is None or tokens < 0 else self.pictures.markup(tokens)]
             position = match.end()
         return self.codec.encode(*parts, Markup(text[position:]), after=after)
 
@@ -193,7 +211,7 @@ class TemplateText:
         form = self.form
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
-        content = self._hidden(message.content) or (form.nothing if message.role == "assistant" and not calls else "")
+        content = self._pictured(message) or (form.nothing if message.role == "assistant" and not calls else "")
         if aside:  # no template can render a malformed call; as text it stays exactly as sampled
             content = self._hidden("\n".join([message.content, *aside]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
@@ -211,6 +229,14 @@ class TemplateText:
         if reasoning is not None:
             self._reason(row, reasoning)
         return row
+
+    def _pictured(self, message: Message) -> str:
+        """The content, hidden, with placeholders for the images that the model is shown."""
+        if self.pictures is None or not message.images:
+            return self.hide(message.content)
+        parts = shown(message.content, message.images)
+        count = self.pictures.count
+        return "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
 
     def _quiet(self, call: ToolCall) -> ToolCall:
         return ToolCall(self._hidden(call.name), self._hidden(call.arguments), id=call.id)

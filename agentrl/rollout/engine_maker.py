@@ -134,6 +134,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
         "transformers": "computes with transformers' own model classes, so its models must be such as they load",
         "judges": "can be a judge's, beside the engine of the policy (`reward.judge.engines`)",
         "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
+        "vision": "samples from a model that takes images, given them with the prompt (agentrl.images.PromptIds)",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },
 )

@@ -28,6 +28,7 @@ from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax
+from agentrl.render.template_text import Placeholders
 from agentrl.reward import Context, Scorer
 from agentrl.rollout.context.base import make_context_policy
 from agentrl.rollout.engine import Engine
@@ -36,8 +37,10 @@ from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.judges import Judges
-from agentrl.train.pretrained import load_tokenizer, model_context, unused_ids
+from agentrl.train.init_model import architecture
+from agentrl.train.pretrained import load_model_config, load_tokenizer, model_context, unused_ids
 from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.vision import Vision, takes_images
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
@@ -129,7 +132,7 @@ def assemble(
     if inputs.tokenizer is None:
         engine, renderer = _api_model(config, io, "policy", path)
     else:
-        renderer = renderer_of(config.model, inputs.tokenizer)
+        renderer = renderer_of(config.model, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
         engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
     policy = make_policy(config, engine, renderer, temperature, io)
@@ -167,10 +170,25 @@ def scorer_of(
     return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=through)
 
 
-def renderer_of(config: ModelConfig, tokenizer: Any) -> Renderer:
-    """The renderer for a tokenizer, with the tool parser `model.tool_parser`. Raises ConfigError for an unknown
-    name, DependencyError if vLLM is missing, ModelError if the parser does not fit the chat template."""
-    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer))
+def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Renderer:
+    """The renderer for a tokenizer, with the tool parser `model.tool_parser`. `sees`: a model that takes images is shown them,
+    and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
+    not fit the chat template."""
+    pictures = _pictures(config, tokenizer) if sees else None
+    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures)
+
+
+def _pictures(config: ModelConfig, tokenizer: Any) -> Placeholders | None:
+    """What a model that takes images has for one among its tokens."""
+    path, init = config.path, config.init
+    if path is None and (init is None or not init.vision):
+        return None
+    found = architecture(init) if path is None and init is not None else load_model_config(str(path), config.trust_remote_code)
+    if not takes_images(found):
+        return None
+    vision = Vision(path or "", found)
+    begin, pad, end = tokenizer.convert_ids_to_tokens([vision.begin, vision.token, vision.end])
+    return Placeholders(begin, pad, end, vision.tokens)
 
 
 def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:
@@ -225,7 +243,7 @@ def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
     if path is not None:
         return load_tokenizer(path, config.model.trust_remote_code)
     assert init is not None
-    return packaged_tokenizer(init.context)
+    return packaged_tokenizer(init.context, init.vision)
 
 
 def model_length(config: TrainConfig, model: str | None = None) -> int:

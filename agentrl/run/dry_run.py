@@ -182,8 +182,8 @@ def checked(config: TrainConfig) -> TrainConfig:
     if path is None or not Path(path).is_dir() or any(Path(path).glob("tokenizer*")):
         return config
     trust = config.model.trust_remote_code
-    sizes = {"context": model_context(path, trust), "head_dim": head_dim(path, trust) or InitModelConfig().head_dim}
-    plain = {"path": None, "init": InitModelConfig(**sizes), "tensor_parallel": 1, "expert_parallel": 1}
+    init = InitModelConfig(context=model_context(path, trust), head_dim=head_dim(path, trust) or InitModelConfig().head_dim)
+    plain = {"path": None, "init": init, "tensor_parallel": 1, "expert_parallel": 1}
     rollout = config.rollout.model_copy(update={"router_replay": False})
     return config.model_copy(update={"model": config.model.model_copy(update=plain), "rollout": rollout})
 

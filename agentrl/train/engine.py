@@ -236,6 +236,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "families": "computes transformers' own models, for all of which it holds what train/families finds right",
         "shard_gradients": "model.shard_gradients = true",
         "activation_checkpointing": "model.activation_checkpointing = true",
+        "vision": "trains a model that takes images (Micro.images)",
     },
 )
 

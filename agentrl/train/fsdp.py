@@ -34,7 +34,7 @@ from agentrl.train.layout import Layout, check_divides
 from agentrl.train.loading import Loader
 from agentrl.train.lora import adapter_of, inject, merged, without_adapters
 from agentrl.train.memory import RoleMemory, count
-from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared
+from agentrl.train.modules import MODULES, Micro, PolicyModule, Role, layers_of, shared, with_images
 from agentrl.train.offload import Offloaded, local
 from agentrl.train.optim import by_mesh
 from agentrl.train.plan_checks import check_plans
@@ -44,6 +44,7 @@ from agentrl.train.routing import Routing
 from agentrl.train.row_shards import row_shards
 from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
+from agentrl.vision import Vision, takes_images
 from agentrl.weights.conversions import Saving
 from agentrl.weights.joined import RowShard
 
@@ -72,12 +73,14 @@ PREFIX = "hf."
         "prefix_sharing",
         "router_replay",
         "alone",
+        "vision",
     },
 )
 class FsdpEngine(BaseEngine):
     """One rank's part of the model."""
 
     routing: Routing | None = None
+    vision: Vision | None = None
     classifier: bool = False
     _joined: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -108,6 +111,7 @@ class FsdpEngine(BaseEngine):
         own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
         attention = {"attn_implementation": PACKED} if self.packs else own
         model = build(path, trust=cfg.trust_remote_code, **attention)
+        self.vision = vision_of(path, model)
         loader = Loader(path, model)  # before the names change
         self.config = model.config
         self.tied = bool(model.config.get_text_config().tie_word_embeddings)
@@ -186,6 +190,8 @@ class FsdpEngine(BaseEngine):
         return name.removeprefix(PREFIX)
 
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        if self.vision is not None:
+            micro = with_images(micro, self.vision)
         with nullcontext() if self.routing is None else self.routing.passing(micro):
             if self.layout.ulysses is not None:
                 micro = shared(micro, self.layout.ulysses)
@@ -407,6 +413,17 @@ class FsdpEngine(BaseEngine):
         in bfloat16 would choose other experts."""
         plain = name in self._buffers or not tensor.is_floating_point()
         return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
+
+
+def vision_of(path: str, model: Any) -> Vision | None:
+    """What the model does with images, if it takes any. Its vision tower is frozen, and attends by transformers' own function:
+    packed rows are those of the text."""
+    if not takes_images(model.config):
+        return None
+    tower = model.model.visual
+    tower.set_attn_implementation("sdpa")
+    tower.requires_grad_(False)
+    return Vision(path, model.config)
 
 
 def _sharded(parameter: Tensor) -> bool:

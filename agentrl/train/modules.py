@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from agentrl.errors import ModelError
 from agentrl.experts import free
+from agentrl.images import Image
 from agentrl.train.attention import PackedSequences, padded
 from agentrl.train.families.layout import laid_out, taken
 from agentrl.train.head import backbone, head_rule
 from agentrl.train.logprobs import PLAIN
 from agentrl.train.ulysses import Ulysses, divided
+from agentrl.vision import PackedImages, Vision, embedded, seen_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,9 @@ class Micro:
     are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
     of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
     share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
-    all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one.
+    all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one. `images`: where each row
+    begins and ends, and its images; `seen`: the same for a model that takes images (`with_images`), whose `position_ids` are
+    int64 [3, T].
     """
 
     input_ids: Tensor
@@ -38,6 +42,8 @@ class Micro:
     last: Tensor
     experts: Tensor | None = None
     row_counts: Tensor | None = None
+    images: tuple[tuple[int, int, tuple[Image, ...]], ...] = ()
+    seen: PackedImages | None = None
 
 
 class PolicyModule(nn.Module):
@@ -119,8 +125,25 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
     packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
     with laid_out(packed):
-        out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
+        if position_ids.dim() == 2:
+            text = model.language_model
+            given = taken(text, position_ids[:, None], packed)
+            out = text(inputs_embeds=embedded(model, ids, micro.seen)[None], use_cache=False, **given)
+        else:
+            out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
     return out.last_hidden_state[0], first
+
+
+def with_images(micro: Micro, vision: Vision) -> Micro:
+    """The micro-batch for a model that takes images: pixels in the places of placeholders, and three positions a token."""
+    ids, device = micro.input_ids.cpu().numpy(), micro.input_ids.device
+    found, positions = [], []
+    for start, stop, images in micro.images:
+        places = vision.places(ids[start:stop], images)
+        positions.append(vision.positions(stop - start, places))
+        found += [(start + at, pixels) for at, pixels in places]
+    seen = seen_of(found).to(device) if found else None
+    return replace(micro, position_ids=torch.cat(positions, 1).to(device), seen=seen)
 
 
 def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
@@ -158,7 +181,8 @@ MODULES: dict[Role, Callable[[Any], nn.Module]] = {"policy": PolicyModule, "valu
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
-    lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList)]
+    named = backbone.named_modules()
+    lists = [module for name, module in named if isinstance(module, nn.ModuleList) and "visual" not in name.split(".")]
     if not lists:
         raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
     return list(max(lists, key=lambda found: len(list(found))))

@@ -11,6 +11,7 @@ from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.errors import ModelError, hinted
 from agentrl.plain_data import read_json
 from agentrl.train.init_model import architecture
+from agentrl.vision import auto_class
 
 REACH_S = 8.0
 """For the hub's answer whether it has a model."""
@@ -57,11 +58,11 @@ def empty_causal_lm(path: str, *, trust: bool = False, **options: Any) -> Any:
     Raises ModelError if there is none, or if it is of another kind.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     options["dtype"] = torch.float32
     options["trust_remote_code"] = trust
-    return _empty(AutoModelForCausalLM, path, load_model_config(path, trust), "no causal language model can be loaded", options)
+    config = load_model_config(path, trust)
+    return _empty(auto_class(config), path, config, "no causal language model can be loaded", options)
 
 
 def empty_classifier(path: str, *, trust: bool = False, **options: Any) -> Any:
@@ -125,13 +126,13 @@ def count_parameters(path: str, trust: bool = False) -> int:
 def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
     """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
     label. Raises ModelError, ConfigError."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     trust = cfg.trust_remote_code
     config = load_model_config(cfg.path, trust) if cfg.path is not None else architecture(cfg.init or InitModelConfig())
     if classifier:
         config.num_labels = 1
-    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if classifier else auto_class(config)
     options["trust_remote_code"] = trust
     return _empty(kind, cfg.path, config, f"not {'a classifier' if classifier else 'a causal language model'}", options)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.train.weight_writer import MAX_FILE_BYTES, WeightWriter
+from agentrl.vision import auto_class
 from agentrl.weights.conversions import Saving
 
 
@@ -52,9 +53,9 @@ def save_model(
 
 def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any:
     """A causal language model, or a sequence classifier, of that config on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    kind: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if classifier else auto_class(config)
     with torch.device("meta"):
         # A copy, because from_config writes its attention implementation into the config that it is given.
         own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted

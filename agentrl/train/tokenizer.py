@@ -30,6 +30,8 @@ SPECIAL_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""Of a model that takes images, behind the vocabulary, in the order of their ids."""
 VOCABULARY = 400
 PRE_SPLIT = r"[A-Za-z_]+|[0-9]|[^A-Za-z_0-9]+"
 
@@ -56,8 +58,8 @@ def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
     return tokenizer
 
 
-def packaged_tokenizer(context: int) -> Any:
-    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template.
+def packaged_tokenizer(context: int, vision: bool = False) -> Any:
+    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template; with `vision` it has `VISION_TOKENS` too.
 
     All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
     `split_special_tokens=True`, so a tool's output cannot forge a turn.
@@ -69,7 +71,10 @@ def packaged_tokenizer(context: int) -> Any:
         tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
         eos_token=END_OF_TURN,
         pad_token=PAD,
-        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)],
+        additional_special_tokens=[
+            *(token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)),
+            *(VISION_TOKENS if vision else ()),
+        ],
         chat_template=CHATML_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=context,

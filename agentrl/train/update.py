@@ -36,6 +36,7 @@ from agentrl.batch.schedule import plan_micro_batches, trees_of
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, NonFiniteError
 from agentrl.experts import free
+from agentrl.images import Image
 from agentrl.train.added import Added, fresh_tokens
 from agentrl.train.attention import packed_rows, packed_trees
 from agentrl.train.engine import BaseEngine
@@ -298,7 +299,7 @@ class Pack:
         # int32 in the batch; gather needs int64.
         ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
         experts = None if experts is None else on_device(experts, device)
-        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts)
+        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, _images(view, rows, offsets))
 
     def column(self, name: str) -> Tensor:
         values: Tensor = self.flat[name]
@@ -314,6 +315,13 @@ class Pack:
         out = torch.zeros(len(self.mask), dtype=torch.float32)
         out[self.mask] = values.detach().float().cpu()
         return out
+
+
+def _images(view: Ragged, rows: list[int], offsets: Tensor) -> tuple[tuple[int, int, tuple[Image, ...]], ...]:
+    """`Micro.images` of packed rows; of a dummy, that it has none."""
+    ends = offsets.tolist()
+    held = [view.images(row) for row in rows] or [()]
+    return tuple(zip(ends[:-1], ends[1:], held, strict=True))
 
 
 class Steps:

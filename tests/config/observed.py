@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,16 @@ def built_model(config: TrainConfig, out: Path) -> Any:
         **{key: tuple(weights[f"model.layers.0.{name}.weight"].shape) for key, name in names.items()},
         "std": weights["model.embed_tokens.weight"].std().item(),
     }
+
+
+def architecture(config: TrainConfig, out: Path) -> str:
+    """The class of the model that `model.init` makes, as its files name it."""
+    from agentrl.train.init_model import init_model
+
+    assert config.model.init is not None
+    folder = init_model(config.model.init, out / "model", seed=config.seed)
+    [name] = json.loads((folder / "config.json").read_text())["architectures"]
+    return str(name)
 
 
 def sizes(

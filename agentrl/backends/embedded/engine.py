@@ -17,11 +17,12 @@ import torch
 
 from agentrl.backends.embedded.kv_cache import Slots
 from agentrl.backends.embedded.model import EmbeddedModel
-from agentrl.backends.embedded.recompute import RecomputedModel
 from agentrl.backends.embedded.scheduler import Batcher, Request
+from agentrl.backends.embedded.vision import kind_of
 from agentrl.backends.words import Words
 from agentrl.errors import EngineError, PromptTooLongError, ResourceError
 from agentrl.executors import in_thread
+from agentrl.images import images_in
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
@@ -62,7 +63,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._step_tokens, self._router_replay = step_tokens, router_replay
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
-        self._kind = EmbeddedModel if cache else RecomputedModel
+        self._cache = cache
         self._model: EmbeddedModel | None = None
         self._batcher: Batcher | None = None
         self._task: asyncio.Task[None] | None = None
@@ -76,7 +77,8 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
-        model = self._kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
+        kind = kind_of(self._path, self._cache, self._trust)
+        model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
         cache_tokens = self._limit // model.shape.token_bytes
         context = self._max_context or min(model.positions, cache_tokens)
         if context > cache_tokens:
@@ -86,7 +88,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._context = context
         slots = Slots(model.shape, context, self._limit)
         self._model = model
-        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, self._unused)
+        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
 
     async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:
@@ -100,8 +102,8 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def _answer(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         batcher = self._ready()
-        prompt = list(token_ids)
-        self._check(prompt, sampling)
+        self._check(list(token_ids), sampling)
+        prompt = self._started()[1].prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
         budget = min(sampling.max_tokens, self._context - len(prompt))
         request = Request(
@@ -157,6 +159,8 @@ class EmbeddedEngine(Engine, WeightTarget):
         was_paused, self._paused = self._paused, True
         self._arriving = True
         batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
+        if not batcher.busy:
+            model.drop_images()
         try:
             writing = model.begin_write()
             async for bucket in buckets:

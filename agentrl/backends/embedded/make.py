@@ -9,12 +9,13 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
+from agentrl.vision import takes_images
 
 KV_CACHE_MIB = 2048
 """Upper limit of the cache, which grows on demand."""
 
 
-@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers"})
+@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision"})
 class EmbeddedMaker(EngineMaker):
     """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
     families that keep more than keys and values (recurrent layers, convolutions)."""
@@ -32,6 +33,11 @@ class EmbeddedMaker(EngineMaker):
     def check(self) -> None:
         if self.config.rollout.router_replay and not self.cache:
             raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
+        if self.cache and _pictured(self.config):
+            raise ConfigError(
+                "engine_args.cache: the model takes images, of which the embedded engine's cache knows nothing; set "
+                "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+            )
         if self.cache and (others := _others(self.config)):
             # Said here too, since the engine itself can only say so once it has read the weights.
             raise ModelError(
@@ -65,6 +71,16 @@ class EmbeddedMaker(EngineMaker):
             router_replay=rollout.router_replay,
             cache=self.cache,
         )
+
+
+def _pictured(config: TrainConfig) -> bool:
+    """Whether the model takes images."""
+    from transformers import AutoConfig
+
+    path, init = config.model.path, config.model.init
+    if path is None:
+        return init is not None and init.vision
+    return takes_images(AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code))
 
 
 def _others(config: TrainConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from agentrl.backends.embedded import attention
 from agentrl.backends.embedded.attention import AttentionPlan, Span
 from agentrl.backends.embedded.kv_cache import KvShape, Slots
 from agentrl.backends.parameters import Arrivals, expected_parameters
-from agentrl.errors import ModelError
+from agentrl.errors import EngineError, ModelError
 from agentrl.experts import RouterWatch
+from agentrl.images import Image
+from agentrl.vision import auto_class
 from agentrl.weights.target import Adapter
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -46,7 +48,9 @@ class Writing:
 
 
 class EmbeddedModel:
-    """A causal language model that runs over cache slots."""
+    """A causal language model that runs over cache slots. `never_drawn`: ids that a policy must not sample."""
+
+    never_drawn: tuple[int, ...] = ()
 
     def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
         """`trust`: code of the model's own may run. `router_replay`: note which experts tokens go to.
@@ -84,6 +88,16 @@ class EmbeddedModel:
     def experts(self) -> npt.NDArray[Any] | None:
         """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
         return None if self._watch is None else self._watch.experts()
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """A prompt as its tokens are kept here. Raises EngineError for images, or for a prompt that is not as its images are."""
+        if images:
+            raise EngineError(f"a prompt with {len(images)} images for a model of text")
+        return list(token_ids)
+
+    def drop_images(self) -> None:
+        """Nothing that is kept has images any more."""
+        return None
 
     def begin_write(self) -> Writing:
         """Start to receive new weights, one bucket at a time."""
@@ -157,12 +171,13 @@ class EmbeddedModel:
 
 def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
     """The model in evaluation mode, frozen, on the device. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
         raise ModelError(f"no model folder at {path}")
     try:
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
+        kind = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+        module = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as problem:
         raise ModelError(f"cannot load the model {path}: {problem}") from problem
     attention.register_slot_attention()

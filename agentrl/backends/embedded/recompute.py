@@ -50,9 +50,13 @@ class RecomputedModel(EmbeddedModel):
             for place in _ends(span):
                 if place in wanted:
                     slot, stop = span.token_slots[place - span.offset], int(span.positions[place - span.offset]) + 1
-                    output = self.module(input_ids=held[slot, :stop].long()[None], use_cache=False)
-                    found[place] = output.logits[0, -1].float()
+                    found[place] = self.after(held[slot, :stop].long())
         return torch.stack([found[place] for place in last])
+
+    def after(self, ids: Tensor) -> Tensor:
+        """Float32 logits [V] after the ids [T]."""
+        logits: Tensor = self.module(input_ids=ids[None], use_cache=False).logits[0, -1]
+        return logits.float()
 
 
 def _ends(span: Span) -> list[int]:

@@ -10,7 +10,7 @@ from agentrl.config.schema.base import Frozen, Positive, PositiveInt, Ranks, Tok
 
 
 class InitModelConfig(Frozen):
-    """A small randomly initialized Qwen3-architecture model with the packaged tokenizer."""
+    """A small randomly initialized model with the packaged tokenizer: of Qwen3's architecture, with `vision` of Qwen2.5-VL's."""
 
     layers: Annotated[PositiveInt, Unit("layers")] = 3
     """How many layers it has."""
@@ -28,6 +28,9 @@ class InitModelConfig(Frozen):
     """The longest sequence that the model takes."""
     init_std: Annotated[Positive, Unit("1")] = 0.05
     """Standard deviation of the normal distribution that every matrix is drawn from."""
+    vision: bool = False
+    """Whether it takes images: a model of Qwen2.5-VL's architecture, with a vision tower of one block (docs/howto/images.md);
+    `hidden` must be `heads` times `head_dim`."""
 
 
 class LoraSection(Frozen):

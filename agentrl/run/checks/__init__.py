@@ -38,6 +38,7 @@ from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
 from agentrl.run.checks.solvable import check_solvable
 from agentrl.run.checks.start import check_start
 from agentrl.run.checks.suite import suite_notes
+from agentrl.run.checks.vision import check_vision
 from agentrl.run.checks.warm_start import check_warm_start
 from agentrl.run.checks.workers import check_workers
 from agentrl.run.engines import engine_name, resolve_engine
@@ -81,6 +82,7 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_prometheus(config)
     check_model(config)
     check_models(config, True, planned)
+    check_vision(config)
 
 
 def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
@@ -138,6 +140,7 @@ def check_eval(config: TrainConfig) -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
     check_references(config)
     check_models(config, False)
+    check_vision(config, False)
     check_workers(config, False)
     scorers: dict[str, Scorer] = {}
     for env in config.envs:

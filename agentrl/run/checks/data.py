@@ -11,6 +11,7 @@ from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.checks.model import check_models
 from agentrl.run.checks.parts import check_model
 from agentrl.run.checks.placement import check_placement
+from agentrl.run.checks.vision import check_vision
 from agentrl.run.offline import ENGINE, data_of, only_data
 from agentrl.run.quiet import quiet_libraries
 from agentrl.run.trackers import check_trackers
@@ -32,6 +33,7 @@ def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
     check_trackers(view)
     check_model(view)
     check_models(view)
+    check_vision(view)
     check_capacity(view)
     _check_loss(view)
     check_train_engine(view)

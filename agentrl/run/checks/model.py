@@ -24,6 +24,7 @@ from agentrl.run.engines import engine_name, engine_of
 from agentrl.train.model_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.train.pretrained import load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
 from agentrl.trajectory import Message
+from agentrl.vision import takes_images
 
 PADDING, SHARE = 2048, 0.1
 """Ids without a token that an embedding may have: this many, or this share of all, whichever is more. Released models have up to
@@ -238,7 +239,7 @@ def _check_plain(found: Any) -> None:
 def _check_text(found: Any) -> None:
     """Raise ModelError for a model that also takes images, video or sound."""
     text = found.get_text_config()
-    if text is found:
+    if text is found or takes_images(found):  # those are asked about by `check_vision`
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 

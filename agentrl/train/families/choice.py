@@ -18,6 +18,7 @@ from agentrl.train.families.probe import Kind, Measured, Sample
 from agentrl.train.families.rope import check_lengths
 from agentrl.train.init_model import architecture
 from agentrl.train.pretrained import load_model_config
+from agentrl.vision import takes_images
 
 RIGHT = "docs/families.md lists those that are right, such as Qwen3, Llama and LFM2"
 _probed: dict[str, Probed] = {}
@@ -64,6 +65,10 @@ def packing_of(config: TrainConfig) -> Packing:
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
         return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
     asked = config.model.packing
+    if takes_images(models_of(config)[0][2]):
+        if config.optim.prefix_sharing == "on":
+            raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
+        return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/train/test_vision.py)")
     for label, _, model in models_of(config):
         check_lengths(config, label, model)
     found = [probed(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]

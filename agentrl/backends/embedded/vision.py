@@ -1,0 +1,84 @@
+"""The embedded engine with a model that takes images: without a cache, each token a pass over its whole prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl.backends.embedded.model import EmbeddedModel
+from agentrl.backends.embedded.recompute import RecomputedModel
+from agentrl.errors import EngineError, ImageError, ModelError
+from agentrl.images import Image
+from agentrl.vision import Vision, embedded, seen_of, takes_images
+
+MOST_IDS = 1 << 24
+"""A slot keeps ids as float32, which holds integers up to here."""
+
+
+def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:
+    """The class that runs a model. Raises ModelError if there is none for it."""
+    from transformers import AutoConfig
+
+    try:
+        vision = takes_images(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+    except (OSError, ValueError, KeyError):  # the class that loads the model says what is wrong with it
+        vision = False
+    if vision and cache:
+        raise ModelError(f"{path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}")
+    return EmbeddedModel if cache else VisionModel if vision else RecomputedModel
+
+
+class VisionModel(RecomputedModel):
+    """A model that takes images, over whole sequences.
+
+    In a slot the placeholders of an image have ids of their own, behind the vocabulary: the same image the same ones, another
+    image others. So a prefix that is kept is only that of a prompt with the same images.
+    """
+
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        super().__init__(path, dtype, device, trust, router_replay)
+        self.vision = Vision(path, self.module.config)
+        self.never_drawn = self.vision.special
+        self.drop_images()
+
+    def drop_images(self) -> None:
+        self._first: dict[str, int] = {}
+        self._images: dict[int, Image] = {}
+        self._next = self.vocab
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        ids = list(token_ids)
+        if not images and self.vision.token in ids:
+            raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+        try:
+            places = self.vision.places(ids, images)
+        except ImageError as problem:
+            raise EngineError(str(problem)) from None
+        for image, (start, pixels) in zip(images, places, strict=True):
+            first = self._number(image, pixels.tokens)
+            ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
+        return ids
+
+    def _number(self, image: Image, tokens: int) -> int:
+        """The first of the ids that the image's placeholders have here."""
+        if image.sha256 not in self._first:
+            if self._next + tokens > MOST_IDS:
+                raise EngineError("too many images since the last publish: their ids are used up")
+            self._first[image.sha256], self._images[self._next] = self._next, image
+            self._next += tokens
+        return self._first[image.sha256]
+
+    def after(self, ids: Tensor) -> Tensor:
+        # An image's first id stands once for each time that it is shown.
+        places = [
+            (at, self.vision.pixels(self._images[number])) for at, number in enumerate(ids.tolist()) if number in self._images
+        ]
+        plain = torch.where(ids >= self.vocab, self.vision.token, ids)
+        model = self.module.model
+        inputs = embedded(model, plain, seen_of(places).to(self.device) if places else None)
+        where = self.vision.positions(len(ids), places).to(self.device)
+        hidden = model.language_model(inputs_embeds=inputs[None], position_ids=where[:, None], use_cache=False)
+        logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
+        return logits.float()

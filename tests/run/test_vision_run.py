@@ -1,0 +1,265 @@
+"""A model that takes images, from a config: what is played, sampled and trained, with what it is refused, and a resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import find_spec, make_scorer
+from agentrl.config.load import config_from
+from agentrl.config.schema import RewardConfig
+from agentrl.errors import ConfigError, EngineError
+from agentrl.images import PromptIds, images_in
+from agentrl.render.make import make_renderer
+from agentrl.rollout.context.base import ContextPolicy, Stop
+from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.run.assembly import renderer_of, tokenizer_of
+from agentrl.run.checks.vision import check_vision
+from agentrl.train.families.choice import packing_of
+from agentrl.trajectory import Message, StopReason, TokenLedger, ToolCall, Trajectory
+from agentrl.vision import Vision
+from tests.conftest import PROOFS, proof
+from tests.e2e.inside import HERE, episodes, execute, updates
+from tests.players import run_tasks
+from tests.train.test_vision import BLUE, RED, WIDE, alone, folder, reference
+
+__all__ = ["folder", "reference"]  # fixtures
+INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
+RUN = ("env.id=color_square", "env.reward=color_square", INIT, "engine=embedded", "engine_args={cache=false}")
+STEPS = 3 if PROOFS else 1
+LOOK = Message("assistant", tool_calls=(ToolCall("look", {}),))
+
+
+def config(*more: str) -> Any:
+    return config_from({}, [*RUN, *more])
+
+
+RENDERER = renderer_of(config().model, tokenizer_of(config()))
+PAD = tokenizer_of(config()).convert_tokens_to_ids("<|image_pad|>")
+
+
+# -- what the model reads -----------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_messages_with_images() -> None:
+    spelled = f"<|vision_start|><|image_pad|> {BLUE.line} {RED.line}<|im_end|>"
+    said = Message("tool", f"{spelled} then {BLUE.line}", tool_call_id="c", name="look", images=(RED, BLUE, BLUE))
+    plain = make_renderer(tokenizer_of(config("model.init={}")))
+    ids = RENDERER.extend("stop", [said])
+    assert isinstance(ids, PromptIds) and ids.images == (BLUE, RED, BLUE), "in the order of their lines"
+    assert ids.count(PAD) == 3 * 4 == Vision("", _architecture()).tokens(RED) * 3
+    text = tokenizer_of(config()).decode(ids)
+    image = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
+    assert f"<|vision_start|><|image_pad|> {image} {image}<|im_end|> then {image}" in text
+    assert ids.count(ids[ids.index(PAD) - 1]) == 3, "what a tool spells is ordinary text"
+    # Text alone has the tokens that the packaged model of text has, and is a plain list.
+    opening = [Message("system", "look"), Message("user", "which color?")]
+    assert RENDERER.start(opening, []) == plain.start(opening, []) and images_in(RENDERER.start(opening, [])) == ()
+    assert images_in(plain.extend("stop", [said])) == ()
+
+
+def _architecture() -> Any:
+    from agentrl.train.init_model import architecture
+
+    init = config().model.init
+    assert init is not None
+    return architecture(init)
+
+
+class Says(Engine):
+    """Samples these turns one after the other, and keeps the prompts."""
+
+    def __init__(self, *turns: Message) -> None:
+        self.turns, self.prompts = list(turns), list[Sequence[int]]()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        self.prompts.append(token_ids)
+        ids = RENDERER.assistant(self.turns.pop(0))[: sampling.max_tokens]
+        return Generation(ids, [-1.0] * len(ids), [0] * len(ids), "stop" if ids[-1] in RENDERER.stop_token_ids else "length")
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None: ...
+
+
+async def played(engine: Engine, context: ContextPolicy, most: int = 2000) -> Trajectory:
+    ref = EnvRef("color_square", {})
+    scorer = make_scorer(find_spec(ref, "color_square"), RewardConfig(), ref)
+    limits = Limits(5, 64, most, 60, 60, 4096)
+    [one] = await run_tasks(ref, Policy(engine, RENDERER, context=context), scorer, limits, [(0, 0)], seed=0, max_episodes=1)
+    return one
+
+
+async def test_an_episode_that_looks_has_the_image_in_its_ledger_and_in_the_next_prompt() -> None:
+    engine = Says(LOOK, Message("assistant", "red"))
+    one = await played(engine, Stop())
+    [ledger] = one.ledgers
+    [image] = one.images.values()
+    assert ledger.images == (image,) and [images_in(prompt) for prompt in engine.prompts] == [(), (image,)]
+    pads = ledger.token_ids == PAD
+    assert pads.sum() == 4 and not ledger.sampled[pads].any(), "context, which is never trained"
+    assert one.reward in (0.0, 1.0) and one.stop is StopReason.DONE
+    again = Trajectory.from_json(json.loads("".join(one.json_chunks())))
+    assert again.ledgers == one.ledgers and again.ledgers[0].images == (image,)
+    # An image costs what its placeholders are: without room for them the episode ends before the next turn.
+    whole, answer = len(ledger), one.turns[-1].sampled_tokens
+    cut = await played(Says(LOOK, Message("assistant", "red")), Stop(), most=whole - answer)
+    assert cut.stop is StopReason.MAX_TOKENS and len(cut.turns) == 1
+
+
+async def test_a_rewritten_conversation_has_the_images_that_are_left() -> None:
+    engine = Says(LOOK, LOOK, LOOK, Message("assistant", "red"))
+    one = await played(engine, KeepRecent(turns=1, tokens=100))
+    [image] = one.images.values()
+    assert [len(images_in(prompt)) for prompt in engine.prompts] == [0, 1, 1, 1]
+    assert [ledger.images for ledger in one.ledgers] == [(image,), (image,), (image,)]
+    assert [int((ledger.token_ids == PAD).sum()) for ledger in one.ledgers] == [4, 4, 4]
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, reference: Any) -> None:
+    """Prompts of equal ids with other images, at once and one after the other: each is sampled as transformers alone would."""
+    engine = EmbeddedEngine(str(folder), cache=False, dtype="float32")
+    await engine.start()
+    vision = Vision(str(folder), reference.config)
+    text = [11, 12, vision.begin, *[vision.token] * 4, vision.end, 13]
+    prompts = {f"{number}": PromptIds(text, [image]) for number, image in enumerate([RED, BLUE, RED, BLUE])}
+    prompts["both"] = PromptIds([*text, vision.begin, *[vision.token] * vision.tokens(WIDE), vision.end, 9], [BLUE, WIDE])
+    sampling = Sampling(12, temperature=5.0, seed=1)
+
+    async def ask(key: str) -> torch.Tensor:
+        made = await engine.generate(prompts[key], sampling, key)
+        assert not set(made.token_ids) & set(vision.special), "placeholders are never sampled"
+        ledger = TokenLedger()
+        ledger.append_context(prompts[key], 0)
+        ledger.append_sampled(made.token_ids, made.logprobs, made.versions, 0)
+        own = alone(reference, vision, ledger, 5.0)[len(prompts[key]) - 1 :]
+        assert float((own - torch.tensor(made.logprobs)).abs().max()) < 1e-5
+        return torch.tensor(made.logprobs)
+
+    try:
+        first = await asyncio.gather(*(ask(key) for key in ("0", "1", "both")))
+        later = [await ask(key) for key in ("2", "3")]
+        assert torch.equal(first[0], later[0]) and float((first[0] - first[1]).abs().max()) > 1e-3
+        with pytest.raises(EngineError, match="its images did not come with it"):
+            await engine.generate(list(text), sampling, "lost")
+        with pytest.raises(EngineError, match="4 placeholder tokens more than those of the row's 1 images"):
+            await engine.generate(PromptIds([*text, *text], [RED]), sampling, "few")
+        with pytest.raises(EngineError, match="are not in the row one after the other"):
+            await engine.generate(PromptIds(text, [RED, RED]), sampling, "many")
+    finally:
+        await engine.close()
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["engine=vllm", "engine_args={}"], r'engine = "vllm" \(use .*embedded'),
+        (["rollout.workers=1"], "rollout.workers = 1 does not go"),
+        (["rollout.branch={}"], r"\[rollout.branch\]"),
+        (["rollout.start={}"], r"\[rollout.start\]"),
+        (["cluster.actors=2"], "cluster.actors = 2"),
+        (["model.lora={}"], r"\[model.lora\]"),
+        (["model.engine=titan"], r'model.engine = "titan" \(use .*fsdp2'),
+        (["model.compile=true"], "model.compile = true"),
+        (["model.packing=one_row"], 'model.packing = "one_row"'),
+        (["critic={}"], r"\[critic\]"),
+        (["algorithm.kl.coef=0.1"], "algorithm.kl.coef = 0.1"),
+        (["algorithm.experience={}"], r"\[algorithm.experience\]"),
+        (["algorithm.demonstrations={}"], r"\[algorithm.demonstrations\]"),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: str) -> None:
+    check_vision(config())
+    with pytest.raises(ConfigError, match=why):
+        check_vision(config(*more))
+    check_vision(config_from({}, [*RUN, *more, "model.init={}"]))  # a model of text is none of its business
+
+
+def test_the_cache_and_shared_prefixes_are_refused() -> None:
+    from agentrl.run.engines import engine_name, maker_of
+
+    made = config("engine_args={}")
+    with pytest.raises(ConfigError, match=r"engine_args.cache: the model takes images.*cache = false"):
+        maker_of(engine_name(made), made).check()
+    with pytest.raises(ConfigError, match=r'optim.prefix_sharing = "on"'):
+        packing_of(config("optim.prefix_sharing=on"))
+    assert not packing_of(config()).shares
+    with pytest.raises(ConfigError, match=r"hidden = 48 must be heads \* head_dim = 32"):
+        packing_of(config(INIT.replace("hidden=32", "hidden=48")))
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def run_config(out: Path, name: str, *more: str) -> Any:
+    right = {"use": "text.equals", "args": {"expect": {"$": "/task/gold/answer"}}}
+    spec = {"agentrl_reward": 1, "name": "luck", "success": right, "root": {"use": "python", "args": {"name": "luck"}}}
+    (out / "luck.json").write_text(json.dumps(spec))
+    words = [
+        *RUN,
+        f"env.reward={out / 'luck.json'}",
+        "reward.python.luck=tests.rollout.luck:luck",
+        "sft={min_steps=40,max_steps=40,lr=0.02,matrix_lr=0.05,gate=0.0,gate_tasks=4,batch=16}",
+        "rollout.groups=2",
+        "rollout.group_size=4",
+        "rollout.max_turns=3",
+        "rollout.max_turn_tokens=16",
+        "rollout.max_episode_tokens=160",
+        "optim.schedule=constant",
+        "health={lint=false,max_unsolvable=1}",
+        "checkpoint.every=1",
+    ]
+    return config_from({}, [f"name={name}", f"out={out}", *HERE, *words, *more])
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision_runs")
+
+
+@pytest.fixture(scope="module")
+def whole(out: Path) -> Path:
+    return execute(run_config(out, "whole", f"steps={STEPS}"))
+
+
+def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled(whole: Path) -> None:
+    looked = [one for step in range(1, STEPS + 1) for one in episodes(whole, step) if one.images]
+    assert len(looked) > 2, "the warm start taught it to look"
+    for row in updates(whole):
+        assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-5
+    from safetensors.torch import load_file
+
+    first, last = (load_file(whole / name / "model.safetensors") for name in ("model", "final"))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert changed and {name for name in first if "visual" in name}.isdisjoint(changed), "the tower is frozen"
+    assert all(name in changed for name in first if "layers.0" in name and "visual" not in name)
+
+
+@proof
+def test_a_resumed_run_is_the_unbroken_one(whole: Path, out: Path) -> None:
+    execute(run_config(out, "broken", f"steps={STEPS - 1}"))
+    again = execute(run_config(out, "broken", f"steps={STEPS}"), resumed=True)
+    assert [one.ledgers for one in episodes(again, STEPS)] == [one.ledgers for one in episodes(whole, STEPS)]
+    assert np.isclose(updates(again)[-1]["loss"], updates(whole)[-1]["loss"], rtol=0, atol=0)

@@ -1,0 +1,106 @@
+"""A model that takes images, of Qwen2.5-VL's architecture: packed rows against transformers' own forward pass of each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pictures
+
+from agentrl.batch.collate import collate
+from agentrl.batch.rows import Ragged
+from agentrl.config.schema import InitModelConfig, ModelConfig
+from agentrl.images import Image, PromptIds
+from agentrl.train.forward import compute_logprobs
+from agentrl.train.fsdp import FsdpEngine
+from agentrl.train.init_model import init_model
+from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.vision import Vision
+
+TINY = InitModelConfig(layers=2, heads=4, kv_heads=2, head_dim=16, hidden=64, vision=True, init_std=0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return init_model(TINY, tmp_path_factory.mktemp("vision") / "model", 0)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    """transformers alone."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def drawn(color: str, size: tuple[int, int]) -> Image:
+    made = Pictures.new("RGB", size, "white")
+    made.paste(color, (5, 7, size[0] - 9, size[1] // 2))
+    return Image.of(made)
+
+
+RED, BLUE, WIDE = drawn("red", (56, 56)), drawn("blue", (56, 56)), drawn("green", (190, 75))
+
+
+def episode(vision: Vision, member: int, *parts: Image | int) -> Trajectory:
+    """Images and runs of so many sampled tokens, each after some context."""
+    rng, ledger = np.random.default_rng(member), TokenLedger()
+    ledger.append_context(rng.integers(7, 400, 5).tolist(), 0)
+    for part in parts:
+        if isinstance(part, Image):
+            ids = [vision.begin, *[vision.token] * vision.tokens(part), vision.end, 9]
+            ledger.append_context(PromptIds(ids, [part]), 0)
+        else:
+            ledger.append_sampled(rng.integers(7, 400, part).tolist(), [-1.0] * part, [0] * part, 0)
+    return Trajectory("t", Task("t", 0), member=member, ledgers=[ledger], reward=1.0)
+
+
+def alone(reference: Any, vision: Vision, ledger: TokenLedger, temperature: float) -> torch.Tensor:
+    """Logprobs of a row's tokens after the first, by transformers' own forward pass, which makes positions and features."""
+    ids = torch.tensor([ledger.ids()])
+    given: dict[str, Any] = {}
+    if ledger.images:
+        made = [vision.pixels(image) for image in ledger.images]
+        given["pixel_values"] = torch.cat([pixels.values for pixels in made])
+        given["image_grid_thw"] = torch.tensor([pixels.grid for pixels in made])
+        given["mm_token_type_ids"] = (ids == vision.token).int()
+    with torch.no_grad():
+        logits = reference(input_ids=ids, use_cache=False, **given).logits[0]
+    return (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def test_packed_rows_with_images_are_each_row_alone(folder: Path, reference: Any) -> None:
+    engine = FsdpEngine(str(folder), ModelConfig(path=str(folder), packing="packed"), 1.0, device=torch.device("cpu"))
+    vision = engine.vision
+    assert vision is not None
+    episodes = [
+        episode(vision, 0, RED, 6, WIDE, 4),
+        episode(vision, 1, 5),
+        episode(vision, 2, WIDE, RED, RED, 3, BLUE, 2),
+        episode(vision, 3, BLUE, 6, WIDE, 4),
+    ]
+    view = Ragged.of(collate(episodes))
+    out = compute_logprobs(engine, view, 0.7, 10_000)["logprobs"].unbind()
+    for row, one in zip(out, episodes, strict=True):
+        ledger = one.ledgers[0]
+        own = alone(reference, vision, ledger, 0.7)
+        sampled = torch.from_numpy(ledger.sampled.copy())
+        assert float((row[sampled] - own[sampled[1:]]).abs().max()) < 1e-5
+    # The images matter: with others in their places all numbers behind them are others.
+    swapped = [episode(vision, 0, BLUE, 6, WIDE, 4)]
+    other = compute_logprobs(engine, Ragged.of(collate(swapped)), 0.7, 10_000)["logprobs"].unbind()[0]
+    assert float((other - out[0])[torch.from_numpy(episodes[0].ledgers[0].sampled.copy())].abs().min()) > 1e-4
+
+
+def test_positions_are_those_of_transformers(folder: Path, reference: Any) -> None:
+    vision = Vision(str(folder), reference.config)
+    ledger = episode(vision, 0, RED, WIDE, 6, BLUE, 4).ledgers[0]
+    ids = torch.tensor([ledger.ids()])
+    places = vision.places(ledger.token_ids, ledger.images)
+    grid = torch.tensor([pixels.grid for _, pixels in places])
+    kinds = (ids == vision.token).int()
+    own, _ = reference.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+    assert torch.equal(own[:, 0], vision.positions(len(ledger), places))
