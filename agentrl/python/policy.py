@@ -233,6 +233,7 @@ class LivePolicy:
         found = summarize(await fed(self._session, playing))
         if config.rollout.max_staleness == 0:
             await self._session.engine.forget()
+            await self._session.judges.forget()
         return found
 
     evaluate = BothMethod(_evaluate)

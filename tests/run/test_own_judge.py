@@ -18,7 +18,6 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.config.schema import InitModelConfig
 from agentrl.errors import EngineError, UserError
 from agentrl.render import make_renderer
 from agentrl.reward.judge import VerdictCache
@@ -27,11 +26,11 @@ from agentrl.reward.judge.own import form_of
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.judge import EngineJudge, JudgeLimits
 from agentrl.run.checks import check_config
-from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import TINY, told
+from tests.run.judge_models import build
 
 LEAF = {"use": "judge", "id": "judge", "args": {"model": "engine:strict", "prompt": "{answer}", "max_tokens": 64}}
 DIGIT = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
@@ -42,17 +41,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 RUN = [*TINY, "steps=2", "eval.tasks=2", "rollout.max_turn_tokens=8"]
-
-
-def build(folder: Path, seed: int) -> Path:
-    """A model that knows nothing, but says of another text something else: its weights are large."""
-    init_model(InitModelConfig(layers=2, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=512), folder, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            weights.mul_(1.0 if "norm" in name else 12.0)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
