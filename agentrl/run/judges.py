@@ -156,12 +156,17 @@ class Judges:
         check_names(scorers, self._config.reward.judge.engines)
         self._asked |= {found.name for scorer in scorers for found in own_leaves(scorer)}
 
+    @property
+    def names(self) -> list[str]:
+        """Of those that are asked."""
+        return sorted(self._asked)
+
     async def start(self) -> None:
         """Start the engines of the judges that are asked; they answer on this event loop. Raises UserError or EngineError, and
         has then closed those that it started."""
         self._loop = asyncio.get_running_loop()
         try:
-            for name in sorted(self._asked):
+            for name in self.names:
                 self._judges[name] = self._made(name)
                 await self._judges[name].start()
         except BaseException:

@@ -27,7 +27,7 @@ from agentrl.run.display import Display
 from agentrl.run.engines import needs_ray, resolve_engine
 from agentrl.run.folder import RunFolder
 from agentrl.run.horizon import Bins, run_bins
-from agentrl.run.judges import Judges
+from agentrl.run.judges import Judges, place_of
 from agentrl.run.placement import open_pools, start_actors
 from agentrl.run.profile import profile_of
 from agentrl.run.tracing import Tracing
@@ -169,7 +169,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
         if rests(config, "actor"):
             await actors.arun(Actor.offload)
-        with display.doing(f"starting the engine ({engine_name})"):
+        judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
+        with display.doing(f"starting the engine ({engine_name}){judged}"):
             await parts.start()
     except BaseException:  # also Ctrl-C during a long start: workers and reserved pools would outlive the driver's attempt
         if parts is not None:

@@ -21,7 +21,10 @@ from agentrl.cli.main import main
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig, load_config
+from agentrl.errors import ConfigError, ResourceError
+from agentrl.run import judges as judges_of_run
 from agentrl.run import placement
+from agentrl.run.checks.placement import check_placement
 from agentrl.run.engines import make_engine
 from tests.conftest import proof
 from tests.run.stand_ins import IdleActor, IdleReplica
@@ -153,6 +156,80 @@ def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, mode
     assert found["critic"] == found["actor"]
     own = [(one.node, card) for role in ("actor", "rollout", "reference") for one in found[role] for card in one.cards]
     assert len(own) == len(set(own)) == 4 + 2 + 2
+
+
+JUDGES = [
+    "reward.judge.engines.big={path='x',engine='vllm',vllm={tensor_parallel=2}}",
+    "reward.judge.engines.small={path='x',engine='vllm',vllm={replicas=2}}",
+]
+ONE_EACH = ["reward.judge.engines.big.vllm.tensor_parallel=1"]
+POOLED = [*ONE_EACH, "cluster.pools={j={per_node=3,gpus=1.0}}", "cluster.roles.judge=j"]
+
+
+@pytest.mark.parametrize(
+    ("more", "found"), [([], {"judge big": [2], "judge small": [1, 1]}), (POOLED, {"judge": [1, 1, 1]})], ids=["loose", "pooled"]
+)
+def test_judges_have_cards_that_no_other_process_has(
+    address: str, models: dict[str, str], more: list[str], found: dict[str, list[int]]
+) -> None:
+    """On vLLM, beside four actors and a replica: without a pool by their replicas' needs, else in their pool, in their order."""
+    small = ["cluster.actors=4", "vllm.replicas=1", "vllm.tensor_parallel=2"]
+    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *small, *JUDGES, *more])
+    start_ray(config.cluster)
+    placement.check_room(config, "vllm")
+    places = placement.locations_of_roles(config, "vllm")
+    assert {role: [len(one.cards) for one in of_role] for role, of_role in places.items() if role.startswith("judge")} == found
+    own = [(one.node, card) for of_role in places.values() for one in of_role for card in one.cards]
+    assert len(own) == len(set(own))
+    pools = placement.open_pools(config, "vllm")
+    assert pools is not None
+    try:
+        options = {name: judges_of_run.options_of(config, name, pools) for name in ("big", "small")}
+    finally:
+        pools.close()
+    assert {name: len(of_judge) for name, of_judge in options.items()} == {"big": 1, "small": 2}
+    strategies = [one["scheduling_strategy"] for of_judge in options.values() for one in of_judge]
+    bundles = {(str(one.placement_group.id), one.placement_group_bundle_index) for one in strategies}
+    assert len(bundles) == 3  # no process gets the place of another
+
+
+REFUSED = {
+    "more than the pool": (
+        [*ONE_EACH, "cluster.pools={j={per_node=2,gpus=1.0}}", "cluster.roles.judge=j"],
+        r"pools\.j has 2 processes .*, but the judges have 3 \(.*big\.vllm\.replicas = 1, .*small\.vllm\.replicas = 2\)",
+    ),
+    "cards": (
+        ["cluster.pools={j={per_node=3,gpus=1.0}}", "cluster.roles.judge=j"],
+        r"pools\.j\.gpus = 1, but judge big uses reward\.judge\.engines\.big\.vllm\.tensor_parallel = 2 GPUs",
+    ),
+    "of others": (
+        [
+            *ONE_EACH,
+            "cluster.pools={j={per_node=3,gpus=1.0}}",
+            "cluster.roles={judge='j',reference='j'}",
+            "algorithm.kl.coef=0.1",
+        ],
+        r"cluster\.roles\.judge: judges cannot share the processes of reference \(pool 'j'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_pool_that_is_not_for_judges_is_refused(case: str, address: str, models: dict[str, str]) -> None:
+    more, said = REFUSED[case]
+    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *JUDGES, *more])
+    start_ray(config.cluster)
+    with pytest.raises(ConfigError, match=said):
+        check_placement(config, "vllm")
+
+
+def test_judges_without_room_are_refused_with_the_table(address: str, models: dict[str, str]) -> None:
+    """Eight cards are left of 24 beside the actors and the policy's replicas, and nine are needed."""
+    wide = ["reward.judge.engines.big={path='x',engine='vllm',vllm={replicas=9}}"]
+    config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *wide])
+    start_ray(config.cluster)
+    with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +9 in all"):
+        placement.check_room(config, "vllm")
 
 
 EIGHT = "0 1 2 3 4 5 6 7"
