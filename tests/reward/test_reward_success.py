@@ -46,7 +46,8 @@ ENVS = {
     "bfcl_ast": None, "bfcl_ast_parity": None, "bfcl_multi_turn": None, "bfcl": None, "tau_bench": None, "toolrl": None,
     "appworld": None, "tau2": None, "toolsandbox": None,  # of suites: their own tests in tests/shelf
     "toolrl_parity": None, "judge": None, "schema": None, "openenv": None,
-    "function_calling": "function_calling", "harbor": "harbor", "mcp": "mcp", "python": "python", "search": "search",
+    "function_calling": "function_calling", "harbor": "harbor", "mcp": "mcp", "own_tools": "own_tools", "python": "python",
+    "search": "search",
     "service_desk": "service_desk", "sql": "sql", "workspace": "workspace", "workspace_dense": "workspace",
     "workspace_turns": "workspace",
 }  # fmt: skip

@@ -1,0 +1,114 @@
+"""A row of a file of tasks that bring their own tools, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from agentrl.errors import TaskDataError
+from agentrl.schemas import BadSchemaError, check_schema, checked_validator
+from agentrl.trajectory import Json, Message, ToolCall
+
+CALL: dict[str, Json] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+ANSWER: dict[str, Json] = {
+    "type": "object",
+    "properties": {**CALL["properties"], "content": {"type": "string"}, "error": {"type": "boolean"}},
+    "required": ["name", "arguments", "content"],
+    "additionalProperties": False,
+}
+MESSAGE: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "user", "assistant", "tool"]},
+        "content": {"type": "string"},
+        "tool_calls": {"type": "array", "items": {**CALL, "properties": {**CALL["properties"], "id": {"type": "string"}}}},
+        "tool_call_id": {"type": "string"},
+        "name": {"type": "string"},
+    },
+    "required": ["role"],
+    "additionalProperties": False,
+}
+ROW: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "split": {"type": "string"},
+        "weight": {"type": "number", "exclusiveMinimum": 0},
+        "prompt": {"type": "string", "minLength": 1},
+        "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
+        "tools": {"type": "array", "items": {"type": ["string", "object"]}},
+        "answers": {"type": "array", "items": ANSWER},
+        "gold": {
+            "type": "object",
+            "properties": {"answer": {"type": ["string", "number"]}, "calls": {"type": "array", "items": CALL}},
+            "minProperties": 1,
+            "additionalProperties": False,
+        },
+    },
+    "required": ["gold"],
+    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "additionalProperties": False,
+}
+FORM = (
+    'expected {"name", "description", "parameters"}, that as "function" beside "type": "function", or the name of a run\'s tool'
+)
+
+
+def declared(entry: Json) -> dict[str, Json]:
+    """A declaration in OpenAI's form or without its wrapping, as {"name", "description", "parameters"}. Raises ValueError."""
+    body: Any = entry.get("function") if isinstance(entry, Mapping) and entry.get("type") == "function" else entry
+    if not isinstance(body, Mapping) or not isinstance(body.get("name"), str) or not body["name"]:
+        raise ValueError(FORM)
+    parameters = body.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise ValueError(f"the parameters of {body['name']!r} must be a schema of type object")
+    return {"name": body["name"], "description": str(body.get("description") or ""), "parameters": dict(parameters)}
+
+
+def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], functions: Collection[str]) -> None:
+    """Raises TaskDataError, which names the row and the field, for a task whose tools nobody can offer or answer."""
+
+    def bad(field: str, problem: object) -> None:
+        raise TaskDataError(f"{where}: field {field}: {problem}")
+
+    names: list[str] = []
+    for number, entry in enumerate(data.get("tools", ())):
+        field = f"tools/{number}"
+        if isinstance(entry, str):
+            names.append(entry)
+            continue
+        try:
+            body = declared(entry)
+            check_schema(body["parameters"])
+            checked_validator(body["parameters"])
+        except (BadSchemaError, ValueError) as problem:
+            bad(field, problem)
+        names.append(body["name"])
+        if body["name"] not in functions and "answers" not in data:
+            bad(field, f'nothing answers {body["name"]!r}: params.functions has no function for it, and the row has no "answers"')
+    if twice := [name for name in names if names.count(name) > 1]:
+        bad("tools", f"two tools are called {twice[0]!r}")
+    used = [("answers", data.get("answers", ())), ("gold/calls", gold.get("calls", ()))]
+    for field, calls in used if "tools" in data else ():
+        for call in calls:
+            if call["name"] not in names:
+                bad(field, f"{call['name']!r} is none of the row's tools ({', '.join(names[:8]) or 'it has none'})")
+
+
+def messages(items: Iterable[Mapping[str, Json]]) -> list[Message]:
+    """The messages of a row."""
+    return [
+        Message(
+            item["role"],
+            item.get("content", ""),
+            tuple(ToolCall(call["name"], call["arguments"], id=call.get("id", "")) for call in item.get("tool_calls", ())),
+            tool_call_id=item.get("tool_call_id"),
+            name=item.get("name"),
+        )
+        for item in items
+    ]

@@ -1,0 +1,268 @@
+"""Tasks that bring their own tools: what an episode offers, who answers, and rows that nobody could play."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from agentrl.catalog import EnvRef, make_env
+from agentrl.cli.main import main
+from agentrl.config.load import config_from
+from agentrl.env import Message, ToolCall
+from agentrl.errors import ConfigError, EnvError, TaskDataError
+from agentrl.trajectory import Trajectory
+from tests.conftest import proof
+from tests.view.test_api import client
+
+NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+AGE = {"name": "age", "description": "years", "parameters": NAME}
+CITY = {"type": "function", "function": {"name": "city", "description": "where", "parameters": NAME}}
+ANSWERS = [{"name": "age", "arguments": {"name": "ann"}, "content": "31"},
+           {"name": "age", "arguments": {"name": "ann"}, "content": "32"},
+           {"name": "age", "arguments": {"name": "bob"}, "content": "no bob here", "error": True}]  # fmt: skip
+ROW: dict[str, Any] = {"id": "a", "split": "train", "prompt": "How old is ann?", "tools": [AGE, CITY], "answers": ANSWERS,
+                       "gold": {"answer": 31, "calls": [{"name": "age", "arguments": {"name": "ann"}}]}}  # fmt: skip
+
+
+def file(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def say(env: Any, tool: str, **arguments: Any) -> str:
+    return str(env.step(Message("assistant", tool_calls=(ToolCall(tool, arguments),)))[0][0].content)
+
+
+def offered(env: Any) -> list[str]:
+    return [tool["function"]["name"] for tool in env.trajectory.tools]
+
+
+def test_each_episode_offers_its_own_tools_and_those_alone() -> None:
+    env = make_env("own_tools")
+    seen = set()
+    for seed in range(12):
+        env.reset(seed=seed)
+        wanted = [entry["function"]["name"] for entry in env.task.data["tools"]]
+        assert offered(env) == wanted == list(env.toolbox.names)
+        other = next(name for name in ("price_of", "shelf_of", "platform_of", "height_of") if name not in wanted)
+        assert "unknown_tool" in say(env, other)
+        seen.add(tuple(wanted))
+    assert len(seen) > 4, "the tools differ between episodes of one environment"
+
+
+def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: Path) -> None:
+    env = make_env("own_tools", tasks=file(tmp_path, ROW))
+    env.reset(seed=0)
+    assert [say(env, "age", name="ann") for _ in range(3)] == ["31", "32", "32"]
+    assert "no bob here" in say(env, "age", name="bob") and "tool_error" in say(env, "age", name="bob")
+    assert "there is no answer for these arguments" in say(env, "age", name="eve")
+    assert "there is no answer" in say(env, "city", name="ann"), "a distractor"
+    assert "wrong_type" in say(env, "age", name=3) and "unexpected_argument" in say(env, "age", name="ann", x=1)
+    env.reset(seed=0)
+    assert say(env, "age", name="ann") == "31", "an episode begins anew"
+    other = env.fork()
+    assert say(env, "age", name="ann") == "32" == say(other, "age", name="ann")
+    assert env.step("She is 31.")[1] == 1.0
+    env.reset(seed=0)
+    assert env.step("She is 31.")[1] == 0.0, "without the call"
+
+
+FUNCTIONS = """
+from agentrl.errors import ToolError
+
+
+def age(name, task):
+    if name not in task.data["prompt"]:
+        raise ToolError(f"who is {name}?")
+    return 31
+
+
+async def city(name):
+    return {"city": ["Rome"][len(name) - 3]}
+"""
+
+
+def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tools_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    row = {key: value for key, value in ROW.items() if key != "answers"}
+    functions = {"age": "own_tools_functions:age", "city": "own_tools_functions:city"}
+    env = make_env("own_tools", tasks=file(tmp_path, row), functions=functions)
+    env.reset(seed=0)
+    assert say(env, "age", name="ann") == "31" and "who is eve" in say(env, "age", name="eve")
+    assert json.loads(say(env, "city", name="ann")) == {"city": "Rome"}
+    with pytest.raises(EnvError, match="city"):
+        say(env, "city", name="annabel")
+    with pytest.raises(
+        TaskDataError, match=r"rows.jsonl:1: field tools/1: nothing answers 'city': params.functions has no function"
+    ):
+        make_env("own_tools", tasks=file(tmp_path, row), functions={"age": "own_tools_functions:age"})
+    with pytest.raises(ConfigError, match=r"env.params.functions.age: own_tools_functions has no function 'aeg'"):
+        make_env("own_tools", tasks=file(tmp_path, row), functions={**functions, "age": "own_tools_functions:aeg"})
+
+
+def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> None:
+    rows = [{**ROW, "tools": [AGE, "calculate"]}, {**ROW, "id": "b", "prompt": "All?", "tools": ["days_between"], "answers": [],
+             "gold": {"answer": 1}}, {"id": "c", "split": "train", "prompt": "Any", "gold": {"answer": 1}},
+            {**ROW, "id": "d", "prompt": "Which?", "tools": ["calculat"], "answers": [], "gold": {"answer": 1}}]  # fmt: skip
+    env_config = {"id": "own_tools", "reward": "own_tools", "params": {"tasks": file(tmp_path, *rows)}}
+    config = config_from({"name": "x", "env": env_config, "tools": {"sets": ["calculator", "dates"]}}, [])
+    env = EnvRef.of(config).build()
+    env.reset(seed=0)
+    assert offered(env) == ["age", "calculate"]
+    assert say(env, "calculate", expression="6 * 7") == "42" and say(env, "age", name="ann") == "31"
+    assert "unknown_tool" in say(env, "days_between", start="2026-01-01", end="2026-01-02")
+    env.reset(seed=1)
+    assert offered(env) == ["days_between"]
+    env.reset(seed=2)
+    assert {"calculate", "days_between"} <= set(offered(env)), "a row without tools gets all of the run's"
+    with pytest.raises(EnvError, match=r"task 'd' wants the run's tool 'calculat'; did you mean 'calculate'"):
+        env.reset(seed=3)
+
+
+HUGE: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}
+for _ in range(80):
+    HUGE = {"type": "object", "properties": {"x": HUGE}}
+BAD = {
+    "fetches": ({"tools": [{**AGE, "parameters": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}]}, "tools/0"),
+    "never ends": ({"tools": [{**AGE, "parameters": {"type": "object", "properties": {"a": {"pattern": "(?R)"}}}}]}, "tools/0"),
+    "too deep": ({"tools": [{**AGE, "parameters": HUGE}]}, "tools/0.*nested deeper"),
+    "no schema": ({"tools": [{**AGE, "parameters": {"type": "object", "properties": {"a": {"type": "strin"}}}}]}, "tools/0"),
+    "no object": ({"tools": [{**AGE, "parameters": {"type": "string"}}]}, "tools/0.*type object"),
+    "no name": ({"tools": [{"parameters": NAME}]}, "tools/0: expected"),
+    "twice": ({"tools": [AGE, AGE]}, "two tools are called 'age'"),
+    "answers of no tool": ({"tools": [CITY]}, "answers: 'age' is none of the row's tools"),
+    "gold of no tool": ({"tools": [CITY], "answers": []}, "gold/calls: 'age' is none of the row's tools"),
+    "no request": ({"prompt": ""}, "field prompt"),
+    "a function": ({"functions": {"age": "os:system"}}, "functions"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_a_row_that_nobody_could_play_is_an_error_when_it_is_read(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskDataError, match=rf"rows.jsonl:2: .*{message}"):
+        make_env("own_tools", tasks=file(tmp_path, {**ROW, "id": "0", "prompt": "x"}, {**ROW, **change}))
+
+
+def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'agentrl[mcp]'")
+    server = Path(__file__).parents[2] / "envs/mcp/server.py"
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "load it"}]
+    row = {"id": "a", "split": "train", "messages": said, "tools": ["count", AGE], "answers": ANSWERS, "gold": {"answer": "9"}}
+    env_config = {"id": "own_tools", "params": {"tasks": file(tmp_path, row)}}
+    config = config_from(
+        {"name": "x", "env": env_config, "tools": {"mcp": {"shop": {"command": [sys.executable, str(server)]}}}}, []
+    )
+    env = EnvRef.of(config).build()
+    observation, _ = env.reset(seed=0)
+    assert [message.content for message in observation] == ["s", "load it"]
+    assert offered(env) == ["count", "age"]
+    assert "no item" in say(env, "count", code="k1") and say(env, "age", name="ann") == "31"
+    env.close()
+
+
+TRAIN = """
+base = "quickstart"
+name = "own_tools"
+steps = 2
+sft = false
+stop_at_success = false
+trajectories_every = 1
+
+[env]
+id = "own_tools"
+reward = "varied.json"
+params = { }
+
+[reward.python]
+varied = "own_tools_varied:varied"
+
+[model.init]
+layers = 1
+hidden = 32
+mlp = 32
+
+[rollout]
+groups = 2
+group_size = 2
+max_turns = 2
+max_turn_tokens = 16
+max_episode_tokens = 1024
+
+[algorithm]
+minibatch = 4
+
+[optim]
+micro_tokens = 8192
+prefix_sharing = "on"
+
+[cluster]
+backend = "inline"
+
+[eval]
+tasks = 2
+
+[checkpoint]
+every = 1
+"""
+
+
+RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+
+
+def trained(name: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of the episodes that a run trained on, in order."""
+    Path("run.toml").write_text(TRAIN)
+    node = {"op": "sum", "of": [RIGHT, {"use": "python", "args": {"name": "varied"}, "weight": 0.5}]}
+    Path("varied.json").write_text(json.dumps({"agentrl_reward": 1, "name": "varied", "root": node, "success": RIGHT}))
+    Path("own_tools_varied.py").write_text("def varied(view, args): return len(view.turns[0].message.content) % 7 / 7\n")
+    assert main(["train", *(words or ("run.toml", f"name={name}"))]) == 0
+    files = sorted(Path(f"runs/{name}/trajectories").glob("step_*.jsonl"))
+    return [json.loads(line) for path in files for line in path.open()]
+
+
+def tools_of(row: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in row["tools"]]
+
+
+def test_a_run_offers_each_group_its_own_tools_which_the_viewer_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = trained("straight")
+    by_task: dict[str, set[tuple[str, ...]]] = {}
+    for row in rows:
+        assert tools_of(row) == [entry["function"]["name"] for entry in row["task"]["data"]["tools"]]
+        by_task.setdefault(row["task"]["id"], set()).add(tuple(tools_of(row)))
+    assert len(rows) == 8 and len(by_task) == 4 and all(len(names) == 1 for names in by_task.values()), "a group has one list"
+    assert len(set().union(*by_task.values())) > 1, "and groups differ"
+    _prompts_hold_their_tools(rows, "runs/straight")
+    metrics = [json.loads(line) for line in Path("runs/straight/metrics.jsonl").read_text().splitlines()]
+    assert all(row["tokens_trained"] > 0 for row in metrics if row["phase"] == "train")
+    shown = client(Path("runs/straight")).ask("/runs/straight/episodes/step_000001.0")
+    assert [tool["function"]["name"] for tool in shown["tools"]] == tools_of(rows[0])
+
+
+def _prompts_hold_their_tools(rows: list[dict[str, Any]], run: str) -> None:
+    """What the model saw, read back from the tokens of the ledger that was trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{run}/final")
+    for row in rows:
+        text = tokenizer.decode(Trajectory.from_json(row).ledgers[0].ids())
+        for name in ("price_of", "shelf_of", "platform_of", "height_of"):
+            assert (name in text) == (name in tools_of(row)), row["task"]["id"]
+
+
+@proof
+def test_a_resumed_run_offers_what_the_whole_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    whole = trained("whole")
+    trained("cut", "run.toml", "name=cut", "steps=1")
+    cut = trained("cut", "--resume", "runs/cut", "steps=2")
+    kept = [(row["task"]["id"], tools_of(row)) for row in whole]
+    assert [(row["task"]["id"], tools_of(row)) for row in cut] == kept
