@@ -149,10 +149,10 @@ every = 0
 [health]
 lint = false
 [reward.judge]
-api_base = "http://me:${{env:JUDGE}}@127.0.0.1:{port}/v1?x=${{env:WITHIN}}"
+api_base = "http://${{env:WITHIN}}:${{env:JUDGE}}@127.0.0.1:{port}/v1"
 cache = "verdicts"
 [api]
-base = "http://127.0.0.1:{port}/v1?api_key={base}"
+base = "http://me:{base}@127.0.0.1:{port}/v1"
 """
 
 SPEC = {
@@ -256,7 +256,7 @@ def test_no_key_is_anywhere_but_in_the_private_config(place: Path, capfd: pytest
     rows = [json.loads(line) for line in (place / "work" / "judged" / "trajectories.jsonl").read_text().splitlines()]
     told = json.dumps(rows)
     assert [
-        name for name in ("the token is [redacted]", "Incorrect API key provided: ", "1 Bearer [red") if name not in told
+        name for name in ("the token is [redacted]", "Incorrect API key provided: ", "1 Basic [red") if name not in told
     ] == []
     verdicts = [path.read_text() for path in (place / "work" / "verdicts").rglob("*.json")]
     assert verdicts and all("you sent B" in text and "[redacted]" in text for text in verdicts)
