@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, war
 from tests.view.folders import episode, run_folder
 
 READ = ("config.toml", "metrics.jsonl", "summary.json", "trajectories/step_000002.jsonl", "trajectories")
+
+
+@pytest.fixture
+def passable() -> Iterator[Path]:
+    """A folder that any user may enter. Not one of pytest's: each session that starts locks the one that they all lie in."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-damage-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +67,14 @@ def test_readers_show_what_is_there_or_name_the_file(read: Runs, tmp_path: Path,
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_damage_ends_a_command_without_a_word(
-    name: str, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, Runs]
+    name: str, passable: Path, tmp_path_factory: pytest.TempPathFactory, cache: dict[str, Runs]
 ) -> None:
-    place = tmp_path_factory.mktemp("case")
-    for folder in (place, *place.parents[:3]):
-        folder.chmod(0o755)
     if not cache:
         cache["runs"] = make_runs(tmp_path_factory.mktemp("runs"))
-        warmed(cache["runs"], place / "run")
+        warmed(cache["runs"], passable / "run")
     found = {}
     for file, kind in cases(cache["runs"].cut):
-        verdict, outcome = tried(name, file, kind, cache["runs"], place / "run")
+        verdict, outcome = tried(name, file, kind, cache["runs"], passable / "run")
         if verdict not in ("right", "said"):
             found[file, kind] = (verdict, outcome.said[-300:])
     assert found == {}
@@ -238,17 +244,15 @@ def test_an_episode_whose_file_is_gone_is_said_with_the_file(tmp_path: Path) -> 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is tried")
 @pytest.mark.parametrize("name", ["show", "view"])
 def test_an_index_that_can_lie_in_neither_folder_lies_in_a_temporary_one_and_both_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    passable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    folder, home = run_folder(tmp_path / "runs" / "run", {"step_000002": [episode(1), episode(2)]}), tmp_path / "home"
-    for above in (tmp_path, *tmp_path.parents[:3]):
-        above.chmod(0o755)
+    folder, home = run_folder(passable / "runs" / "run", {"step_000002": [episode(1), episode(2)]}), passable / "home"
     home.mkdir(mode=0o700)
-    (temporary := tmp_path / "tmp").mkdir()
+    (temporary := passable / "tmp").mkdir()
     temporary.chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     COMMANDS[name](folder.path)  # what is imported is then there, also for nobody
-    (folder.path / ".view").rename(tmp_path / "away")
+    (folder.path / ".view").rename(passable / "away")
     said = []
     os.seteuid(damage.NOBODY)
     try:
