@@ -41,8 +41,8 @@ def can_constrain() -> bool:
 
 @dataclass(slots=True)
 class Counted:
-    """Of one judge, since its start: verdicts asked for, how many the cache had, how many failed; tokens; and the seconds in
-    which it had something to do."""
+    """Of one judge, since its start: verdicts asked for, how many were known (or shared), how many failed; tokens; and the
+    seconds in which it had something to do."""
 
     verdicts: int = 0
     cached: int = 0
@@ -109,6 +109,8 @@ class EngineJudge:
             running = asyncio.create_task(self._answer(key, request), name=f"a verdict of judge {self.name}")
             self._running[key] = running
             running.add_done_callback(lambda _: self._running.pop(key, None))
+        else:
+            self.counted.cached += 1
         # shield: another episode may share this verdict and still wait for it.
         return await asyncio.shield(running)
 

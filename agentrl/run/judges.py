@@ -207,7 +207,7 @@ class Judges:
             asyncio.run_coroutine_threadsafe(self.close(), self._loop).result()
 
     def metrics(self) -> Row:
-        """Of each judge since the last call: verdicts, how many the cache had and how many failed, tokens, the seconds in which
+        """Of each judge since the last call: verdicts, how many were known and how many failed, tokens, the seconds in which
         it had something to do, and sampled tokens in each of these."""
         row: Row = {}
         for name, judge in self._judges.items():

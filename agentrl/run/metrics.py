@@ -218,7 +218,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("loop/longest_s", "s", "the longest such time"),
         MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine since the last row of an "
             "update, evaluations in between included"),
-        MetricInfo("judge/<name>/cached", "verdicts", "of these, the cache had"),
+        MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question"),
         MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: the engine did, or what it said was none"),
         MetricInfo("judge/<name>/prompt_tokens", "tokens", "of the prompts of the others; none counts among the policy's"),
         MetricInfo("judge/<name>/sampled_tokens", "tokens", "sampled for verdicts"),

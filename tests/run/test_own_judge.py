@@ -33,6 +33,8 @@ from tests.run.broken_off import TINY, told
 from tests.run.judge_models import build
 
 LEAF = {"use": "judge", "id": "judge", "args": {"model": "engine:strict", "prompt": "{answer}", "max_tokens": 64}}
+SAME = {"use": "judge", "id": "same", "args": {"model": "engine:strict", "prompt": "Anything?", "max_tokens": 64}}
+"""What is asked of every episode alike, and so known after the first of an update."""
 DIGIT = {"use": "format.regex", "args": {"pattern": "[0-9]", "match": "search"}}
 SCHEMA = {
     "type": "object",
@@ -54,15 +56,15 @@ def spec(folder: Path, root: Any = LEAF, **more: Any) -> Path:
     return path
 
 
-def words(folder: Path, judge: Path, *more: str, root: Any = LEAF) -> list[str]:
+def words(folder: Path, judge: Path, *more: str, root: Any = LEAF, **rest: Any) -> list[str]:
     folder.mkdir(exist_ok=True)
-    return [*RUN, f"env.reward={spec(folder, root)}", f"reward.judge.engines.strict.path={judge}", *more]
+    return [*RUN, f"env.reward={spec(folder, root, **rest)}", f"reward.judge.engines.strict.path={judge}", *more]
 
 
 @pytest.fixture(scope="module")
 def played(judge: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("played")
-    return execute(config_of(folder, "whole", *words(folder, judge)))
+    return execute(config_of(folder, "whole", *words(folder, judge, metrics=[SAME])))
 
 
 def episodes(run: Path, file: str = "*") -> list[dict[str, Any]]:
@@ -115,9 +117,9 @@ def test_the_reward_of_a_run_is_what_its_own_judge_says(played: Path, judge: Pat
 
 
 def test_its_tokens_are_counted_apart(played: Path) -> None:
-    """Verdicts of an update's row: those of its 8 episodes, and of the evaluation before; no token is among the policy's."""
+    """Two verdicts of each of an update's 8 episodes, and of those of the evaluation before; no token is among the policy's."""
     updates = [row for row in rows(played) if row["phase"] == "train"]
-    assert [row["judge/strict/verdicts"] for row in updates] == [10, 8] and updates[0]["judge/strict/failed"] == 0
+    assert [row["judge/strict/verdicts"] for row in updates] == [20, 16] and updates[0]["judge/strict/failed"] == 0
     for step, row in enumerate(updates, 1):
         of_policy = sum(t["sampled_tokens"] for one in episodes(played, f"step_{step:06d}") for t in one["turns"])
         assert row["tokens_sampled"] == of_policy
@@ -129,8 +131,8 @@ def test_its_tokens_are_counted_apart(played: Path) -> None:
 
 def test_a_resumed_run_equals_the_unbroken_one(played: Path, judge: Path, tmp_path: Path) -> None:
     """To the digit, verdicts and their evidence included; tests/run/test_resume_neighbours.py kills runs."""
-    execute(config_of(tmp_path, "r", *words(tmp_path, judge, "steps=1")))
-    run = execute(config_of(tmp_path, "r", *words(tmp_path, judge)), resumed=True)
+    execute(config_of(tmp_path, "r", *words(tmp_path, judge, "steps=1", metrics=[SAME])))
+    run = execute(config_of(tmp_path, "r", *words(tmp_path, judge, metrics=[SAME])), resumed=True)
     name = "trajectories/step_000002.jsonl"
     assert told(run / name) == told(played / name) and "engine:strict" in (run / name).read_text()
     [[ours], [theirs]] = [
@@ -191,7 +193,7 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
     texts = ["a", "b", "c", "d", "a"]
     alone, _, one = await asked(judge, [*map(request, texts)], concurrency=1)
     together, kept, many = await asked(judge, [*map(request, texts)], concurrency=64)
-    assert (one.most, many.most) == (1, 4) and many.asked == 4 and kept.counted.verdicts == 5
+    assert (one.most, many.most) == (1, 4) and many.asked == 4 and (kept.counted.verdicts, kept.counted.cached) == (5, 1)
     assert [verdict.value for verdict in alone] == [verdict.value for verdict in together]
     assert alone[0].value is not None and alone[0].value != alone[1].value
 
