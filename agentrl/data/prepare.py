@@ -106,6 +106,11 @@ class Preparation:
     def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
         if self.data.rerender:
             return rendered(chat_of(episode), self.renderer)
+        if any(ledger.images for ledger in episode.ledgers):
+            raise BadRowError(
+                "its tokens were sampled beside images, and data has tokens alone; data.rerender=true renders its messages anew, "
+                "with a line for each image"
+            )
         if not any(ledger.sampled_tokens for ledger in episode.ledgers):
             raise BadRowError("no token that its policy sampled")
         if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):

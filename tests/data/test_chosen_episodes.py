@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pictures
 
 from agentrl.catalog import EnvRef
 from agentrl.config.schema import DataConfig
@@ -20,6 +21,7 @@ from agentrl.data.prepare import Preparation
 from agentrl.data.rendered import chat_of
 from agentrl.data.store import About, RowStore
 from agentrl.errors import ConfigError
+from agentrl.images import Image, PromptIds
 from agentrl.render import make_renderer
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import TokenLedger, Trajectory
@@ -263,6 +265,16 @@ def test_a_damaged_episode_is_named(how: str, more: dict[str, Any], whole: Traje
     with pytest.raises(ConfigError) as problem:
         written(tmp_path, rows, **more)
     assert "episodes.jsonl:1" in str(problem.value) and said in str(problem.value)
+
+
+def test_tokens_that_were_sampled_beside_images_are_refused_and_its_messages_are_not(whole: Trajectory, tmp_path: Path) -> None:
+    image = Image.of(Pictures.new("RGB", (28, 28), "red"))
+    ledger = TokenLedger.from_json(whole.ledgers[0].to_json())
+    ledger.append_context(PromptIds([5], [image]), 9)
+    row = replace(whole, ledgers=[ledger]).to_json()
+    with pytest.raises(ConfigError, match="sampled beside images, and data has tokens alone; data.rerender=true"):
+        written(tmp_path, [row, row])
+    assert written(tmp_path, [row], rerender=True)[0].examples == 1
 
 
 def test_episodes_in_parquet_are_refused_with_the_way_out(whole: Trajectory, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_packed_rows_with_images_are_each_row_alone(folder: Path, reference: Any
     engine = FsdpEngine(str(folder), ModelConfig(path=str(folder), packing="packed"), 1.0, device=torch.device("cpu"))
     vision = engine.vision
     assert vision is not None
+    assert {name.split(".")[1] for name, _ in engine.named()} == {"language_model"}, "the tower is frozen"
     episodes = [
         episode(vision, 0, RED, 6, WIDE, 4),
         episode(vision, 1, 5),
