@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.train.weight_writer import MAX_FILE_BYTES, WeightWriter
-from agentrl.vision import auto_class
+from agentrl.vision import Vision, auto_class, takes_images
 from agentrl.weights.conversions import Saving
 
 
@@ -49,6 +49,8 @@ def save_model(
     if shell.can_generate():
         shell.generation_config.save_pretrained(folder)
     load_tokenizer(source, trust).save_pretrained(folder)
+    if takes_images(config):
+        Vision(source, config).save(folder)
 
 
 def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pictures
+from safetensors.torch import load_file
 
 from agentrl.batch.collate import collate
 from agentrl.batch.rows import Ragged
@@ -42,6 +45,7 @@ def drawn(color: str, size: tuple[int, int]) -> Image:
     return Image.of(made)
 
 
+SMALL = {"shortest_edge": 28 * 28, "longest_edge": 56 * 84}
 RED, BLUE, WIDE = drawn("red", (56, 56)), drawn("blue", (56, 56)), drawn("green", (190, 75))
 
 
@@ -94,6 +98,20 @@ def test_packed_rows_with_images_are_each_row_alone(folder: Path, reference: Any
     swapped = [episode(vision, 0, BLUE, 6, WIDE, 4)]
     other = compute_logprobs(engine, Ragged.of(collate(swapped)), 0.7, 10_000)["logprobs"].unbind()[0]
     assert float((other - out[0])[torch.from_numpy(episodes[0].ledgers[0].sampled.copy())].abs().min()) > 1e-4
+
+
+def test_what_is_exported_prepares_images_as_the_model_did(folder: Path, tmp_path: Path) -> None:
+    """The model's own sizes and normalization, which its config does not have, are among its files; so is the tower."""
+    own = shutil.copytree(folder, tmp_path / "own")
+    file = own / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.1, 0.2, 0.3], "size": SMALL}))
+    engine = FsdpEngine(str(own), ModelConfig(path=str(own), packing="packed"), 1.0, device=torch.device("cpu"))
+    engine.export(tmp_path / "out")
+    first, last = (Vision(str(at), engine.config).pixels(WIDE) for at in (own, tmp_path / "out"))
+    plain = Vision(str(folder), engine.config).pixels(WIDE)
+    assert torch.equal(first.values, last.values) and first.tokens == last.tokens < plain.tokens
+    before, after = (load_file(at / "model.safetensors") for at in (own, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_positions_are_those_of_transformers(folder: Path, reference: Any) -> None:
