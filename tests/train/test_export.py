@@ -77,6 +77,29 @@ def test_command_and_errors(run_folder: Path, tmp_path: Path, capsys: pytest.Cap
         export_run(tmp_path / "nowhere", tmp_path / "x")
 
 
+def test_a_damaged_checkpoint_is_refused_and_what_is_half_written_is_removed(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of the weights is another one: with the same size it would load."""
+    file = max((run_folder / "checkpoints" / "step_000002").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=file.name):
+        export_run(run_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and export_run(run_folder, tmp_path / "out", 1) == 1
+
+    def torn(source: str, about: object, tensors: object, dtype: object, target: Path, **more: object) -> None:
+        target.mkdir()
+        (target / "model.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agentrl.train.export.save_model", torn)
+    with pytest.raises(KeyboardInterrupt):
+        export_run(run_folder, tmp_path / "again", 1)
+    assert not (tmp_path / "again").exists(), "the command can be repeated"
+
+
 def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: Path, tmp_path: Path, tiny: str) -> None:
     """On the head node, say: how the ranks were used, what they computed in and with which kernels is theirs alone."""
     direct = weights(run_folder / "direct1")
