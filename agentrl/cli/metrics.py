@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
+from agentrl.errors import hinted
 from agentrl.shown import say
 
 HELP = "what the numbers in metrics.jsonl mean"
@@ -41,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
         or entry.name in exact
         or any(word.lower() in f"{entry.name} {entry.meaning}".lower() for word in args.words)
     ]
+    if not found:
+        words = ", ".join(map(repr, args.words))
+        near = hinted(args.words[0], [entry.name for _, entry in metrics_table()])
+        say(f"agentrl: no metric has {words} in its name or meaning{near}", file=sys.stderr)
     if args.json:
         say(json.dumps([asdict(entry) for entry in found], indent=2))
     else:

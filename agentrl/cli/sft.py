@@ -94,12 +94,18 @@ def _config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 
     if args.config is not None and is_override(args.config):
         args.overrides, args.config = [args.config, *args.overrides], None
-    given = [*_given(args), *args.overrides]
+    options = _given(args)
+    given = [*options, *args.overrides]
     if args.config is None:
         if not args.data:
             raise ConfigError("a config or data is needed: agentrl sft CONFIG, or agentrl sft --data PATH model.path=MODEL")
         return with_absolute_paths(config_from({}, given)), given
-    return with_absolute_paths(load_config(find_config_file(args.config), given, find_config_file)), given
+    file = find_config_file(args.config)
+    if options and not args.data and load_config(file, args.overrides, find_config_file).data is None:
+        raise ConfigError(
+            f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
+        )
+    return with_absolute_paths(load_config(file, given, find_config_file)), given
 
 
 def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]) -> int:
@@ -107,11 +113,14 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     from agentrl.config.origin import Origins, read_origins
     from agentrl.run.checks.data import check_data
     from agentrl.run.display import Display
+    from agentrl.run.folder import check_free
     from agentrl.run.interrupt import ended_as_interrupted
     from agentrl.run.main import execute
     from agentrl.run.offline import write_data
 
     notes = check_data(config)
+    if not args.overwrite:
+        check_free(config)  # before the data is read, which may take long
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))

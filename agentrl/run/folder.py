@@ -47,6 +47,20 @@ _ROTATING = ("step", "eval")
 _RESERVED = 1 << 16
 
 
+def check_free(config: TrainConfig) -> None:
+    """Raise ConfigError if there is something where the run's folder would be."""
+    path = Path(config.out) / config.name
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not (path / "config.toml").is_file():
+        raise ConfigError(f"{path}: it exists and is no run; choose another name: name={config.name}-2, or another folder: out=")
+    command = "sft" if (path / "data" / "data.json").is_file() else "train"
+    raise ConfigError(
+        f"{path}: there is a run of that name. Continue it: agentrl {command} --resume {shlex.quote(str(path))}; or choose "
+        f"another name: name={config.name}-2; or start over: --overwrite"
+    )
+
+
 class RunFolder:
     """The paths of a run, and the only code that writes its plain files.
 
@@ -82,11 +96,7 @@ class RunFolder:
         it cannot be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(config, origins)
-        if folder.path.exists() and any(folder.path.iterdir()):
-            raise ConfigError(
-                f"{folder.path}: there is a run of that name. Continue it: agentrl train --resume "
-                f"{shlex.quote(str(folder.path))}; or choose another name: name={config.name}-2; or start over: --overwrite"
-            )
+        check_free(config)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
             folder.trajectories.mkdir(parents=True)

@@ -109,10 +109,22 @@ def test_a_mistyped_word_of_the_command_line(args: list[str], ends: str, capsys:
 def test_a_run_of_that_name_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart" / "notes.txt").write_text("mine")
-    assert main(["train", QUICKSTART]) == 2
-    assert "there is a run of that name" in capsys.readouterr().err
-    assert main(["train", QUICKSTART, "--overwrite"]) == 2  # it does not look like a run: never removed
+    for more in ([], ["--overwrite"]):  # it does not look like a run: never removed
+        assert main(["train", QUICKSTART, *more]) == 2
+        assert "runs/quickstart: it exists and is no run; choose another name: name=quickstart-2" in capsys.readouterr().err
     assert (tmp_path / "runs" / "quickstart" / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_where_the_runs_folder_would_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").write_text("mine")
+    assert main(["train", QUICKSTART]) == 2
+    assert "runs/quickstart: it exists and is no run" in capsys.readouterr().err
+
+
+def test_a_word_that_is_in_no_metric_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", "entropi"]) == 1
+    assert "no metric has 'entropi' in its name or meaning; did you mean 'entropy'?" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_a_message_and_not_a_trace(

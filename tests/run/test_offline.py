@@ -313,6 +313,7 @@ REFUSED = [
     (["--data", "HERE", "optim.micro_tokens=16"], "16 (the lesser of optim.micro_tokens"),
     (["--data", "HERE", "data.pats=x"], "data.pats: unknown key"),
     ([], "a config or data is needed"),
+    (["quickstart", "--loss", "dpo"], "data.loss: it is of data, and quickstart names none; name it too: --data PATH"),
 ]
 
 
@@ -322,6 +323,18 @@ def test_a_mistake_is_refused_by_name(
 ) -> None:
     assert sft(*[str(chats) if word == "HERE" else word for word in words], out=tmp_path) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_name_that_is_taken_is_said_before_the_data_is_read(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft("--data", str(chats), out=tmp_path) == 0
+    (tmp_path / "file").touch()
+    for name, said in (("run", f"Continue it: agentrl sft --resume {tmp_path / 'run'}"), ("file", "it exists and is no run")):
+        capsys.readouterr()
+        assert sft("--data", str(chats), out=tmp_path, name=name) == 2
+        found = capsys.readouterr()
+        assert said in found.err and "data:" not in found.out
 
 
 def test_train_and_eval_refuse_a_config_of_data(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
