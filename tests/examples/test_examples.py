@@ -99,7 +99,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_example_is_listed_and_has_a_test_here() -> None:
     listed = re.findall(r"\]\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == NAMES and len(NAMES) == 10
+    assert sorted(listed) == NAMES and len(NAMES) == 11
     assert [name for name in NAMES if f"test_{name}" not in globals()] == []
 
 
@@ -127,6 +127,17 @@ def test_graders(example: Example) -> None:
     assert [row["unscored"] for name in ("math", "unit_tests") for row in example.rows(name)] == [0] * 6
     assert "tests=4" in explained
     assert any(row["reward"] > 0 for row in example.rows("unit_tests"))
+
+
+@proof
+def test_own_judge(example: Example) -> None:
+    example.run()
+    rows = example.rows("own_judge")
+    assert [row["judge/strict/failed"] for row in rows] == [0, 0, 0]
+    assert all(row["reward"] == pytest.approx((row["term/answer"] + row["term/form"]) / 2) for row in rows)
+    scores = [json.loads(line)["value"] for line in Path("scores.jsonl").read_text().splitlines()]
+    played = [json.loads(line) for line in Path("runs/own_judge/trajectories/after_000003.jsonl").read_text().splitlines()]
+    assert scores == [row["reward"] for row in played] and len(set(scores)) > 1
 
 
 @proof

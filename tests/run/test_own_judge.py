@@ -18,6 +18,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.config.schema import InitModelConfig
 from agentrl.errors import EngineError, UserError
 from agentrl.render import make_renderer
 from agentrl.reward.judge import VerdictCache
@@ -26,6 +27,7 @@ from agentrl.reward.judge.own import form_of
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.judge import EngineJudge, JudgeLimits
 from agentrl.run.checks import check_config
+from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
@@ -319,6 +321,13 @@ def test_what_cannot_work_is_refused_by_name(case: str, judge: Path, tmp_path: P
 def test_a_model_without_a_chat_template_is_refused(judge: Path, tmp_path: Path) -> None:
     found = refused(tmp_path, plain_model(judge, tmp_path / "plain"))
     assert found.startswith(f"{ENGINE}.path = {tmp_path / 'plain'}: its tokenizer has no chat template")
+
+
+def test_a_model_that_takes_images_is_refused(judge: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sees"
+    sizes = {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    init_model(InitModelConfig(**sizes, context=512, vision=True), folder, seed=0)
+    assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it takes images, and a judge reads text")
 
 
 def test_no_budget_is_spent_on_it(judge: Path, tmp_path: Path) -> None:

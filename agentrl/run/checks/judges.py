@@ -14,8 +14,9 @@ from agentrl.rollout.judge import NO_LIBRARY, can_constrain
 from agentrl.run.checks.model import check_judge_model
 from agentrl.run.checks.sizes import check_heads
 from agentrl.run.judges import OwnLeaf, check_names, judge_config, judge_makers, own_leaves, told
-from agentrl.train.pretrained import load_tokenizer, model_context
+from agentrl.train.pretrained import load_model_config, load_tokenizer, model_context
 from agentrl.trajectory import Message
+from agentrl.vision import takes_images
 
 
 def check_judges(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool = True, planned: bool = False) -> list[str]:
@@ -45,6 +46,8 @@ def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[
     own, key = judge_config(config, name), f"reward.judge.engines.{name}"
     path, trust = config.reward.judge.engines[name].path, config.model.trust_remote_code
     check_judge_model(own, f"{key}.path", planned)
+    if takes_images(load_model_config(path, trust)):
+        raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
     with told(key):
         maker.check_installed()
         maker.check()
