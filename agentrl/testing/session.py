@@ -69,18 +69,16 @@ class FileSession:
     def __init__(self, job: FileJob, cards: tuple[int, ...], options: SessionOptions, now: float) -> None:
         self.job, self.cards, self.began = job, cards, now
         self._options = options
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "_", job.file.removesuffix(".py"))
-        for kind in ("logs", "journals"):
-            (options.folder / kind).mkdir(parents=True, exist_ok=True)
-        self._log = options.folder / "logs" / f"{slug}.log"
-        self._journal = options.folder / "journals" / f"{slug}.jsonl"
+        self._log, self._journal, cache = (own_path(options.folder, kind, job.file) for kind in ("logs", "journals", "caches"))
+        for path in (self._log, self._journal):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._journal.unlink(missing_ok=True)
         self.said = JournalReader(self._journal)
         self._why: Literal["by itself", "timeout", "collect timeout", "interrupted"] = "by itself"
         self._limit, self._stacks = 0.0, Stacks()
         self._ending_since: float | None = None
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.testing.plugin", f"--agentrl-journal={self._journal.resolve()}"]
-        command += [f"--agentrl-gpus={job.gpus}", "-o", f"cache_dir={(options.folder / 'caches' / slug).resolve()}"]
+        command += [f"--agentrl-gpus={job.gpus}", "-o", f"cache_dir={cache.resolve()}"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, *command, *options.args, *job.targets],
@@ -168,6 +166,13 @@ class FileSession:
             self.job.file, tuple(cases), self.job.gpus, self.cards, now - self.began, problem, stacks.text, str(self._log),
             collected=bool(self.said.cases), part=self.job.targets != (self.job.file,) or bool(self._options.args),
         )  # fmt: skip
+
+
+def own_path(folder: Path, kind: Literal["logs", "journals", "caches"], file: str) -> Path:
+    """Where a file's session writes: below `folder` as the file is below the working directory, so that no two have one place."""
+    path = Path(file)
+    place = folder / kind / (Path("elsewhere", *path.parts[1:]) if path.is_absolute() else path)
+    return place.with_name(place.name.removesuffix(".py") + {"logs": ".log", "journals": ".jsonl", "caches": ""}[kind])
 
 
 def child_env(outer: Mapping[str, str], added: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
