@@ -181,13 +181,15 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, r
         (["rollout.workers=1"], "rollout.workers = 1 does not go"),
         (["rollout.branch={}"], r"\[rollout.branch\]"),
         (["rollout.start={}"], r"\[rollout.start\]"),
-        (["cluster.actors=2"], "cluster.actors = 2"),
+        (["cluster.actors=2", "model.sequence_parallel=2"], "model.sequence_parallel = 2"),
+        (["cluster.actors=2", "model.tensor_parallel=2"], "model.tensor_parallel = 2"),
+        (["cluster.actors=2", "model.replicas=2"], "model.replicas = 2"),
         (["model.lora={}"], r"\[model.lora\]"),
         (["model.engine=titan"], r'model.engine = "titan" \(use .*fsdp2'),
         (["model.compile=true"], "model.compile = true"),
         (["model.packing=one_row"], 'model.packing = "one_row"'),
         (["critic={}"], r"\[critic\]"),
-        (["algorithm.kl.coef=0.1"], "algorithm.kl.coef = 0.1"),
+        (["algorithm.kl={coef=0.1,reference='moving'}"], r'algorithm.kl.reference = "moving"'),
         (["algorithm.experience={}"], r"\[algorithm.experience\]"),
         (["algorithm.demonstrations={}"], r"\[algorithm.demonstrations\]"),
     ],
@@ -232,6 +234,7 @@ def run_config(out: Path, name: str, *more: str) -> Any:
         "optim.schedule=constant",
         "health={lint=false,max_unsolvable=1}",
         "checkpoint.every=1",
+        "algorithm.kl.coef=0.05",
     ]
     return config_from({}, [f"name={name}", f"out={out}", *HERE, *words, *more])
 
@@ -251,6 +254,7 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
     assert len(looked) > 2, "the warm start taught it to look"
     for row in updates(whole):
         assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-5
+    assert abs(updates(whole)[0]["kl_reference"]) < 1e-3, "the reference sees the same images"
     from safetensors.torch import load_file
 
     first, last = (load_file(whole / name / "model.safetensors") for name in ("model", "final"))

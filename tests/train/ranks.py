@@ -50,12 +50,14 @@ from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
 from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.train.init_model import init_model
 from agentrl.train.modules import Micro, PolicyModule, shared
 from agentrl.train.reference import Reference
 from agentrl.train.role import ModelRole
 from agentrl.train.titan.library import require_torchtitan
 from agentrl.train.ulysses import Ulysses
 from tests import moe
+from tests.train.test_vision import TINY, pictured
 
 Body = Callable[[WorkerContext], None]
 
@@ -235,6 +237,21 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
             values = critic.compute_values(batch)["values"].values()
             if context.rank == 0:
                 torch.save((metrics, update_log.seen, batch["token_ids"].values(), values), out / f"{name}.pt")
+
+    return body
+
+
+def of_images(out: Path, name: str) -> Body:
+    """Metrics and gradients of an update of rows with images."""
+
+    def body(context: WorkerContext) -> None:
+        actor, algorithm, folder = Actor(context), AlgorithmConfig(minibatch=4), str(out / "vision")
+        actor.init_model(folder, ModelConfig(packing="packed"), toy_optim(micro_tokens=100, max_grad_norm=1e9))
+        actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
+        batch = mine(Actor, "update", pictured(folder), algorithm, context)
+        metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
+        if context.rank == 0:
+            torch.save((metrics, update_log.seen), out / f"{name}.pt")
 
     return body
 
@@ -578,12 +595,15 @@ def main(out: Path, tiny: str) -> None:
     moe.build("qwen3_moe", out / "moe")
     for family in ("lfm2", "qwen3_next"):
         build(family, out / family)
+    init_model(TINY, out / "vision", 0)
     warm_up(tiny)
     work: dict[tuple[tuple[str, int], ...], list[Body]] = {}
     for layout, (mesh, _, _) in LAYOUTS.items():
         work.setdefault(tuple(mesh.items()), []).append(measured(tiny, out, layout))
     for mesh in ({"dp": 1}, {"dp": 2}, {"dp": 1, "sp": 2}):
         work[tuple(mesh.items())].append(of_families(out, mesh))
+    for ranks in (1, 2):
+        work[(("dp", ranks),)].append(of_images(out, f"images on {ranks}"))
     work[("dp", 1), ("sp", 2)].append(spread(out))
     work[(("dp", 2),)].append(reduced(tiny, out))  # the last: it has this process think that it is no host
     for axes, bodies in work.items():

@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image as Pictures
 from safetensors.torch import load_file
+from tensordict import TensorDict
+from transformers import AutoConfig
 
 from agentrl.batch.collate import collate
-from agentrl.batch.rows import Ragged
+from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.images import Image, PromptIds
 from agentrl.train.forward import compute_logprobs
@@ -60,6 +62,16 @@ def episode(vision: Vision, member: int, *parts: Image | int) -> Trajectory:
         else:
             ledger.append_sampled(rng.integers(7, 400, part).tolist(), [-1.0] * part, [0] * part, 0)
     return Trajectory("t", Task("t", 0), member=member, ledgers=[ledger], reward=1.0)
+
+
+def pictured(model: str) -> TensorDict:
+    """A batch of 9 rows, of which some have no image, some several, with random advantages."""
+    vision = Vision(model, AutoConfig.from_pretrained(model))
+    kinds: list[tuple[Image | int, ...]] = [(RED, 6, WIDE, 4), (5,), (WIDE, RED, RED, 3, BLUE, 2), (BLUE, 7)]
+    batch = collate([episode(vision, member, *kinds[member % 4]) for member in range(9)])
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(len(batch["sampled"].values()), generator=draw) * batch["sampled"].values()
+    return batch.update({"advantages": jagged(values, offsets_of(batch["sampled"]))})
 
 
 def alone(reference: Any, vision: Vision, ledger: TokenLedger, temperature: float) -> torch.Tensor:

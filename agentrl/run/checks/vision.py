@@ -56,14 +56,15 @@ def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
     )
     able = TRAIN_ENGINES.that_are(VISION)
     yield VISION not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
-    yield config.cluster.actors > 1, f"cluster.actors = {config.cluster.actors}"
+    for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
+        yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
     yield model.lora is not None, "[model.lora]"
     yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
     yield model.compile, "model.compile = true"
     yield model.kernels != "torch", f'model.kernels = "{model.kernels}"'
     yield config.critic is not None, "[critic]"
     yield config.reward_model is not None, "[reward_model]"
-    yield algorithm.kl.coef > 0, f"algorithm.kl.coef = {algorithm.kl.coef:g}"
+    yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'
     for name in ("experience", "demonstrations", "distillation"):
         yield getattr(algorithm, name) is not None, f"[algorithm.{name}]"
     for name in ("branch", "start"):
