@@ -96,6 +96,10 @@ class RunFolderError(UserError):
     """A folder is no run's, or what it holds is damaged or of another version."""
 
 
+class RepositoryError(UserError):
+    """What is to be pushed or pulled is no such thing, is damaged, or should not leave."""
+
+
 class NonFiniteError(UserError):
     """Training got non-finite numbers, more often than it may skip or in the weights: names the rows."""
 

@@ -34,6 +34,8 @@ COMMANDS = (
     "config",
     "completion",
     "export",
+    "push",
+    "pull",
     "doctor",
     "test",
 )
