@@ -23,6 +23,8 @@ MOST_BYTES = 8 << 20
 """Of an image as it comes."""
 MOST_PIXELS = 1 << 24
 """Of an image as it is shown, 4096 x 4096: a few bytes may say that they unfold to gigabytes."""
+MOST_RATIO = 200
+"""Of the longer side to the shorter one: models' own processors refuse more."""
 MOST_IMAGES = 16
 """Of one answer of a tool."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -47,7 +49,7 @@ class Image:
     def read(cls, data: bytes) -> Image:
         """An image of a file's bytes: PNG, JPEG, WebP or GIF (of an animation the first picture).
 
-        Raises ImageError for anything else, for bytes that do not decode, and above `MOST_BYTES` or `MOST_PIXELS`;
+        Raises ImageError for anything else, for bytes that do not decode, and beyond `MOST_BYTES`, `MOST_PIXELS` or `MOST_RATIO`;
         DependencyError without Pillow.
         """
         picture = _opened(data)
@@ -57,8 +59,7 @@ class Image:
     @classmethod
     def of(cls, picture: Picture) -> Image:
         """An image of a Pillow picture, as PNG. Raises ImageError above the limits."""
-        if picture.width * picture.height > MOST_PIXELS:
-            raise ImageError(_too_many(picture.size))
+        _check_size(picture)
         file = io.BytesIO()
         picture.save(file, "PNG")
         return cls.read(file.getvalue())
@@ -149,8 +150,7 @@ def _opened(data: bytes) -> Picture:
     try:
         picture: Picture = pillow.open(io.BytesIO(data), formats=FORMATS)
         # By its header, before a pixel of it is decoded.
-        if picture.width * picture.height > MOST_PIXELS:
-            raise ImageError(_too_many(picture.size))
+        _check_size(picture)
         picture.load()
     except ImageError:
         raise
@@ -163,8 +163,12 @@ def _opened(data: bytes) -> Picture:
     return picture
 
 
-def _too_many(size: tuple[int, int]) -> str:
-    return f"{size[0]} x {size[1]} pixels, and at most {MOST_PIXELS} are taken"
+def _check_size(picture: Picture) -> None:
+    size = f"{picture.width} x {picture.height} pixels"
+    if picture.width * picture.height > MOST_PIXELS:
+        raise ImageError(f"{size}, and at most {MOST_PIXELS} are taken")
+    if max(picture.size) > MOST_RATIO * min(picture.size):
+        raise ImageError(f"{size}: no side may be more than {MOST_RATIO} times the other")
 
 
 def _pillow() -> Any:

@@ -75,6 +75,7 @@ def test_an_image_is_what_its_bytes_say(kind: str) -> None:
         (png_header(60_000, 60_000), "far more than 16777216 pixels"),
         (png_header(4097, 4096), "4097 x 4096 pixels, and at most 16777216 are taken"),
         (png_header(100, 100), "do not decode"),
+        (file_of(picture(size=(201, 1))), "201 x 1 pixels: no side may be more than 200 times the other"),
         (file_of(picture()) + bytes(MOST_BYTES), f"bytes, and at most {MOST_BYTES} are taken"),
     ],
 )

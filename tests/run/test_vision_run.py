@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image as Pictures
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.catalog import EnvRef
@@ -18,7 +19,7 @@ from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
 from agentrl.errors import ConfigError, EngineError
-from agentrl.images import PromptIds, images_in
+from agentrl.images import Image, PromptIds, images_in
 from agentrl.render.make import make_renderer
 from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.keep_recent import KeepRecent
@@ -67,6 +68,14 @@ def test_the_tokens_of_messages_with_images() -> None:
     opening = [Message("system", "look"), Message("user", "which color?")]
     assert RENDERER.start(opening, []) == plain.start(opening, []) and images_in(RENDERER.start(opening, [])) == ()
     assert images_in(plain.extend("stop", [said])) == ()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (200, 1), (1, 200), (27, 29), (4096, 4096)])
+def test_whatever_image_is_taken_has_tokens(size: tuple[int, int]) -> None:
+    """A renderer that refused one would end the run, and tools say how large their images are."""
+    image = Image.of(Pictures.new("1", size))
+    ids = RENDERER.extend("stop", [Message("tool", image.line, tool_call_id="c", name="look", images=(image,))])
+    assert 4 <= ids.count(PAD) <= 1280 and images_in(ids) == (image,)
 
 
 def _architecture() -> Any:
