@@ -216,14 +216,14 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still for longer than "
             "`rollout.slow_loop`"),
         MetricInfo("loop/longest_s", "s", "the longest such time"),
-        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine since the last row of an "
-            "update, evaluations in between included"),
-        MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question"),
-        MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: the engine did, or what it said was none"),
-        MetricInfo("judge/<name>/prompt_tokens", "tokens", "of the prompts of the others; none counts among the policy's"),
-        MetricInfo("judge/<name>/sampled_tokens", "tokens", "sampled for verdicts"),
-        MetricInfo("time/judge/<name>_s", "s", "in which judge <name> had something to do since the last row of an update"),
-        MetricInfo("throughput/judge/<name>_tokens_per_s", "tokens/s", "its sampled tokens in each of these seconds"),
+        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine, in this update or "
+            "evaluation", _PLAYED),
+        MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question", _PLAYED),
+        MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: the engine did, or what it said was none", _PLAYED),
+        MetricInfo("judge/<name>/prompt_tokens", "tokens", "of the prompts of the others; none is among the policy's", _PLAYED),
+        MetricInfo("judge/<name>/sampled_tokens", "tokens", "sampled for verdicts", _PLAYED),
+        MetricInfo("time/judge/<name>_s", "s", "in which judge <name> had something to do", _PLAYED),
+        MetricInfo("throughput/judge/<name>_tokens_per_s", "tokens/s", "its sampled tokens in each of these seconds", _PLAYED),
         MetricInfo("rollout/workers", "workers", "rollout workers that play"),
         MetricInfo("rollout/respawns", "workers", "dead ones that were replaced, since the start"),
         MetricInfo("rollout/returned", "episodes", "episodes played again because their worker was gone, since the start"),

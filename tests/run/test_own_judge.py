@@ -119,9 +119,11 @@ def test_the_reward_of_a_run_is_what_its_own_judge_says(played: Path, judge: Pat
 
 
 def test_its_tokens_are_counted_apart(played: Path) -> None:
-    """Two verdicts of each of an update's 8 episodes, and of those of the evaluation before; no token is among the policy's."""
+    """Two verdicts of each of an update's 8 episodes, and of an evaluation's two; no token is among the policy's."""
+    asked_for = {row["phase"]: row["judge/strict/verdicts"] for row in rows(played)}
+    assert asked_for == {"before": 4, "train": 16, "after": 4}
     updates = [row for row in rows(played) if row["phase"] == "train"]
-    assert [row["judge/strict/verdicts"] for row in updates] == [20, 16] and updates[0]["judge/strict/failed"] == 0
+    assert [(row["judge/strict/verdicts"], row["judge/strict/failed"]) for row in updates] == [(16, 0)] * 2
     for step, row in enumerate(updates, 1):
         of_policy = sum(t["sampled_tokens"] for one in episodes(played, f"step_{step:06d}") for t in one["turns"])
         assert row["tokens_sampled"] == of_policy

@@ -18,6 +18,7 @@ from tests.e2e.inside import episodes, updates
 from tests.env.remote.served import VARIABLE, served
 from tests.run import damage
 from tests.run.broken_off import TINY, WAYS, assert_same, begun, broken_and_resumed, command, in_process
+from tests.run.judge_models import build
 
 STEPS, AT = 6, 3
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,8 @@ CASES: dict[str, list[str]] = {
     ],
     # One episode at a time: which requests share a step of the engine depends on when the server answers.
     "remote": ["rollout.max_episodes=1", "rollout.group_size=2", f"env.token_env={VARIABLE}"],
+    "own judge": ["rollout.max_turn_tokens=8", "reward.judge.retries=0"],
+    "own judge, workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}", "rollout.max_turn_tokens=8"],
     # Without the cache the last digits do not depend on which requests share a step.
     "workers": ["cluster.backend=ray", "rollout.workers=2", "engine_args={cache=false}"],
 }
@@ -62,7 +65,7 @@ SAMPLERS = {
     "success_weighted": "{buckets=[{calls=2},{calls=5}]}",
     "staged": "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,back=0.45,ahead=0.2,window=1}",
 }
-CHANGED = {"workers": ["rollout.workers=1"]}
+CHANGED = {"workers": ["rollout.workers=1"], "own judge, workers": ["rollout.workers=1"]}
 """What a resume gives in place of what the run began with."""
 
 
@@ -75,7 +78,13 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     suite = json.loads((ROOT / "rewards/bfcl.json").read_text())["root"]
     for name, success in (("digit", digit), ("suite", suite)):
         (folder / f"{name}.json").write_text(json.dumps(short | {"name": name, "success": success}))
+    judge = {"use": "judge", "args": {"model": "engine:strict", "prompt": "{answer}", "max_tokens": 64}}
+    (folder / "judged.json").write_text(json.dumps({"agentrl_reward": 1, "name": "judged", "success": digit, "root": judge}))
+    build(folder / "judge", 1)
     return folder
+
+
+PLAIN = {"own judge": "", "own judge, workers": ",engine_args={cache=false}"}
 
 
 def overrides(case: str, specs: Path, url: str) -> list[str]:
@@ -89,6 +98,12 @@ def overrides(case: str, specs: Path, url: str) -> list[str]:
     if case == "samplers":
         one = "{{name='{0}', id='key_value', reward='{1}', sampler={{name='{0}',args={2}}}}}"
         return [*more, f"env=[{', '.join(one.format(name, digit, args) for name, args in SAMPLERS.items())}]"]
+    if case.startswith("own judge"):
+        return [
+            *more,
+            f"env.reward={specs / 'judged.json'}",
+            f"reward.judge.engines.strict={{path='{specs / 'judge'}'{PLAIN[case]}}}",
+        ]
     more.append(f"env.reward={specs / 'suite.json' if case in ('user rounds', 'branches') else digit}")
     return more
 
@@ -221,7 +236,15 @@ def saved(checkpoint: Path) -> list[dict[str, Any]]:
     return [{name: read(name).double() for name in names if name.startswith("model.")} for names, read in parts]
 
 
+def judged(run: Path) -> None:
+    rows = updates(run)
+    assert min(row["judge/strict/verdicts"] for row in rows) >= 8 and {row["judge/strict/failed"] for row in rows} == {0}
+    assert len({episode.reward for episode in episodes(run, STEPS)}) > 1
+
+
 SHOWN: dict[str, Any] = {
+    "own judge": judged,
+    "own judge, workers": judged,
     "moving reference": followed,
     "experience": kept_and_shown,
     "staged": in_a_stage,
