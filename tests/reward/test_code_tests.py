@@ -206,3 +206,10 @@ def test_arguments():
     ):
         with pytest.raises(RewardSpecError, match=word):
             compile_spec(spec(leaf("code.tests", args)))
+
+
+async def test_where_an_event_loop_runs_already():
+    """A notebook's cell: `Scorer.score` blocks there, and `ascore` does not."""
+    scorer = compile_spec(spec(leaf("code.tests", {"tests": TESTS})))
+    assert scorer.score(episode(block(RIGHT))).value == 1.0
+    assert (await scorer.ascore(episode(block("def add(a, b): return 0")))).value == 0.0

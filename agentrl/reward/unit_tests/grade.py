@@ -12,6 +12,7 @@ import importlib.util
 import json
 import marshal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -67,7 +68,13 @@ def require_tests() -> None:
 
 def grade(tests: str, code: str, module: str = "solution", limits: GradeLimits | None = None) -> Graded:
     """Run the tests, which import `module`, against the code. Blocks. Raises SandboxError if the sandbox failed."""
-    return asyncio.run(_grade(tests, code, module, limits or GradeLimits()))
+    work = _grade(tests, code, module, limits or GradeLimits())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:  # a notebook's cell, in whose thread a loop runs
+        return thread.submit(asyncio.run, work).result()
 
 
 async def _grade(tests: str, code: str, module: str, limits: GradeLimits) -> Graded:
