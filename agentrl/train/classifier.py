@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.config.schema import ModelConfig
@@ -12,11 +14,16 @@ from agentrl.train.pretrained import load_model_config, load_tokenizer
 from agentrl.train.seal import MANIFEST, check_model, seal
 
 
+def is_classifier(path: str, model: ModelConfig) -> bool:
+    """Whether the model at `path` is a sequence classifier already."""
+    config = load_model_config(path, model.trust_remote_code)
+    return any("SequenceClassification" in kind for kind in config.architectures or [])
+
+
 def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     """The sequence classifier to train: the model at `path` if it is one, else one that is made of it in `folder`, once. The
     model is loaded as a whole, in this process. Raises ModelError if transformers has no classifier of its family."""
-    config = load_model_config(path, model.trust_remote_code)
-    if any("SequenceClassification" in kind for kind in config.architectures or []):
+    if is_classifier(path, model):
         return path
     if os.path.lexists(folder / MANIFEST):
         check_model(folder)
@@ -28,7 +35,8 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
     try:
-        made = AutoModelForSequenceClassification.from_pretrained(path, **options)
+        with _without_report():
+            made = AutoModelForSequenceClassification.from_pretrained(path, **options)
     except (OSError, ValueError) as problem:
         raise ModelError(
             f'model.path = {path}: data.loss = "reward": no sequence classifier can be made of it: {problem}'
@@ -44,3 +52,16 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     tokenizer.save_pretrained(folder)
     seal(folder, 0)
     return str(folder)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers does not say that the head is missing, and to be trained: it is made here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

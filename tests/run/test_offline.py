@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from agentrl.catalog import EnvRef
 from agentrl.cli.main import main
@@ -181,6 +182,25 @@ def test_preferences_in_a_file_are_learned(loss: str, tmp_path: Path) -> None:
     assert held[0]["loss"] == pytest.approx(np.log(2)) and held[0]["reward_margin"] == 0.0
     assert held[-1]["loss"] < 0.6 and held[-1]["accuracy"] == 1.0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+
+
+def test_a_reward_model_is_trained_on_from_its_own_head_and_one_of_several_labels_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{"role": "assistant", "content": "no"}]}
+    words = ["--data", str(written(tmp_path / "pairs.jsonl", [pair] * 4)), "--loss", "reward", "trackers=[]", f"out={tmp_path}"]
+    assert main(["sft", *words, MODEL, "name=first", "cluster.backend=inline", "optim.lr=3e-3"]) == 0
+    assert "MISSING" not in "".join(capfd.readouterr()), "the head is made, not forgotten"
+    first = rows(tmp_path / "first", "heldout")
+    assert main(["sft", *words, f"model.path={tmp_path / 'first' / 'final'}", "name=second", "cluster.backend=inline"]) == 0
+    assert rows(tmp_path / "second", "heldout")[0]["loss"] == pytest.approx(first[-1]["loss"], rel=1e-6)
+    assert "not used" not in "".join(capfd.readouterr()), "of the head too"
+    file = tmp_path / "first" / "final" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"score.weight": tensors["score.weight"].repeat(3, 1)}, file, metadata={"format": "pt"})
+    (file.parent / "manifest.json").unlink(missing_ok=True)
+    assert main(["sft", *words, f"model.path={file.parent}", "name=third", "cluster.backend=inline"]) == 2
+    assert "score.weight" in capfd.readouterr().err and not (tmp_path / "third").exists()
 
 
 def test_adapters_alone_learn_and_are_merged_into_the_result(chats: Path, tmp_path: Path) -> None:

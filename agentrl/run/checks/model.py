@@ -21,6 +21,7 @@ from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward import in_daemon_thread
 from agentrl.run.engines import engine_name, engine_of
+from agentrl.train.classifier import is_classifier
 from agentrl.train.model_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
 from agentrl.train.pretrained import load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
 from agentrl.trajectory import Message
@@ -39,14 +40,20 @@ def check_models(config: TrainConfig, trains: bool = True, planned: bool = False
     quantized, missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
 
     `trains`: for a run that trains, else for one that only samples. `planned`: a folder without any weights is fine.
-    Reads: model, engine, engine_args, cluster, rollout.colocate.
+    Reads: model, data.loss, engine, engine_args, cluster, rollout.colocate.
     """
     path = config.model.path
     if path is None or "messages" in engine_of(config).traits:
         return
     with _told("model.path", path):
-        _check_files(config, path, planned, computed=trains or "transformers" in engine_of(config).traits)
+        computed = trains or "transformers" in engine_of(config).traits
+        _check_files(config, path, planned, classifier=_scores(config, path), computed=computed)
         check_tokenizer(config.model)
+
+
+def _scores(config: TrainConfig, path: str) -> bool:
+    """Whether it is a reward model that is trained on (`data.loss`), whose head is read."""
+    return config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
 
 
 def check_other_models(config: TrainConfig, planned: bool = False) -> None:
@@ -121,7 +128,7 @@ def model_notes(config: TrainConfig) -> list[str]:
         return []
     found = []
     if path is not None and has_weights(path):
-        shell = meta_model(config.model)
+        shell = meta_model(config.model, classifier=_scores(config, path))
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
     for number, one in enumerate(each(config)):
