@@ -55,12 +55,13 @@ class Inputs:
     """What is read from files before any part is made; a record keeps copies, so that a replay needs no other files.
 
     `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
-    of a prompt together with its turn.
+    of a prompt together with its turn. `model`: the folder with the copies of the model's config and tokenizer, of a record.
     """
 
     specs: tuple[dict[str, Any], ...]
     tokenizer: Any
     context: int
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ def assemble(
     if inputs.tokenizer is None:
         engine, renderer = _api_model(config, io, "policy", path)
     else:
-        renderer = renderer_of(config.model, inputs.tokenizer, sees="vision" in engine_of(config).traits)
+        seen = config.model if inputs.model is None else config.model.model_copy(update={"path": inputs.model})
+        renderer = renderer_of(seen, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
         engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
     policy = make_policy(config, engine, renderer, temperature, io)

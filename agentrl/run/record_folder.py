@@ -22,6 +22,7 @@ from agentrl.run.assembly import Inputs
 from agentrl.run.engines import talks_in_messages
 from agentrl.run.reader import is_run
 from agentrl.train.pretrained import load_model_config, load_tokenizer
+from agentrl.vision import Vision, takes_images
 
 FORMAT = 1
 
@@ -68,7 +69,7 @@ class RecordFolder:
         model = manifest["config"]["model"]
         trust = model.get("trust_remote_code", False)
         tokenizer = None if talks_in_messages(model["path"]) else load_tokenizer(str(self.tokenizer), trust)
-        return Inputs((spec,), tokenizer, manifest["context"])
+        return Inputs((spec,), tokenizer, manifest["context"], None if tokenizer is None else str(self.tokenizer))
 
     def open(self, config: TrainConfig, inputs: Inputs) -> Recorder:
         """Start the record of a config with one environment, or continue one of the same run. Raises ConfigError if the record
@@ -91,7 +92,10 @@ class RecordFolder:
             assert config.model.path is not None
             inputs.tokenizer.save_pretrained(str(self.tokenizer))
             # It names the tokenizer's class.
-            load_model_config(config.model.path, config.model.trust_remote_code).save_pretrained(str(self.tokenizer))
+            model = load_model_config(config.model.path, config.model.trust_remote_code)
+            model.save_pretrained(str(self.tokenizer))
+            if takes_images(model):
+                Vision(config.model.path, model).save(self.tokenizer)
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json_text(inputs.specs[0], indent=2) + "\n")
         atomic_write(self.path / "record.json", json_text(redacted(manifest), indent=2) + "\n")

@@ -41,7 +41,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         ("algorithm.loss.name=gsp", {"algorithm.loss.name=gspo"}),
         ("env.advantage.name=gp", {"env.advantage.name=gpg"}),
         ("~model.ini", {"~model.init", *(f"~model.init.{key}" for key in ("layers", "hidden", "mlp", "heads", "kv_heads",
-                        "head_dim", "context", "init_std"))}),
+                        "head_dim", "context", "init_std", "vision"))}),
         ("nothing", set()),
         ("optim.lr=", set()),
     ],

@@ -16,6 +16,7 @@ from PIL import Image as Pictures
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec, make_scorer
+from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
 from agentrl.errors import ConfigError, EngineError
@@ -278,3 +279,16 @@ def test_a_resumed_run_is_the_unbroken_one(whole: Path, out: Path) -> None:
     again = execute(run_config(out, "broken", f"steps={STEPS}"), resumed=True)
     assert [one.ledgers for one in episodes(again, STEPS)] == [one.ledgers for one in episodes(whole, STEPS)]
     assert np.isclose(updates(again)[-1]["loss"], updates(whole)[-1]["loss"], rtol=0, atol=0)
+
+
+def test_recorded_episodes_with_images_play_again_without_the_model(whole: Path, tmp_path: Path) -> None:
+    """The record has the model's config and how images are prepared: the prompts are the same, placeholders among them."""
+    words = ["-n", "4", "--split", "train", "--record", str(tmp_path / "tape"), "--out", str(tmp_path / "live")]
+    assert main(["eval", "--run", str(whole), *words]) == 0
+    away = whole.rename(tmp_path / "away")
+    try:
+        assert main(["rollout", "--replay", str(tmp_path / "tape"), "--out", str(tmp_path / "again")]) == 0
+    finally:
+        away.rename(whole)
+    live, again = ((tmp_path / name / "trajectories.jsonl").read_bytes() for name in ("live", "again"))
+    assert again == live and any(json.loads(row).get("images") for row in live.splitlines())

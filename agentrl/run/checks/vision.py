@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from agentrl.config import TrainConfig
 from agentrl.config.models import other_models
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.engines import engine_of
 from agentrl.train.engine import TRAIN_ENGINES
@@ -28,7 +28,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     if "messages" in engine_of(config).traits:
         return
     for key, path in other_models(config).items() if trains else ():
-        if takes_images(load_model_config(path, config.model.trust_remote_code)):
+        if _pictured(path, config.model.trust_remote_code):
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
@@ -38,6 +38,13 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     for wrong, what in (*_sampling(config), *(_training(config) if trains else ())):
         if wrong:
             raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
+
+
+def _pictured(path: str, trust: bool) -> bool:
+    try:
+        return takes_images(load_model_config(path, trust))
+    except ModelError:  # the check of that model says what is wrong with it
+        return False
 
 
 def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
