@@ -14,9 +14,9 @@ import agentrl
 FROZEN = Path(__file__).with_name("public.json")
 PROBE = """
 import json, sys, time
-began = time.perf_counter()
+began = time.process_time()
 import agentrl
-ms = (time.perf_counter() - began) * 1000
+ms = (time.process_time() - began) * 1000
 heavy = [name for name in ("torch", "ray", "vllm", "transformers", "numpy", "pydantic", "gymnasium") if name in sys.modules]
 names = sorted(set(agentrl.__all__) - set(dir(agentrl)))
 from agentrl import Message, load_run
