@@ -146,6 +146,12 @@ def test_calls_that_are_no_literals_are_refused(text: str) -> None:
         sharegpt_chat({**TOOLACE, "conversations": [{"from": "user", "value": "?"}, {"from": "assistant", "value": text}]})
 
 
+def test_signs_pythons_and_jsons_words_and_escaped_quotes_are_read() -> None:
+    text = r"""[f(a=-1, b=-2.5, c=None, d=none, e=True, f="it\"s, x", g='(', h=[-3, {"k": null}]), g()]"""
+    wanted = {"a": -1, "b": -2.5, "c": None, "d": None, "e": True, "f": 'it"s, x', "g": "(", "h": [-3, {"k": None}]}
+    assert bracket_calls(text) == [("f", wanted), ("g", {})]
+
+
 def test_text_that_does_not_end_as_a_list_of_calls_is_text() -> None:
     assert bracket_calls("[f(a=1]") == [] == bracket_calls("[see (1)] it") == bracket_calls("[1, 2]")
 

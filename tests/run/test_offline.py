@@ -345,6 +345,12 @@ def test_a_mistake_is_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+def test_what_is_written_as_an_override_is_after_the_options(chats: Path, tmp_path: Path) -> None:
+    assert sft("--data", "nowhere", "--per-task", "9", "--loss", "dpo", f"data.path=['{chats}']", "data.loss=sft",
+               "data.per_task=false", out=tmp_path) == 0  # fmt: skip
+    assert json.loads((tmp_path / "run" / "data" / "data.json").read_text())["each"] == 1
+
+
 def test_a_name_that_is_taken_is_said_before_the_data_is_read(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

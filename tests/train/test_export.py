@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tm
     args = build_parser().parse_args(["export", str(run), str(tmp_path / "adapter"), "--adapter"])
     assert args.run(args) == 0 and export_run(run, tmp_path / "model") == 2
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny
     start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(start, tmp_path / "adapter").merge_and_unload()
     plain, begun = weights(tmp_path / "model"), weights(Path(tiny))
