@@ -78,6 +78,13 @@ def test_hermes_calls_in_pythons_writing_and_its_system_message() -> None:
     assert chat.messages[2].content == '{"sum": 1}' and chat.tools[0]["function"]["name"] == "add"
 
 
+def test_what_a_hermes_assistant_thinks_is_its_reasoning_and_no_content() -> None:
+    system, human, *_ = HERMES["conversations"]
+    said = "<think>\nadd, then\n</think>\n<tool_call>\n{'arguments': {'a': 1}, 'name': 'add'}\n</tool_call>"
+    [*_, message] = sharegpt_chat({"conversations": [system, human, {"from": "gpt", "value": said}]}).messages
+    assert (message.reasoning, message.content, message.tool_calls[0].name) == ("add, then", "", "add")
+
+
 def test_toolace_calls_with_spaces_in_names_and_a_result_each() -> None:
     chat = sharegpt_chat(TOOLACE)
     assert chat.messages[0].content == "You compose functions."
