@@ -154,7 +154,7 @@ def test_calls_that_are_no_literals_are_refused(text: str) -> None:
 
 
 def test_signs_pythons_and_jsons_words_and_escaped_quotes_are_read() -> None:
-    text = r"""[f(a=-1, b=-2.5, c=None, d=none, e=True, f="it\"s, x", g='(', h=[-3, {"k": null}]), g()]"""
+    text = r"""[f(a=-1, b=-2.5, c=None, d=none, e=True, f="it\"s, x", g='(', h=[-3, {'k': null}]), g()]"""
     wanted = {"a": -1, "b": -2.5, "c": None, "d": None, "e": True, "f": 'it"s, x', "g": "(", "h": [-3, {"k": None}]}
     assert bracket_calls(text) == [("f", wanted), ("g", {})]
 
