@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError, hinted
 from agentrl.given import is_given, taken
+from agentrl.python_source import module_of
 from agentrl.shelves import PRIVATE, load_module, shelves
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -229,7 +230,7 @@ def _registered(path: Path, symbol: str, modified: int, size: int) -> tuple[str,
     if f"{symbol}.register(".encode() not in source:
         return ()
     try:
-        tree = ast.parse(source)
+        tree = module_of(source)
     except (SyntaxError, ValueError) as problem:
         raise ConfigError(f"{path}: not a Python file: {problem}") from problem
     names = [name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None]

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 
 from agentrl.errors import ToolError
+from agentrl.python_source import expression_of
 from agentrl.tool import tool
 
 Number = int | float
@@ -46,7 +47,7 @@ def calculate(expression: str) -> int | float:
     if len(expression) > 1000:
         raise ToolError("the expression is longer than 1000 characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _value(expression_of(expression.strip()))
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError) as problem:
         raise ToolError(f"cannot work that out: {problem}") from problem
     if isinstance(value, float) and not math.isfinite(value):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 
 from agentrl.plain_data import read_json
+from agentrl.python_source import expression_of
 from agentrl.trajectory import Json
 
 Call = tuple[str, Json]
@@ -65,7 +66,7 @@ def literal(text: str) -> Json:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
-            return _value(ast.parse(text.strip(), mode="eval").body)
+            return _value(expression_of(text.strip()))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"neither JSON nor a literal: {text[:100]!r}") from None
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from agentrl.errors import ConfigError, DependencyError
+from agentrl.python_source import module_of
 
 _LOCK = threading.RLock()
 
@@ -89,7 +90,7 @@ def text_constant(file: Path, name: str) -> str:
     white space around it removed. Nothing is run. Raises ConfigError if there is none."""
     if not file.is_file():
         raise ConfigError(f"{file} is missing")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in module_of(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
             inside = (part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant))
             texts = [text for text in inside if isinstance(text, str)]

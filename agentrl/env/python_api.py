@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agentrl.python_source import expression_of
 from agentrl.trajectory import Json
 
 _AS_IT_IS = frozenset({str, int, float, type(None)})
@@ -18,7 +19,7 @@ def read_call(text: str, function: Callable[[str], Callable[..., Any]]) -> tuple
     gives what would be called, whose signature names arguments given by position (of a method, looked up in its class, the first
     parameter is left out). Raises ValueError for anything else."""
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        node = expression_of(text.strip())
     except SyntaxError as problem:
         raise ValueError(f"not a call: {text[:100]!r}") from problem
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import ConfigError, hinted
+from agentrl.python_source import module_of
 
 HOW = "write it once, at the top level of the file, as `pytestmark = pytest.mark.gpus(2)`"
 
@@ -31,7 +32,7 @@ def declared(path: Path, shown: str | None = None) -> Declaration:
     """
     shown = shown or str(path)
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        tree = module_of(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(f"{shown}{f':{line}' if line else ''}: this is no Python: {error.args[0]}") from error
@@ -54,7 +55,7 @@ def declared(path: Path, shown: str | None = None) -> Declaration:
 def listed_tests(path: Path) -> tuple[str, ...]:
     """The names of a file's tests, as in `Declaration.tests`, whatever its marks are; none if it is no Python."""
     try:
-        return tuple(_tests(ast.parse(path.read_bytes())))
+        return tuple(_tests(module_of(path.read_bytes())))
     except (SyntaxError, ValueError, OSError):
         return ()
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
+from agentrl.python_source import expression_of
 from agentrl.render.parsers.syntax import Parsed, Parser, Syntax, blocks, numbered
 from agentrl.render.toolcalls import check_json, malformed, within_most
 from agentrl.trajectory import Json, ToolCall
@@ -58,12 +59,12 @@ def _nodes(body: str) -> list[ast.expr]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # an odd escape in what a model wrote is no news
         try:
-            node = ast.parse(listed, mode="eval").body
+            node = expression_of(listed)
         except SyntaxError:
             if "\n" not in listed:
                 raise
             # Some templates write line breaks of a string as they are, which Python does not allow.
-            node = ast.parse(listed.replace("\n", "\\n"), mode="eval").body
+            node = expression_of(listed.replace("\n", "\\n"))
     if not isinstance(node, ast.List):
         raise ValueError("expected [call, ...]")
     return node.elts

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import regex
 
 from agentrl.errors import SandboxError
+from agentrl.python_source import module_of
 from agentrl.reward.leaf import REF, Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
 from agentrl.reward.unit_tests.grade import GradeLimits, grade, require_tests
 from agentrl.reward.values import brief
@@ -98,7 +99,7 @@ def _fault(tests: Json) -> str | None:
     if len(tests) > MOST:
         return f"the tests have {len(tests)} characters; at most {MOST}"
     try:
-        tree = ast.parse(tests)
+        tree = module_of(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
         return f"the tests are no Python: {fault}"
     named = (node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))

@@ -1,0 +1,54 @@
+"""A parse within another, which Python 3.11 answers with a SystemError."""
+
+from __future__ import annotations
+
+import ast
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentrl.python_source import expression_of, module_of
+
+TEXT = "[" + ", ".join(f"move(a={number}, to=[1, (2, 3)])" for number in range(60)) + "]"
+
+
+class Disturbance:
+    """What the garbage collector calls: it parses, once after each `rearm`."""
+
+    def __init__(self) -> None:
+        self.armed, self.times = False, 0
+
+    def __call__(self, phase: str, info: dict[str, Any]) -> None:
+        if self.armed:
+            self.armed, self.times = False, self.times + 1
+            ast.parse("a.b.c.d.e")
+
+
+@pytest.fixture
+def disturbance() -> Iterator[Disturbance]:
+    found, before = Disturbance(), gc.get_threshold()
+    gc.callbacks.append(found)
+    gc.set_threshold(20, 1, 1)
+    yield found
+    gc.set_threshold(*before)
+    gc.callbacks.remove(found)
+
+
+def test_a_parse_within_a_parse_is_tried_again(disturbance: Disturbance) -> None:
+    for _ in range(50):
+        disturbance.armed = True
+        assert isinstance(expression_of(TEXT), ast.List)
+        disturbance.armed = True
+        assert len(module_of(f"x = {TEXT}\ny = 1").body) == 2
+    assert disturbance.times > 50
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("f(", SyntaxError), ("f\0", (SyntaxError, ValueError)), ("-" * 200_000 + "1", (RecursionError, MemoryError))],
+)
+def test_what_is_wrong_with_a_text_is_said_as_python_says_it(text: str, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        expression_of(text)
