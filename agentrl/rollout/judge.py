@@ -103,7 +103,8 @@ class EngineJudge:
         kept = self._cache.get(key)
         if kept is not None:
             self.counted.cached += 1
-            return Verdict(kept, cached=True)
+            # Without a folder it was said in this very update, to whoever came first, which is a matter of luck beside workers.
+            return Verdict(kept, cached=self._cache.folder is not None)
         running = self._running.get(key)
         if running is None:
             running = asyncio.create_task(self._answer(key, request), name=f"a verdict of judge {self.name}")

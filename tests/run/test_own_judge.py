@@ -266,6 +266,12 @@ async def test_a_cache_is_of_one_model_whatever_its_name_in_a_config(judge: Path
     assert engine.asked == 1 and others[0].value != first[0].value
 
 
+async def test_an_episode_does_not_tell_whether_another_of_its_update_asked_the_same_first(judge: Path) -> None:
+    """Beside workers that is a matter of luck, and a resumed run's evidence equals the unbroken one's."""
+    [first], one, _ = await asked(judge, [request("a")])
+    assert await one.verdict(request("a")) == first and not first.cached and one.counted.cached == 1
+
+
 # -- from configs -----------------------------------------------------------------------------------
 
 
