@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec as installed
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests.train.test_vision import BLUE, RED, WIDE, alone, folder, reference
 
 __all__ = ["folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
+WITH_VLLM = pytest.mark.skipif(installed("vllm") is None, reason="vLLM is not installed here")
 RUN = ("env.id=color_square", "env.reward=color_square", INIT, "engine=embedded", "engine_args={cache=false}")
 STEPS = 3 if PROOFS else 1
 LOOK = Message("assistant", tool_calls=(ToolCall("look", {}),))
@@ -187,7 +189,7 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, r
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["engine=vllm", "engine_args={}"], r'engine = "vllm" \(use .*embedded'),
+        pytest.param(["engine=vllm", "engine_args={}"], r'engine = "vllm" \(use .*embedded', marks=WITH_VLLM),
         (["rollout.workers=1"], "rollout.workers = 1 does not go"),
         (["rollout.branch={}"], r"\[rollout.branch\]"),
         (["rollout.start={}"], r"\[rollout.start\]"),

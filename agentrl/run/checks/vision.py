@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.engines import engine_of
 from agentrl.train.engine import TRAIN_ENGINES
-from agentrl.train.families.choice import models_of
+from agentrl.train.families.choice import policy_model
 from agentrl.train.pretrained import load_model_config
 from agentrl.vision import KINDS, takes_images
 
@@ -32,7 +32,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
-    if not takes_images(models_of(config.model_copy(update={"critic": None, "reward_model": None}))[0][2]):
+    if not takes_images(policy_model(config)):
         return
     kind = " or ".join(KINDS)
     for wrong, what in (*_sampling(config), *(_training(config) if trains else ())):
