@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from agentrl.config.schema import AlgorithmConfig
+from agentrl.config.unread import check_unread
 from agentrl.errors import ConfigError
 
 
 def check_entropy(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError for a target that no coefficient could be steered to."""
-    if algorithm.entropy_target is not None and algorithm.entropy_max <= algorithm.entropy_bonus:
+    """Raise ConfigError for a target that no coefficient could be steered to, and for how it is reached without one."""
+    if algorithm.entropy_target is None:
+        check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")
+    elif algorithm.entropy_max <= algorithm.entropy_bonus:
         raise ConfigError(
             f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
             f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from weakref import WeakValueDictionary
 
 from agentrl.config.schema import TrainConfig
+from agentrl.config.unread import check_unread
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
 
@@ -35,6 +36,7 @@ def check_moving(config: TrainConfig) -> None:
     Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
     """
     if not moves(config):
+        check_unread("algorithm.kl", config.algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
     key, model = 'algorithm.kl.reference = "moving"', config.model
     if config.algorithm.kl.coef == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentrl.config import TrainConfig
 from agentrl.config.references import check_references
+from agentrl.config.unread import check_unread
 from agentrl.data.files import sources
 from agentrl.errors import ConfigError
 from agentrl.run.assembly import renderer_of, tokenizer_of
@@ -63,7 +64,11 @@ def check_not_data(config: TrainConfig) -> None:
 def _check_loss(config: TrainConfig) -> None:
     data, model = data_of(config), config.model
     traits = TRAIN_ENGINES.entry(model.engine).traits
-    if data.loss != "sft":
+    if data.loss != "dpo":
+        check_unread("data", data, ("beta",), 'data.loss = "dpo"')
+    if data.loss == "sft":
+        check_unread("data", data, ("margin",), "a data.loss of pairs")
+    else:
         for key, given in (("min_reward", data.min_reward is not None), ("success", data.success)):
             if given:
                 raise ConfigError(
