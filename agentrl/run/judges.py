@@ -143,12 +143,15 @@ class Judges:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
         self._told: dict[str, Row] = {}
+        self._paid: JudgeClient | None = None
 
     def beside(self, context: Context) -> Context:
-        """A spec's context, with these judges for its leaves."""
-        if context.judge is None or not self._config.reward.judge.engines:
+        """A spec's context, with these judges for its leaves. What they ask of others is asked by one client for all specs, since
+        its budget and its limit of calls at a time are the whole run's."""
+        if context.judge is None:
             return context
-        return replace(context, judge=_Either(self, context.judge))
+        self._paid = self._paid or context.judge
+        return replace(context, judge=_Either(self, self._paid) if self._config.reward.judge.engines else self._paid)
 
     def asked(self, scorers: Iterable[Scorer]) -> None:
         """Which specs will ask: only their judges are started. Raises ConfigError for one that the config does not have."""
