@@ -106,11 +106,11 @@ def test_memory_of_a_made_up_card_is_its_processes_and_its_leaks(tmp_path: Path,
     with simulated.hold(700), simulated.hold(50, card=1), simulated.hold(1):
         assert [card.used for card in cards.read()] == [50, 0, 701]
         assert cards.holders(2) == [f"pid {os.getpid()}"] * 2
-    if os.fork() == 0:
+    if (pid := os.fork()) == 0:
         simulated.hold(900).__enter__()
         simulated.leak(30, card=1)
         os._exit(0)
-    pid, _ = os.wait()
+    os.waitpid(pid, 0)  # not `wait`: other tests of this process have children too
     assert [card.used for card in cards.read()] == [30, 0, 0]
     assert cards.holders(0) == [f"pid {pid}, which has ended"]
     assert [card.used for card in SimulatedCards(tmp_path, 3).read()] == [0, 0, 0]  # a new run has new cards
