@@ -109,6 +109,17 @@ def share_the_lock() -> None:
         sys.setswitchinterval(SWITCH_S)
 
 
+def own_threads() -> None:
+    """On a CPU: what the calling thread computes, it computes with OMP_NUM_THREADS threads, or alone.
+
+    torch's number of threads is that of the thread which sets it. Another one multiplies matrices on all cores, and small ones
+    then cost twice as much: threads that wait for each other spin.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+
+
 @cache
 def _pool(purpose: Purpose) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS[purpose], thread_name_prefix=f"agentrl-{purpose}")

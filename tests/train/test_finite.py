@@ -242,6 +242,7 @@ def test_a_run_whose_rewards_overflow_keeps_weights_and_checkpoints(tmp_path: Pa
             "checkpoint.keep=1",
             "checkpoint.every=1",
             "checkpoint.keep_best=0",
+            "checkpoint.asynchronous=false",  # one that is being written when the run fails is lost
         ),
         code=2,
     )

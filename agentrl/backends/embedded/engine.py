@@ -21,7 +21,7 @@ from agentrl.backends.embedded.scheduler import Batcher, Request
 from agentrl.backends.embedded.vision import kind_of
 from agentrl.backends.words import Words
 from agentrl.errors import EngineError, PromptTooLongError, ResourceError
-from agentrl.executors import in_thread
+from agentrl.executors import in_thread, own_threads
 from agentrl.images import images_in
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
 from agentrl.weights.bucket import Bucket
@@ -77,6 +77,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
+        own_threads()
         kind = kind_of(self._path, self._cache, self._trust)
         model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
         cache_tokens = self._limit // model.shape.token_bytes
