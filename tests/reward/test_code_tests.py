@@ -188,6 +188,9 @@ def test_which_block_is_the_code():
     assert last_block(f"```py\na = 1\n```\n{block('b = 2')}") == "b = 2\n"
     assert last_block("```\nc = 3\n```") == "c = 3\n" and last_block("```json\n{}\n```") is None and last_block("no") is None
     assert last_block("```python\nopen") is None
+    assert last_block(f"```json\n{{}}\n```\nso\n{block('d = 4')}") == "d = 4\n", "what ends a block begins none"
+    assert last_block(f"{block('e = 5')}\n```text\nout\n```") == "e = 5\n"
+    assert scored("```python\n" * 80_000).value == 0.0, "no text takes so long that its policy has no reward"
     assert scored("```json\n{}\n```").value == 0.0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from typing import Any, ClassVar
 
-import regex
-
 from agentrl.errors import SandboxError
 from agentrl.python_source import module_of
 from agentrl.reward.leaf import REF, Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
@@ -17,9 +15,8 @@ from agentrl.trajectory import Json
 
 MOST = 200_000
 """Characters of code, and of tests."""
-_BLOCK = regex.compile(
-    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", regex.DOTALL | regex.MULTILINE | regex.IGNORECASE
-)
+_FENCE = "```"
+_PYTHON = frozenset({"", "python", "python3", "py"})
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 
 
@@ -87,9 +84,18 @@ class CodeTests(Leaf):
 
 
 def last_block(text: str) -> str | None:
-    """The last block of Python in a text; None if there is none."""
-    found = _BLOCK.findall(text, timeout=1.0) if len(text) <= 10 * MOST else []
-    return str(found[-1]) if found else None
+    """The last block of Python in a text, or one that names no language; None if there is none that ends."""
+    found, language, lines = None, None, list[str]()
+    for line in text.splitlines(keepends=True):
+        said = line.strip()
+        if language is None and said.startswith(_FENCE):
+            language, lines = said.removeprefix(_FENCE).strip().lower(), []
+        elif language is not None and said == _FENCE:
+            found = "".join(lines) if language in _PYTHON else found
+            language = None
+        else:
+            lines.append(line)
+    return found
 
 
 def _fault(tests: Json) -> str | None:
