@@ -170,6 +170,21 @@ def test_a_sandbox_that_fails_is_no_reward_of_0(monkeypatch):
     assert found.value is None and "no space left" in found.evidence["root"]["unscored"]
 
 
+def test_a_sandbox_in_which_nothing_begins_is_no_reward_of_0(monkeypatch):
+    source = grading._source
+    monkeypatch.setattr(grading, "_source", lambda name: "raise SystemExit('no room')" if name == "boot" else source(name))
+    with pytest.raises(SandboxError, match=r"the tests' process did not begin \(error, status 1\): no room"):
+        grade(TESTS, RIGHT)
+
+
+def test_many_failures_are_a_report_too(monkeypatch):
+    """Of 100 failures each says 300 characters, and a report that is too long is none."""
+    monkeypatch.setattr(grading, "REPORT", 20_000)
+    given = "@pytest.mark.parametrize('n', range(200))\ndef test_n(n): assert n % 2 == 0, 'x' * 400"
+    found = scored(block(RIGHT), f"import pytest\nfrom solution import add\n{given}", credit="share")
+    assert found.value == 0.5, found.evidence
+
+
 def test_another_python_in_the_sandbox_is_said(monkeypatch):
     made = grading._archive()
     monkeypatch.setattr(grading, "_archive", lambda: b"\0\0\r\n" + made[4:])

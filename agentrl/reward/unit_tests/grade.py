@@ -20,6 +20,7 @@ from typing import Any
 
 from agentrl.errors import DependencyError, SandboxError
 from agentrl.plain_data import read_json
+from agentrl.reward.unit_tests.runner import BEGUN
 from agentrl.sandbox import ExecResult, SandboxSpec, chosen, require
 
 HERE = Path(__file__).parent
@@ -93,10 +94,13 @@ async def _grade(tests: str, code: str, module: str, limits: GradeLimits) -> Gra
 
 
 def _read(done: ExecResult) -> Graded:
-    report = _report(done)
-    if report is None:
+    begun, _, said = done.stdout.partition("\n")
+    if begun != BEGUN.decode().strip():
         if done.stderr.strip().startswith("another Python"):
             raise SandboxError(f"the sandbox has {done.stderr.strip()[:100]}; the tests need the one that runs agentrl")
+        raise SandboxError(f"the tests' process did not begin ({done.end}, status {done.code}): {done.stderr.strip()[-300:]}")
+    report = _report(done, said)
+    if report is None:
         return Graded(ended=f"no report: the tests' process ended ({done.end}, status {done.code}) {done.stderr[-300:]}".strip())
     if report["broken"] is not None:
         told = report["broken"][-500:]
@@ -108,11 +112,11 @@ def _read(done: ExecResult) -> Graded:
     return Graded(sum(report["passed"].values()), len(report["passed"]), why)
 
 
-def _report(done: ExecResult) -> dict[str, Any] | None:
+def _report(done: ExecResult, said: str) -> dict[str, Any] | None:
     if done.code != 0 or done.cut:
         return None
     try:
-        found = read_json(done.stdout)
+        found = read_json(said)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

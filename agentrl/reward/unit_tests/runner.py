@@ -22,6 +22,10 @@ from typing import Any
 from agentrl.reward.unit_tests.talk import Talk
 
 PR_SET_DUMPABLE = 4
+BEGUN = b"begun\n"
+"""What stands before a report: without it the sandbox failed, and no code has run."""
+TOLD = 20
+"""Failed tests of which it is told what they said."""
 
 
 class CodeEndedError(Exception):
@@ -239,7 +243,7 @@ class Outcomes:
             self.passed[report.nodeid] = report.passed
         elif report.failed:
             self.passed[report.nodeid] = False
-        if report.failed:
+        if report.failed and len(self.why) < TOLD:
             self.why.setdefault(report.nodeid, str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)[-300:])
 
 
@@ -267,6 +271,7 @@ def serve(request: dict[str, Any], program: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 0)
+    os.write(pipe, BEGUN)  # before there is anything of the policy's
     report = main(request, program)
     left = memoryview(json.dumps(report).encode())
     while left:
