@@ -75,6 +75,17 @@ def test_other_hostile_answers_are_wrong_soon(answer):
     hostile(answer)
 
 
+def test_gold_that_breaks_the_reader_is_not_the_answers_fault(monkeypatch):
+    from agentrl.reward import equality_worker
+
+    def parse(text, *args, **more):
+        raise KeyError(text) if "gold" in text else AttributeError(text)
+
+    monkeypatch.setattr(equality_worker, "parse", parse)
+    asked = {"gold": ["$gold$ 1"], "answer": "2", "seconds": 1, "strict": True}
+    assert equality_worker.answer(asked) == {"unread": "$gold$ 1"}
+
+
 def _workers():
     return [w._process.pid for w in list(equality._workers(os.getpid())._idle.queue) if w is not None]
 
