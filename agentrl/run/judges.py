@@ -174,6 +174,7 @@ class Judges:
                 await self._judges[name].start()
         except BaseException:
             await self.close()
+            self._loop = None  # who asks next starts them again, and hears why they do not
             raise
 
     async def close(self) -> None:
