@@ -22,7 +22,6 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.of_run import model_of, run_folder
 from agentrl.run.repository import (
     KINDS,
-    SUMS,
     check_secrets,
     copy_snapshot,
     files_of,
@@ -204,6 +203,3 @@ def _asked(name: str, ask: Callable[[], Any]) -> Any:
         raise ResourceError(
             f"{HUB}{name}: the hub did not do it: {said[0][:300]}; is it reachable, and HF_TOKEN set?"
         ) from problem
-
-
-__all__ = ["SUMS", "Pushed", "pull", "push"]
