@@ -36,6 +36,14 @@ ROW_SCHEMA: dict[str, Json] = {
 }
 """The shape of a task row, unless another schema is given."""
 
+CALL_SCHEMA: dict[str, Json] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+"""The shape of a call in a row."""
+
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _SPLIT_NAMES = {
     "train": "train",

@@ -12,7 +12,7 @@ from agentrl.config.schema import McpServerConfig
 from agentrl.deadline import within
 from agentrl.env import Message, Snapshot, Task, ToolCall, ToolEnv
 from agentrl.env.sync import run_sync
-from agentrl.env.taskdata import TaskSet, load_tasks
+from agentrl.env.taskdata import CALL_SCHEMA, TaskSet, load_tasks
 from agentrl.errors import ConfigError, EnvError, ToolError
 from agentrl.tool import Tool
 from agentrl.tool.mcp import McpSource
@@ -21,13 +21,7 @@ from agentrl.trajectory import Json, StopReason
 
 HERE = Path(__file__).parent
 SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."
-CALL: dict[str, Json] = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-    "required": ["name", "arguments"],
-    "additionalProperties": False,
-}
-CALLS: dict[str, Json] = {"type": "array", "items": CALL}
+CALLS: dict[str, Json] = {"type": "array", "items": CALL_SCHEMA}
 ROW: dict[str, Json] = {
     "type": "object",
     "properties": {

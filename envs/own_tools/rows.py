@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from agentrl.env.taskdata import CALL_SCHEMA
 from agentrl.errors import TaskDataError
 from agentrl.schemas import BadSchemaError, check_schema, checked_validator
 from agentrl.trajectory import Json, Message, ToolCall
 
-CALL: dict[str, Json] = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-    "required": ["name", "arguments"],
-    "additionalProperties": False,
-}
 ANSWER: dict[str, Json] = {
     "type": "object",
-    "properties": {**CALL["properties"], "content": {"type": "string"}, "error": {"type": "boolean"}},
+    "properties": {**CALL_SCHEMA["properties"], "content": {"type": "string"}, "error": {"type": "boolean"}},
     "required": ["name", "arguments", "content"],
     "additionalProperties": False,
 }
@@ -26,7 +21,10 @@ MESSAGE: dict[str, Json] = {
     "properties": {
         "role": {"enum": ["system", "user", "assistant", "tool"]},
         "content": {"type": "string"},
-        "tool_calls": {"type": "array", "items": {**CALL, "properties": {**CALL["properties"], "id": {"type": "string"}}}},
+        "tool_calls": {
+            "type": "array",
+            "items": {**CALL_SCHEMA, "properties": {**CALL_SCHEMA["properties"], "id": {"type": "string"}}},
+        },
         "tool_call_id": {"type": "string"},
         "name": {"type": "string"},
     },
@@ -45,7 +43,7 @@ ROW: dict[str, Json] = {
         "answers": {"type": "array", "items": ANSWER},
         "gold": {
             "type": "object",
-            "properties": {"answer": {"type": ["string", "number"]}, "calls": {"type": "array", "items": CALL}},
+            "properties": {"answer": {"type": ["string", "number"]}, "calls": {"type": "array", "items": CALL_SCHEMA}},
             "minProperties": 1,
             "additionalProperties": False,
         },
