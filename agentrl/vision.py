@@ -138,15 +138,19 @@ def seen_of(places: Sequence[tuple[int, Pixels]]) -> PackedImages:
     return PackedImages(values, torch.tensor([pixels.grid for _, pixels in places]), torch.cat(at))
 
 
-def embedded(model: Any, ids: Tensor, seen: PackedImages | None) -> Tensor:
-    """Embeddings [T, E] of the ids [T], with the features of images in their places. `model`: the one with the vision tower."""
+def features_of(model: Any, seen: PackedImages) -> Tensor:
+    """What the vision tower makes of the images, [placeholders, E]. `model`: the one with the tower."""
+    with torch.no_grad():  # it is frozen (train/fsdp.py): its features need no graph
+        return torch.cat(model.get_image_features(seen.values, seen.grid, return_dict=True).pooler_output)
+
+
+def embedded(model: Any, ids: Tensor, seen: PackedImages | None, features: Tensor | None = None) -> Tensor:
+    """Embeddings [T, E] of the ids [T], with the features of images in their places; `features`, if they are known already."""
     embeddings: Tensor = model.get_input_embeddings()(ids)
     if seen is None:
         return embeddings
-    # The tower is frozen (train/fsdp.py): its features need no graph.
-    with torch.no_grad():
-        features = model.get_image_features(seen.values, seen.grid, return_dict=True).pooler_output
-    return embeddings.index_copy(0, seen.places, torch.cat(features).to(embeddings.dtype))
+    found = features_of(model, seen) if features is None else features
+    return embeddings.index_copy(0, seen.places, found.to(embeddings.dtype))
 
 
 def _processor(path: str, vision: Any) -> Any:

@@ -11,7 +11,7 @@ from agentrl.backends.embedded.model import EmbeddedModel
 from agentrl.backends.embedded.recompute import RecomputedModel
 from agentrl.errors import EngineError, ImageError, ModelError
 from agentrl.images import Image
-from agentrl.vision import Vision, embedded, seen_of, takes_images
+from agentrl.vision import Vision, embedded, features_of, seen_of, takes_images
 
 MOST_IDS = 1 << 24
 """A slot keeps ids as float32, which holds integers up to here."""
@@ -46,6 +46,7 @@ class VisionModel(RecomputedModel):
     def drop_images(self) -> None:
         self._first: dict[str, int] = {}
         self._images: dict[int, Image] = {}
+        self._features: dict[int, Tensor] = {}
         self._next = self.vocab
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
@@ -70,14 +71,21 @@ class VisionModel(RecomputedModel):
             self._next += tokens
         return self._first[image.sha256]
 
+    def _features_of(self, number: int) -> Tensor:
+        """Of an image, by its first id: computed once, not again for each token."""
+        if number not in self._features:
+            one = seen_of([(0, self.vision.pixels(self._images[number]))]).to(self.device)
+            self._features[number] = features_of(self.module.model, one)
+        return self._features[number]
+
     def after(self, ids: Tensor) -> Tensor:
         # An image's first id stands once for each time that it is shown.
-        places = [
-            (at, self.vision.pixels(self._images[number])) for at, number in enumerate(ids.tolist()) if number in self._images
-        ]
+        shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
+        places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
         plain = torch.where(ids >= self.vocab, self.vision.token, ids)
         model = self.module.model
-        inputs = embedded(model, plain, seen_of(places).to(self.device) if places else None)
+        seen = seen_of(places).to(self.device) if places else None
+        inputs = embedded(model, plain, seen, torch.cat([self._features_of(number) for _, number in shown]) if places else None)
         where = self.vision.positions(len(ids), places).to(self.device)
         hidden = model.language_model(inputs_embeds=inputs[None], position_ids=where[:, None], use_cache=False)
         logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
