@@ -38,8 +38,8 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
 
 def console(**options: Any) -> Console:
     """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
-    movements."""
-    found: Console = _console_class()(**options)
+    movements. ":one:" in the name of a task or a judge is no picture."""
+    found: Console = _console_class()(**{"emoji": False, **options})
     return found
 
 

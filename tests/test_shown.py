@@ -94,8 +94,8 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
     remember("planted-display-0123456789")
     out = io.StringIO()
     with Display(console(file=out, soft_wrap=True)) as display:
-        display.say(f"{NASTY} planted-display-0123456789 sk-abcdefghijklmnop1234")
-    assert out.getvalue() == f"{WRITTEN} {GONE} {GONE}\n"
+        display.say(f"{NASTY} engine:one: planted-display-0123456789 sk-abcdefghijklmnop1234")
+    assert out.getvalue() == f"{WRITTEN} engine:one: {GONE} {GONE}\n"  # rich has a picture for ":one:"
     handler, log = LogFile(tmp_path / "log.txt", KeepConfig()), logging.getLogger("agentrl.of-this-test")
     log.addHandler(handler)
     try:

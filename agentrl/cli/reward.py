@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,7 +198,7 @@ def run_diff(args: argparse.Namespace) -> int:
     from agentrl.reward.diff import alone, changed_ranks, changed_values
     from agentrl.reward.offline import parse_row, read_lines
 
-    a, b = _scored(args, args.spec_a), _scored(args, args.spec_b)
+    a, b = _scored(args, args.spec_a, args.spec_b), _scored(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
     trajectories = [parse_row(str(args.trajectories), number, line) for number, line in lines]
     changes = changed_ranks(trajectories, [row["value"] for row in a], [row["value"] for row in b])
@@ -305,24 +305,27 @@ class _Options:
         return RewardConfig(python=dict(self.python), judge=judge)
 
     @contextmanager
-    def asking(self, *specs: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], Scorer]]:
-        """Makes scorers of these specs whose judges on engines of this process (`--judge-model`) may be asked within the block.
-        Raises UserError for one that is not named, or whose model cannot be used."""
+    def asking(self, spec: dict[str, Any], beside: Sequence[dict[str, Any]] = ()) -> Iterator[Callable[[dict[str, Any]], Scorer]]:
+        """Makes scorers of the spec whose judges on engines of this process (`--judge-model`) may be asked within the block.
+        Raises UserError for one that is not named, whose model cannot be used, or that neither the spec asks nor one `beside`."""
         from agentrl.catalog.scoring import make_scorer
         from agentrl.config import TrainConfig
         from agentrl.run.checks.judges import check_judges
-        from agentrl.run.judges import Judges, check_names
+        from agentrl.run.judges import Judges, check_names, own_leaves
 
         ref, reward = None if self.env is None else self.env_ref(), self.reward()
         config = TrainConfig(reward=reward)
-        scorers = {str(number): self.scorer(spec) for number, spec in enumerate(specs)}
-        check_names(scorers.values(), reward.judge.engines, "--judge-model NAME=MODEL")
-        for note in check_judges(config, scorers):
+        scorers = [self.scorer(one) for one in (spec, *beside)]
+        check_names(scorers[:1], reward.judge.engines, "--judge-model NAME=MODEL")
+        if idle := sorted(set(reward.judge.engines) - {found.name for one in scorers for found in own_leaves(one)}):
+            asked = " or ".join(repr(one.name) for one in scorers)
+            raise UserError(f'--judge-model {idle[0]}=...: no judge leaf of {asked} asks it, with "model": "engine:{idle[0]}"')
+        for note in check_judges(config, {"": scorers[0]}, trains=False):
             say(note, file=sys.stderr)
         judges = Judges(config)
-        judges.asked(scorers.values())
+        judges.asked(scorers[:1])
         try:
-            yield lambda spec: make_scorer(spec, reward, ref, through=judges.beside)
+            yield lambda one: make_scorer(one, reward, ref, through=judges.beside)
         finally:
             judges.shut()
 
@@ -340,6 +343,8 @@ def _options(args: argparse.Namespace) -> _Options:
         raise UserError("--param sets parameters of --env, which is not given")
     python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
     models = tuple(_pairs(args.judge_model, "--judge-model", "strict=Qwen/Qwen3-0.6B"))
+    if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
+        raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
     return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python, models)
 
 
@@ -395,7 +400,7 @@ def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list
     return chosen, [other for number, other in enumerate(rows, 1) if number != row and (other.env_id, other.task.id) == task]
 
 
-def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+def _scored(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
     from agentrl.reward.offline import read_lines, score_file
 
     spec = _spec(name)
@@ -404,7 +409,7 @@ def _scored(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     with _progress(str(spec["name"]), total) as done:
         if not options.scorer(spec).asks:  # picklable: worker processes make their own
             return score_file(partial(options.scorer, spec), args.trajectories, args.workers, done)
-        with options.asking(spec) as scorer_of:
+        with options.asking(spec, [_spec(other) for other in beside]) as scorer_of:
             return score_file(partial(scorer_of, spec), args.trajectories, args.workers, done)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from agentrl.deadline import LateError, within
@@ -99,8 +99,8 @@ class EngineJudge:
     async def verdict(self, request: VerdictRequest) -> Verdict:
         """The verdict, which equal requests share. Cancelling ends the waiting only."""
         self.counted.verdicts += 1
-        key = hashlib.sha256(f"{self._model}\n{request.key()}".encode()).hexdigest()
-        kept = self._cache.get(key)
+        key = self._key(request)
+        kept = self._cache.get(key, request.schema)
         if kept is not None:
             self.counted.cached += 1
             # Without a folder it was said in this very update, to whoever came first, which is a matter of luck beside workers.
@@ -114,6 +114,12 @@ class EngineJudge:
             self.counted.cached += 1
         # shield: another episode may share this verdict and still wait for it.
         return await asyncio.shield(running)
+
+    def _key(self, request: VerdictRequest) -> str:
+        """What tells a verdict apart, for whoever shares the cache: the weights and how they are asked, and not how a config
+        calls them."""
+        asked = f"{self._model}\n{self._limits.reasoning}\n{replace(request, model='').key()}"
+        return hashlib.sha256(asked.encode()).hexdigest()
 
     async def _answer(self, key: str, request: VerdictRequest) -> Verdict:
         self._begin()

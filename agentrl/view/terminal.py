@@ -56,7 +56,7 @@ def print_json(value: Json) -> None:
 
 def console() -> Console:
     """Markup and highlighting are off: what is printed is `Text` or this file's own."""
-    return safe_console(markup=False, highlight=False, emoji=False)
+    return safe_console(markup=False, highlight=False)
 
 
 def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:

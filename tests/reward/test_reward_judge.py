@@ -197,7 +197,10 @@ def test_a_failure_is_not_cached_and_a_broken_file_is_asked_again(server, tmp_pa
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"score": 5, "rea')
     assert scorer(judge(server, cache=tmp_path)).score(episode("done")).value == 0.5
-    assert len(server.requests) == 3
+    for file in tmp_path.rglob("*.json"):
+        file.write_text('{"score": "five"}')  # of another program: it ended the run
+    assert scorer(judge(server, cache=tmp_path)).score(episode("done")).value == 0.5
+    assert len(server.requests) == 4
 
 
 def test_a_budget_in_calls(server):

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,10 +261,23 @@ def test_a_score_has_a_hundred_steps_or_more_but_not_digits_without_end(low: flo
 async def test_a_cache_is_of_one_model_whatever_its_name_in_a_config(judge: Path, tmp_path: Path) -> None:
     other = build(tmp_path / "other", 2)
     first, _, _ = await asked(judge, [request("a")], tmp_path / "cache")
-    again, _, unasked = await asked(judge, [request("a")], tmp_path / "cache")
+    again, _, unasked = await asked(judge, [replace(request("a"), model="engine:renamed")], tmp_path / "cache")
     others, _, engine = await asked(other, [request("a")], tmp_path / "cache")
     assert again[0].value == first[0].value and again[0].cached and unasked.asked == 0
     assert engine.asked == 1 and others[0].value != first[0].value
+    _, _, reasons = await asked(judge, [request("a", 200)], tmp_path / "cache")
+    _, _, otherwise = await asked(judge, [request("a", 200)], tmp_path / "cache", reasoning=True)
+    assert reasons.asked == otherwise.asked == 1  # another verdict: it may come after a reasoning
+
+
+async def test_what_another_program_left_in_the_cache_is_no_verdict(judge: Path, tmp_path: Path) -> None:
+    """A file that is no verdict was a KeyError, which ended the run that read it."""
+    first, _, _ = await asked(judge, [request("a")], tmp_path)
+    [file] = tmp_path.rglob("*.json")
+    for left in ("{}", "[]", '{"score": "high", "reason": "x"}', '{"score": 2, "reason": "x"}', '{"score"', "null"):
+        file.write_text(left)
+        again, _, engine = await asked(judge, [request("a")], tmp_path)
+        assert engine.asked == 1 and again == first and json.loads(file.read_text()) == first[0].value
 
 
 async def test_an_episode_does_not_tell_whether_another_of_its_update_asked_the_same_first(judge: Path) -> None:
@@ -310,6 +324,7 @@ REFUSED: dict[str, tuple[list[str], Any, str]] = {
         LEAF,
         rf"{ENGINE}: the judge takes 100 tokens .*judged#/root needs 1\d\d .*64",
     ),
+    "cache": (["reward.judge.cache=pyproject.toml/verdicts"], LEAF, r"reward\.judge\.cache = .*/pyproject\.toml is a file"),
     "max_tokens": ([], named("engine:strict", max_tokens=512), rf"{ENGINE}: the judge takes 512 tokens"),
     "role": (
         ["cluster.backend=ray", "cluster.pools.j={}", "cluster.roles.judge=j"],

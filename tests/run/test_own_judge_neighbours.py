@@ -93,11 +93,39 @@ def test_a_rollout_its_replay_and_its_rescoring_say_the_same(
     assert main(["reward", "score", "by_one.json", "live/trajectories.jsonl", "--judge-model", "other=judge"]) != 0
     said = " ".join(capsys.readouterr().err.split())
     assert "by_one#/root: model = 'engine:one': --judge-model NAME=MODEL has no judge of that name; it has other" in said
+    _specs_of_two_judges_are_compared(models, tmp_path, played, capsys)
     assert main(["eval", "key_value", "--model", str(models / "policy"), "-n", "2", "--out", "eval", *args]) == 0
     assert json.loads((tmp_path / "eval/report.json").read_text())["unscored"] == 0
     shutil.rmtree(tmp_path / "judge")
     assert main(["rollout", "--replay", "tape", "--out", "again"]) == 0
     assert [row["reward"] for row in lines(tmp_path / "again/trajectories.jsonl")] == [row["reward"] for row in played]
+
+
+def _specs_of_two_judges_are_compared(
+    models: Path, folder: Path, played: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each spec asks its own; a judge that neither asks, and one that is named twice, are mistakes."""
+    spec(folder, "two")
+    live = str(folder / "live/trajectories.jsonl")
+    other = ["--judge-model", f"two={models / 'two'}"]
+    assert main(["reward", "score", "by_two.json", live, *other, "--out", "s2"]) == 0
+    two = [row["value"] for row in lines(folder / "s2")]
+    capsys.readouterr()
+    assert main(["reward", "diff", "by_one.json", "by_two.json", live, "--judge-model", "one=judge", *other, "--json"]) == 0
+    found = {row["row"]: (row["value_a"], row["value_b"]) for row in json.loads(capsys.readouterr().out)["values"]}
+    ones = [row["reward"] for row in played]
+    pairs = enumerate(zip(ones, two, strict=True), 1)
+    assert found and found == {number: pytest.approx(pair) for number, pair in pairs if pair[0] != pair[1]}
+    for words, wrong in (
+        (
+            ["one=judge", "three=judge"],
+            """--judge-model three=...: no judge leaf of 'by_one' asks it, with "model": "engine:three\"""",
+        ),
+        (["one=judge", "one=other"], "--judge-model one=...: given twice"),
+    ):
+        options = [word for one in words for word in ("--judge-model", one)]
+        assert main(["reward", "score", "by_one.json", live, *options]) == 2
+        assert wrong in " ".join(capsys.readouterr().err.split())
 
 
 def test_other_weights_under_the_judges_path_are_not_gone_on_with(models: Path, tmp_path: Path) -> None:

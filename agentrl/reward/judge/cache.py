@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from agentrl.errors import ConfigError
 from agentrl.plain_data import read_json
+from agentrl.schemas import first_fault, validator
 from agentrl.trajectory import Json
 
 
@@ -15,11 +19,15 @@ class VerdictCache:
     """A folder of verdicts, which several processes may share; in memory only if there is no folder."""
 
     def __init__(self, folder: Path | None) -> None:
+        """Raises ConfigError for a folder that cannot be written."""
+        if folder is not None:
+            _check_place(folder)
         self.folder = folder
         self._memory: dict[str, Json] = {}
 
-    def get(self, key: str) -> Json:
-        """The verdict for a key, or None. An unreadable file counts as missing."""
+    def get(self, key: str, schema: Mapping[str, Any]) -> Json:
+        """The verdict for a key, or None. A file that cannot be read, or whose verdict does not fit `schema`, counts as
+        missing: others write to the folder too."""
         if key in self._memory:
             return self._memory[key]
         if self.folder is None:
@@ -27,6 +35,8 @@ class VerdictCache:
         try:
             verdict = read_json(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            return None
+        if first_fault(validator(schema), verdict) is not None:
             return None
         self._memory[key] = verdict
         return verdict
@@ -51,3 +61,12 @@ class VerdictCache:
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.json"
+
+
+def _check_place(folder: Path) -> None:
+    """What is there of the path must be a folder in which one may write."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")

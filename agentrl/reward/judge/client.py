@@ -105,7 +105,9 @@ class Judge:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
-        known = _not_here(request.model) or ((kept := self.cache.get(key)) is not None and Verdict(kept, cached=True))
+        known = _not_here(request.model) or (
+            (kept := self.cache.get(key, request.schema)) is not None and Verdict(kept, cached=True)
+        )
         if known:
             done: Future[Verdict] = Future()
             done.set_result(known)
