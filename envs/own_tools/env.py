@@ -12,12 +12,12 @@ from typing import Any
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.taskdata import TaskSet, load_tasks
-from agentrl.errors import ConfigError, EnvError, ToolError, did_you_mean
+from agentrl.errors import ConfigError, ToolError
 from agentrl.shelves import function_named
 from agentrl.tool import Options, Tool
 from agentrl.trajectory import Json
 
-from .rows import ROW, check_task, declared, messages
+from .rows import ROW, ToolUse, check_task, declared, messages
 
 HERE = Path(__file__).parent
 SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."
@@ -31,7 +31,7 @@ class OwnTools(ToolEnv):
     host_params = frozenset({"tasks", "functions"})
     reward = "own_tools"
     summary = "tasks from a file that bring their own tools, answered by your functions, an MCP server or recorded answers"
-    shared = frozenset({"tasks", "functions", "targets", "system", "splits"})
+    shared = frozenset({"tasks", "uses", "functions", "targets", "system", "splits"})
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class OwnTools(ToolEnv):
                 raise ConfigError(f"own_tools: functions.{name} = {target!r}; expected 'module:function'")
         self.functions = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
         self.system = system
-        self.tasks = _read(Path(tasks) if tasks else HERE / "tasks.jsonl", frozenset(self.functions))
+        self.tasks, self.uses = _read(Path(tasks) if tasks else HERE / "tasks.jsonl", frozenset(self.functions))
         self.splits = self.tasks.splits  # type: ignore[misc]  # the splits in the file
         self.made: list[dict[str, Json]] = []
 
@@ -76,22 +76,16 @@ class OwnTools(ToolEnv):
 
     async def setup(self, task: Task) -> None:
         self.made = []
+        known, offered = self.toolbox.table, dict[str, Tool]()
+        # Of all rows, before the first episode: the run's tools are known only now, and the row at fault may come up late.
+        self.uses.check(known)
         if "tools" not in task.data:
             return  # all of the run's
-        known, offered = self.toolbox.table, dict[str, Tool]()
         for entry in task.data["tools"]:
             if isinstance(entry, str):
-                if entry not in known:
-                    hint = did_you_mean(entry, known)
-                    raise EnvError(
-                        f"{self.id}: task {task.id!r} wants the run's tool {entry!r}; {f'{hint} ' if hint else ''}"
-                        f"the run has: {', '.join(known) or 'none ([tools] adds some)'}"
-                    )
                 offered[entry] = known[entry]
                 continue
             body = declared(entry)
-            if body["name"] in known:
-                raise EnvError(f"{self.id}: task {task.id!r} declares {body['name']!r}, which is a tool of the run's too")
             offered[body["name"]] = _tool(json.dumps(body), self.functions.get(body["name"]))
         self.toolbox.table = offered
 
@@ -134,14 +128,14 @@ def _tool(body: str, function: Callable[..., Any] | None) -> Tool:
     return replace(Tool.from_schema(name, form["description"], parameters, answer, Options(parallel=False)), method=True)
 
 
-def _read(path: Path, functions: frozenset[str]) -> TaskSet:
+def _read(path: Path, functions: frozenset[str]) -> tuple[TaskSet, ToolUse]:
     """The tasks of a file or folder, read again only if it changed: a run builds many environments."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return _read_once(path, tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files), functions)
 
 
 @lru_cache(maxsize=16)
-def _read_once(path: Path, stamp: tuple[tuple[Path, int, int], ...], functions: frozenset[str]) -> TaskSet:
+def _read_once(path: Path, stamp: tuple[tuple[Path, int, int], ...], functions: frozenset[str]) -> tuple[TaskSet, ToolUse]:
     def to_task(row: Mapping[str, Json]) -> tuple[Mapping[str, Json], Mapping[str, Json]]:
         return {key: row[key] for key in ("prompt", "messages", "tools", "answers") if key in row}, row["gold"]
 
@@ -149,4 +143,4 @@ def _read_once(path: Path, stamp: tuple[tuple[Path, int, int], ...], functions: 
     for rows in tasks.rows.values():
         for row in rows:
             check_task(row.where, row.data, row.gold, functions)
-    return tasks
+    return tasks, ToolUse.of(row for rows in tasks.rows.values() for row in rows)

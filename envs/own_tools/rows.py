@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from agentrl.env.taskdata import CALL_SCHEMA
-from agentrl.errors import TaskDataError
-from agentrl.schemas import BadSchemaError, check_schema, checked_validator
+from agentrl.env.taskdata import CALL_SCHEMA, Row
+from agentrl.errors import TaskDataError, did_you_mean
+from agentrl.tool.validate import Check, compile_validator
 from agentrl.trajectory import Json, Message, ToolCall
 
 ANSWER: dict[str, Json] = {
@@ -74,7 +75,7 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
     def bad(field: str, problem: object) -> None:
         raise TaskDataError(f"{where}: field {field}: {problem}")
 
-    names: list[str] = []
+    names, checks = list[str](), dict[str, Check]()
     for number, entry in enumerate(data.get("tools", ())):
         field = f"tools/{number}"
         if isinstance(entry, str):
@@ -82,9 +83,8 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
             continue
         try:
             body = declared(entry)
-            check_schema(body["parameters"])
-            checked_validator(body["parameters"])
-        except (BadSchemaError, ValueError) as problem:
+            checks[body["name"]] = compile_validator(body["name"], body["parameters"])
+        except (TypeError, ValueError) as problem:
             bad(field, problem)
         names.append(body["name"])
         if body["name"] not in functions and "answers" not in data:
@@ -93,9 +93,47 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
         bad("tools", f"two tools are called {twice[0]!r}")
     used = [("answers", data.get("answers", ())), ("gold/calls", gold.get("calls", ()))]
     for field, calls in used if "tools" in data else ():
-        for call in calls:
+        for number, call in enumerate(calls):
             if call["name"] not in names:
                 bad(field, f"{call['name']!r} is none of the row's tools ({', '.join(names[:8]) or 'it has none'})")
+            if call["name"] in checks and (wrong := checks[call["name"]](call["arguments"])) is not None:
+                bad(f"{field}/{number}", f"no call of {call['name']!r} has these arguments: {wrong.message}")
+    recorded = [(item["name"], item["arguments"]) for item in data.get("answers", ())]
+    for number, call in enumerate(gold.get("calls", ())):
+        if call["name"] in checks and call["name"] not in functions and (call["name"], call["arguments"]) not in recorded:
+            bad(f"gold/calls/{number}", f'nothing answers this call of {call["name"]!r}: "answers" has none for its arguments')
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Of all rows of a file: the names of the run's tools that one wants, and those that one declares, each with the first row
+    that does."""
+
+    wanted: Mapping[str, str]
+    declared: Mapping[str, str]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> ToolUse:
+        wanted, own = dict[str, str](), dict[str, str]()
+        for row in rows:
+            for number, entry in enumerate(row.data.get("tools", ())):
+                name = entry if isinstance(entry, str) else str(declared(entry)["name"])
+                (wanted if isinstance(entry, str) else own).setdefault(name, f"{row.where}: field tools/{number}")
+        return cls(wanted, own)
+
+    def check(self, known: Collection[str]) -> None:
+        """Raises TaskDataError for a row that wants a tool which the run does not have (`known`: those it has), or declares one
+        of the same name."""
+        for name, where in self.wanted.items():
+            if name not in known:
+                hint = did_you_mean(name, known)
+                has = ", ".join(known) or "none ([tools] adds some)"
+                raise TaskDataError(f"{where}: it wants the run's tool {name!r}; {f'{hint} ' if hint else ''}the run has: {has}")
+        for name, where in self.declared.items():
+            if name in known:
+                raise TaskDataError(
+                    f"{where}: it declares {name!r}, which is a tool of the run's too; one of them needs another name"
+                )
 
 
 def messages(items: Iterable[Mapping[str, Json]]) -> list[Message]:

@@ -109,8 +109,7 @@ def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, mo
 
 def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> None:
     rows = [{**ROW, "tools": [AGE, "calculate"]}, {**ROW, "id": "b", "prompt": "All?", "tools": ["days_between"], "answers": [],
-             "gold": {"answer": 1}}, {"id": "c", "split": "train", "prompt": "Any", "gold": {"answer": 1}},
-            {**ROW, "id": "d", "prompt": "Which?", "tools": ["calculat"], "answers": [], "gold": {"answer": 1}}]  # fmt: skip
+             "gold": {"answer": 1}}, {"id": "c", "split": "train", "prompt": "Any", "gold": {"answer": 1}}]  # fmt: skip
     env_config = {"id": "own_tools", "reward": "own_tools", "params": {"tasks": file(tmp_path, *rows)}}
     config = config_from({"name": "x", "env": env_config, "tools": {"sets": ["calculator", "dates"]}}, [])
     env = EnvRef.of(config).build()
@@ -122,8 +121,28 @@ def test_a_row_chooses_among_the_run_s_tools_from_a_config(tmp_path: Path) -> No
     assert offered(env) == ["days_between"]
     env.reset(seed=2)
     assert {"calculate", "days_between"} <= set(offered(env)), "a row without tools gets all of the run's"
-    with pytest.raises(EnvError, match=r"task 'd' wants the run's tool 'calculat'; did you mean 'calculate'"):
-        env.reset(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (["calculat"], "it wants the run's tool 'calculat'; did you mean 'calculate'"),
+        ([{**AGE, "name": "calculate"}], "it declares 'calculate', which is a tool of the run's too"),
+    ],
+)
+def test_a_row_that_does_not_go_with_the_run_s_tools_is_found_before_the_run(
+    tools: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last of 30, which no check of a few tasks plays: it was found when its episode began, and was only unscored."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{**ROW, "id": str(number), "prompt": f"{number}?"} for number in range(29)]
+    held = {**ROW, "id": "held", "prompt": "Held?", "split": "heldout"}
+    file(tmp_path, *rows, held, {**ROW, "id": "last", "prompt": "Last?", "tools": tools, "answers": [], "gold": {"answer": 1}})
+    plain = TRAIN.replace("varied.json", "own_tools").replace('[reward.python]\nvaried = "own_tools_varied:varied"\n', "")
+    Path("run.toml").write_text(plain.replace("params = { }", 'params = { tasks = "rows.jsonl" }'))
+    assert main(["train", "run.toml", 'tools.sets=["calculator"]', "health.max_unsolvable=1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"rows.jsonl:31: field tools/0: {message}" in said and not Path("runs").exists()
 
 
 HUGE: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}
@@ -139,6 +158,18 @@ BAD = {
     "twice": ({"tools": [AGE, AGE]}, "two tools are called 'age'"),
     "answers of no tool": ({"tools": [CITY]}, "answers: 'age' is none of the row's tools"),
     "gold of no tool": ({"tools": [CITY], "answers": []}, "gold/calls: 'age' is none of the row's tools"),
+    "arguments of no call": (
+        {"answers": [{"name": "age", "arguments": {"name": 5}, "content": "1"}]},
+        "answers/0: no call of 'age' has these arguments: name: expected string",
+    ),
+    "gold of no call": (
+        {"gold": {"calls": [{"name": "age", "arguments": {}}]}},
+        "gold/calls/0: no call of 'age' has these arguments: missing argument 'name'",
+    ),
+    "gold that nothing answers": (
+        {"gold": {"calls": [*ROW["gold"]["calls"], {"name": "age", "arguments": {"name": "eve"}}]}},
+        "gold/calls/1: nothing answers this call of 'age'",
+    ),
     "no request": ({"prompt": ""}, "field prompt"),
     "a function": ({"functions": {"age": "os:system"}}, "functions"),
 }
