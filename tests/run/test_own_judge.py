@@ -21,13 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import EngineError, UserError
+from agentrl.redaction import GONE, remember
 from agentrl.render import make_renderer
 from agentrl.reward.judge import VerdictCache
 from agentrl.reward.judge.client import VerdictRequest
 from agentrl.reward.judge.own import form_of
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.judge import EngineJudge, JudgeLimits
+from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
+from agentrl.run.judges import Judges, judge_config
 from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
 from tests.e2e.inside import config_of, execute
@@ -223,6 +226,41 @@ async def test_a_slow_engine_is_given_up_after_the_timeout(judge: Path) -> None:
     assert engine.under_way == 0
 
 
+async def test_a_verdict_that_was_aborted_is_asked_again(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.judge.BACKOFF", 0.0)
+    whole = Counting.generate
+
+    async def cut(self: Counting, *given: Any) -> Generation:
+        found = await whole(self, *given)
+        return replace(found, finish="abort") if self.asked == 1 else found
+
+    monkeypatch.setattr(Counting, "generate", cut)
+    [verdict], one, engine = await asked(judge, [request("a")], retries=1)
+    assert verdict.value is not None and engine.asked == 2 and one.counted.failed == 0
+
+
+async def test_an_episode_that_is_cancelled_takes_no_verdict_from_another_that_asked_the_same(judge: Path) -> None:
+    _, one, engine = await asked(judge, [])
+    await one.start()
+    engine.slow = 0.2
+    waiting = [asyncio.create_task(one.verdict(request("a"))) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    waiting[0].cancel()
+    kept = await waiting[1]
+    assert waiting[0].cancelled() and kept.value is not None and engine.asked == 1
+    engine.slow = 60.0
+    waiting = [asyncio.create_task(one.verdict(request("b")))]
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(one.close(), 5)  # as Ctrl-C does: what is under way is not waited for
+    assert engine.under_way == 0 and (await asyncio.gather(*waiting, return_exceptions=True))[0] is not None
+
+
+async def test_what_an_engine_says_of_its_fault_holds_no_secret(judge: Path) -> None:
+    remember("planted-judge-0123456789")
+    [verdict], _, _ = await asked(judge, [request("a")], fault=(1, EngineError("no: planted-judge-0123456789")), retries=0)
+    assert verdict.error == f"engine:strict: no: {GONE}"
+
+
 async def test_a_prompt_without_room_is_no_score_and_not_asked_again(judge: Path) -> None:
     [verdict], _, engine = await asked(judge, [request("word " * 600)], retries=3)
     assert verdict.value is None and "leaves no room in a context of 512" in verdict.error and engine.asked == 1
@@ -351,6 +389,40 @@ def test_a_model_that_takes_images_is_refused(judge: Path, tmp_path: Path) -> No
     sizes = {"layers": 1, "hidden": 32, "mlp": 32, "heads": 2, "kv_heads": 1, "head_dim": 16}
     init_model(InitModelConfig(**sizes, context=512, vision=True), folder, seed=0)
     assert refused(tmp_path, folder).startswith(f"{ENGINE}.path = {folder}: it takes images, and a judge reads text")
+
+
+@pytest.mark.parametrize("place", ["metrics", "success", "root"])
+def test_a_judge_is_started_for_a_leaf_in_any_place_of_a_spec(place: str, judge: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"metrics": {"metrics": [LEAF]}, "success": {"success": LEAF}, "root": {}}[place]
+    root = {"op": "gate", "if": DIGIT, "then": LEAF} if place == "root" else DIGIT
+    config = config_of(tmp_path, "r", *words(tmp_path, judge, root=root, **more))
+    judges = Judges(config)
+    judges.asked([scorer_of(config)])
+    assert judges.names == ["strict"]
+
+
+def test_a_judge_takes_what_its_model_its_config_and_vllm_all_take(judge: Path, tmp_path: Path) -> None:
+    more = [f"{ENGINE}.engine=vllm", f"{ENGINE}.max_model_len=400", f"{ENGINE}.vllm.max_model_len=300"]
+    config = config_of(tmp_path, "r", *words(tmp_path, judge, *more))
+    for positions, longest in ((None, 300), (512, 300), (200, 200)):
+        one = judge_config(config, "strict", positions)
+        assert (one.rollout.max_episode_tokens, one.vllm.max_model_len) == (longest, longest)
+
+
+def test_who_asks_a_judge_that_did_not_start_hears_why_each_time(judge: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "r", *words(tmp_path, judge))
+    judges = Judges(config)
+    judges.asked([scorer_of(config)])
+    broken = judge.with_name("model.aside")
+    judge.rename(broken)
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError, match="model"):
+                judges.ask(request("a"))
+    finally:
+        broken.rename(judge)
+    assert judges.ask(request("a")).value is not None
+    judges.shut()
 
 
 def test_no_budget_is_spent_on_it(judge: Path, tmp_path: Path) -> None:

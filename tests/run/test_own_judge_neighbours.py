@@ -193,7 +193,8 @@ def test_a_budget_is_that_of_all_environments_together(models: Path, tmp_path: P
         patch.setenv("OPENAI_API_KEY", "none")
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import would look for a newer one
         spent = [f"reward.judge.api_base={server.url}", "reward.judge.calls=1", "reward.judge.retries=0"]
-        config = config_of(tmp_path, "r", *TINY, *spent, f"env=[{envs}]")
+        own = f"reward.judge.engines.one.path={models / 'one'}"  # beside it, which is not paid
+        config = config_of(tmp_path, "r", *TINY, *spent, own, f"env=[{envs}]")
         first, second = (env.scorer for env in assemble(config, read_inputs(config), model=str(models / "policy")).envs)
         assert first.score(played[0]).value == pytest.approx(0.5)
         with pytest.raises(JudgeBudgetError, match="the budget of 1 judge calls is spent"):
