@@ -122,7 +122,9 @@ def function_named(key: str, target: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{key}: cannot import {module_name!r}: {error}") from error
+        here = Path(*module_name.split(".")).with_suffix(".py").is_file()
+        fix = "; it is in this folder, which Python imports from with PYTHONPATH=." if here else ""
+        raise ConfigError(f"{key}: cannot import {module_name!r}: {error}{fix}") from error
     found: Any = vars(module).get(attribute)
     if not callable(found):
         known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

@@ -52,6 +52,7 @@ class OwnTools(ToolEnv):
         self.functions = {name: function_named(f"env.params.functions.{name}", target) for name, target in self.targets.items()}
         self.system = system
         self.tasks, self.uses = _read(Path(tasks) if tasks else HERE / "tasks.jsonl", frozenset(self.functions))
+        self.uses.check_functions(self.functions)
         self.splits = self.tasks.splits  # type: ignore[misc]  # the splits in the file
         self.made: list[dict[str, Json]] = []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.env.taskdata import CALL_SCHEMA, Row
-from agentrl.errors import TaskDataError, did_you_mean
+from agentrl.errors import ConfigError, TaskDataError, did_you_mean
 from agentrl.tool.validate import Check, compile_validator
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -120,6 +120,16 @@ class ToolUse:
                 name = entry if isinstance(entry, str) else str(declared(entry)["name"])
                 (wanted if isinstance(entry, str) else own).setdefault(name, f"{row.where}: field tools/{number}")
         return cls(wanted, own)
+
+    def check_functions(self, functions: Collection[str]) -> None:
+        """Raises ConfigError for a function of a tool that no row declares: recorded answers would be taken in its place."""
+        for name in functions:
+            if name not in self.declared:
+                hint = did_you_mean(name, self.declared)
+                raise ConfigError(
+                    f"own_tools: functions.{name}: no row declares a tool {name!r}; {f'{hint} ' if hint else ''}"
+                    f"they declare: {', '.join(list(self.declared)[:8]) or 'none'}"
+                )
 
     def check(self, known: Collection[str]) -> None:
         """Raises TaskDataError for a row that wants a tool which the run does not have (`known`: those it has), or declares one

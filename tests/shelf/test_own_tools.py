@@ -90,6 +90,10 @@ async def city(name):
 
 def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_tools_functions.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    with pytest.raises(ConfigError, match=r"functions\.age: cannot import .*; it is in this folder, .* with PYTHONPATH=\."):
+        make_env("own_tools", tasks=file(tmp_path, ROW), functions={"age": "own_tools_functions:age"})
     monkeypatch.syspath_prepend(str(tmp_path))
     row = {key: value for key, value in ROW.items() if key != "answers"}
     functions = {"age": "own_tools_functions:age", "city": "own_tools_functions:city"}
@@ -103,6 +107,10 @@ def test_functions_of_the_run_answer_and_rows_cannot_name_any(tmp_path: Path, mo
         TaskDataError, match=r"rows.jsonl:1: field tools/1: nothing answers 'city': params.functions has no function"
     ):
         make_env("own_tools", tasks=file(tmp_path, row), functions={"age": "own_tools_functions:age"})
+    with pytest.raises(
+        ConfigError, match=r"functions\.citty: no row declares a tool 'citty'; did you mean 'city'\?.*: age, city"
+    ):
+        make_env("own_tools", tasks=file(tmp_path, ROW), functions={"citty": "own_tools_functions:city"})
     with pytest.raises(ConfigError, match=r"env.params.functions.age: own_tools_functions has no function 'aeg'"):
         make_env("own_tools", tasks=file(tmp_path, row), functions={**functions, "age": "own_tools_functions:aeg"})
 
