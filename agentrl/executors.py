@@ -134,7 +134,7 @@ class DaemonThreads:
 
     def __init__(self, purpose: str, most: int) -> None:
         """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
-        self._purpose, self._most = purpose, most
+        self._purpose, self.most = purpose, most
         self._crew = _Crew(purpose)
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._abandoned: Counter[str] = Counter()
@@ -144,7 +144,7 @@ class DaemonThreads:
         """The semaphore to hold during `call`; a deadline of the call starts once it is acquired."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(self._most)
+            self._semaphores[loop] = asyncio.Semaphore(self.most)
         return self._semaphores[loop]
 
     def abandoned(self, name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -156,7 +156,7 @@ class _Builder:
             self.fail(join(pointer, "args"), str(error))
         # One such leaf sends the whole spec to a thread: a pass over the tree is not divided.
         self.blocking = self.blocking or leaf.blocks()
-        return LeafNode(pointer, mods, read_ref, leaf, _resolver(args))
+        return LeafNode(pointer, mods, read_ref, leaf, _resolver(args, cls.optional))
 
     def _reachable(self, value: Json, pointer: str, scope: str) -> None:
         """References to a turn or a call need the scope of a turn or a call."""
@@ -206,9 +206,9 @@ def _has_ref(value: Json) -> bool:
     return isinstance(value, (list, tuple)) and any(_has_ref(item) for item in value)
 
 
-def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | None:
-    """A function that follows the references of `args`; None if there are none."""
-    readers = {key: _reader(value) for key, value in args.items() if _has_ref(value)}
+def _resolver(args: Mapping[str, Any], optional: Collection[str]) -> Callable[[View], Mapping[str, Any]] | None:
+    """A function that follows the references of `args`; None if there are none. Those that are `optional` may lead nowhere."""
+    readers = {key: _reader(value, key in optional) for key, value in args.items() if _has_ref(value)}
     # Most leaves have none: their arguments then need no copy for each part of an episode.
     if not readers:
         return None
@@ -220,8 +220,9 @@ def _resolver(args: Mapping[str, Any]) -> Callable[[View], Mapping[str, Any]] | 
     return resolve
 
 
-def _reader(value: Json) -> Callable[[View], Json]:
-    """A function that gives the value with its references followed; it raises UnscorableError for a dangling one."""
+def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:
+    """A function that gives the value with its references followed; it raises UnscorableError for a dangling one, unless it is
+    `optional`, and then None."""
     if is_ref(value):
         # Parsed here, once: the function below runs for every part of every episode.
         tokens, at = parse_pointer(str(value["$"])), value.get("at")
@@ -229,6 +230,8 @@ def _reader(value: Json) -> Callable[[View], Json]:
         def follow_ref(view: View) -> Json:
             found = view.read(tokens, at)
             if isinstance(found, Absent):
+                if optional:
+                    return None
                 raise UnscorableError(f"{value['$']!r} resolves to nothing" + (f" at this {at}" if at else ""))
             return found
 

@@ -119,12 +119,17 @@ class _Worker:
         return process.wait()
 
 
+def places() -> int:
+    """Processes that compare at once."""
+    return min(MOST, os.cpu_count() or 1)
+
+
 class _Workers:
     """Idle processes, the one used last first; as many as run at once."""
 
     def __init__(self) -> None:
         self._idle: LifoQueue[_Worker | None] = LifoQueue()
-        for _ in range(min(MOST, os.cpu_count() or 1)):
+        for _ in range(places()):
             self._idle.put(None)
         atexit.register(self.end)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -90,6 +90,8 @@ class Leaf(ABC):
     schema: ClassVar[dict[str, Any]] = {"type": "object", "additionalProperties": False, "properties": {}}
     example: ClassVar[dict[str, Any]]
     scopes: ClassVar[tuple[str, ...]] = ("episode", "round", "turn", "call")
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Arguments whose reference may lead nowhere, and is null then: what the policy was to make, and did not."""
 
     def __init__(self, args: Args, context: Context) -> None:
         """`args` as in the spec, references not yet followed. Raises ValueError for invalid ones."""
@@ -104,6 +106,11 @@ class Leaf(ABC):
     def blocks(self) -> bool:
         """Whether `read` may take long (a replay, a user's function) and so must not run on an event loop."""
         return False
+
+    def longest(self) -> tuple[Hashable, float] | None:
+        """Seconds that `read` may take by the limits in its arguments, behind a key: leaves of one key take them once. None: of a
+        leaf without such limits."""
+        return None
 
     def gold_fault(self, args: Args) -> str | None:
         """Why no episode of a task can be scored by these arguments (references followed), told before a run starts; None if it

@@ -225,7 +225,7 @@ class View:
 def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:
     """The whole episode."""
     made = calls_made(trajectory.turns)
-    return View(trajectory, "episode", trajectory.turns, made, answers=answers or {})
+    return View(trajectory, "episode", trajectory.turns, made, answers={} if answers is None else answers)
 
 
 def _failed(made: Made) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import time
 
 import pytest
@@ -9,13 +12,17 @@ from code_fakes import FAKES
 from reward_episodes import episode, leaf, spec
 
 from agentrl.config.schema import SandboxConfig
-from agentrl.errors import RewardSpecError, SandboxError
-from agentrl.reward import compile_spec
+from agentrl.errors import ConfigError, RewardSpecError, SandboxError
+from agentrl.reward import Context, compile_spec
+from agentrl.reward.judge.assumed import AssumedJudge
 from agentrl.reward.leaves import tests as leaves
 from agentrl.reward.leaves.tests import last_block
 from agentrl.reward.unit_tests import grade as grading
-from agentrl.reward.unit_tests.grade import GradeLimits, grade
+from agentrl.reward.unit_tests.grade import Graded, GradeLimits, grade
+from agentrl.run.checks import check_config
+from agentrl.run.checks.parts import check_assembly
 from tests.conftest import proof
+from tests.e2e.inside import config_of
 
 TESTS = """
 from solution import add
@@ -205,6 +212,15 @@ def test_which_block_is_the_code():
     assert last_block("```python\nopen") is None
     assert last_block(f"```json\n{{}}\n```\nso\n{block('d = 4')}") == "d = 4\n", "what ends a block begins none"
     assert last_block(f"{block('e = 5')}\n```text\nout\n```") == "e = 5\n"
+    assert last_block("1. So:\n   ```python\n   def f():\n     return 1\n   ```\n") == "def f():\n  return 1\n", "as in a list"
+    for before, after in (
+        ("```python3.11", "```"), ("```py title='a'", "```"),
+        ("``` {.python}", "```"), ("~~~python", "~~~"), ("````Python", "````"),
+        ("```python", "````"), ("\t```", "\t```"),
+    ):  # fmt: skip
+        assert last_block(f"{before}\ng = 6\n{after}\n") == "g = 6\n", before
+    assert last_block("````\n```\nin it\n```\n````") == "```\nin it\n```\n"
+    assert last_block("```pyton\ng\n```") is None and last_block("```python g```") is None
     assert scored("```python\n" * 80_000).value == 0.0, "no text takes so long that its policy has no reward"
     assert scored("```json\n{}\n```").value == 0.0
 
@@ -215,12 +231,60 @@ def test_code_in_a_file_of_the_environment():
     scorer = compile_spec(spec(leaf("code.tests", args)))
     assert scorer.score(episode("done", state={"files": {"mine.py": RIGHT}})).value == 1.0
     assert scorer.score(episode("done", state={"files": {"mine.py": ""}})).value == 0.0
+    for none in ({"files": {}}, {}, {"files": {"mine.py": None}}):
+        assert scorer.score(episode("done", state=none)).value == 0.0, "who writes no file would else leave the group"
+    assert scorer.score(episode("done")).value is None, "an environment without a state is not the policy's fault"
+
+
+def test_an_episode_is_graded_once_whatever_asks(monkeypatch):
+    """By leaves of other credit, by success, and on each pass while a judge is asked."""
+    graded = []
+    monkeypatch.setattr(leaves, "grade", lambda *given: graded.append(given) or Graded(1, 2))
+    one = leaf("code.tests", {"tests": TESTS})
+    share = leaf("code.tests", {"tests": TESTS, "credit": "share"})
+    judge = leaf("judge", {"model": "openai/a-2026-01-01", "prompt": "{answer}"})
+    root = {"op": "mean", "of": [share, judge]}
+    scorer = compile_spec(
+        {**spec(root), "metrics": [{**one, "id": "all"}], "success": one}, context=Context(judge=AssumedJudge(best=True))
+    )
+    score = scorer.score(episode(block(RIGHT)))
+    assert (score.value, score.success, len(graded)) == (0.75, False, 1)
+    scorer.score(episode(block(RIGHT)))
+    assert len(graded) == 2, "another episode is graded by itself"
+
+
+@pytest.mark.parametrize("mark", ["skip", "xfail", "parametrize('n', [])"])
+def test_what_no_code_can_pass_is_not_counted(mark):
+    """A task with such a test could not be solved."""
+    extra = f"@pytest.mark.{mark}\ndef test_more({'n' if 'n' in mark.partition('(')[2] else ''}): assert add(1, 1) == 3\n"
+    assert scored(block(RIGHT), f"import pytest\n{TESTS}\n{extra}", credit="share").evidence["root"]["evidence"]["tests"] == 4
+    alone = scored(block(RIGHT), f"import pytest\nfrom solution import add\n{extra}")
+    assert alone.value is None and "there is no test" in alone.evidence["root"]["unscored"]
+
+
+def test_a_run_whose_spec_may_take_longer_than_its_scoring_is_refused(tmp_path):
+    """What hangs as long as its limits let it would have no reward, in place of 0."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
+    more = leaf("code.tests", {"tests": "def test_x(): pass", "total_seconds": 50})
+    same = leaf("code.tests", {"tests": TESTS, "credit": "share"})
+    parts = [leaf("code.tests", {"tests": TESTS}), same, more, leaf("math.equal", {"expect": "1"})]
+    (tmp_path / "s.json").write_text(json.dumps(spec({"op": "mean", "of": parts})))
+    sure = ["health.lint=false", f"env.reward={tmp_path / 's.json'}"]
+    math_s = 5 * 8 / min(4, os.cpu_count())
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.env_timeout = 120 s: .* {170 + math_s:g} s .*/root/of/2 80 s.*raise it to"
+    ):
+        check_config(config_of(tmp_path, "r", *sure, "rollout.env_timeout=120"))
+    with pytest.raises(ConfigError, match=r"rollout\.env_timeout"):
+        check_assembly(config_of(tmp_path, "r", *sure, "rollout.env_timeout=120"))
+    check_assembly(config_of(tmp_path, "r", *sure, f"rollout.env_timeout={math.ceil(170 + math_s)}"))
 
 
 def test_arguments():
     for args, word in (
         ({"tests": "x", "seconds": 9, "total_seconds": 2}, "more than total_seconds"),
         ({"tests": "x", "module": "a-b"}, "module"),
+        *(({"tests": "x", "module": name}, f"'{name}' is a module of") for name in ("pytest", "sys", "test_task", "json")),
     ):
         with pytest.raises(RewardSpecError, match=word):
             compile_spec(spec(leaf("code.tests", args)))

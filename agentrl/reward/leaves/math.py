@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Hashable
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from agentrl.reward.equality import equal, fault_of, require_math
+from agentrl.executors import SCORING
+from agentrl.reward.equality import equal, fault_of, places, require_math
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
 from agentrl.reward.leaves.text import WHERE, spoken, wanted_texts
 from agentrl.reward.values import brief
@@ -44,6 +47,10 @@ class MathEqual(Leaf):
 
     def blocks(self) -> bool:
         return True
+
+    def longest(self) -> tuple[Hashable, float] | None:
+        # Its turn comes when the others that are scored at the same time have had as long.
+        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / places()
 
     def gold_fault(self, args: Args) -> str | None:
         return fault_of(_gold(args["expect"]), self.seconds)

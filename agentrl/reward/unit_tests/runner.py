@@ -236,9 +236,13 @@ class Outcomes:
             self.broken = self.broken or str(report.longrepr)[-1000:]
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        self.passed = {item.nodeid: False for item in items}
+        # Of what is marked to be skipped or to fail no code could pass, and it tells nothing of this one.
+        marked = ("skip", "xfail")
+        self.passed = {item.nodeid: False for item in items if not any(map(item.get_closest_marker, marked))}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.nodeid not in self.passed:
+            return
         if report.when == "call":
             self.passed[report.nodeid] = report.passed
         elif report.failed:

@@ -7,6 +7,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, ModelError, RenderError
 from agentrl.reward import Scorer
 from agentrl.run.assembly import read_inputs, renderer_of, scorer_of
+from agentrl.run.checks.reward import check_scoring_time
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.run.engines import engine_name, engine_of, maker_of
 from agentrl.train.publish import check_takes_weights
@@ -46,6 +47,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     maker_of(engine_name(config), config).check()
     inputs = read_inputs(config)
     scorer = scorer_of(config, inputs.specs[0])
+    check_scoring_time(config, scorer)
     check_rollout(config, env)
     if inputs.tokenizer is not None:
         try:

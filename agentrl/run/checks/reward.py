@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
 from agentrl.reward.judge.own import own_name
 from agentrl.reward.lint import gold_fault
-from agentrl.reward.node import LeafNode, Node
+from agentrl.reward.node import LeafNode, Node, walk
 from agentrl.reward.ops import GateNode
 from agentrl.reward.probes import gold_episode
 from agentrl.rollout.grow import largest
@@ -228,3 +229,25 @@ def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
 def evaluations_of(config: TrainConfig) -> int:
     """One evaluation before the run, one after it, and those between steps; none is added after the last step."""
     return 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
+
+
+def check_scoring_time(config: TrainConfig, scorer: Scorer) -> None:
+    """Raise ConfigError if the leaves of a spec may take longer by their own limits than an episode's scoring may: whoever wrote
+    what takes so long would be unscored, in place of a 0.
+
+    Reads: rollout.env_timeout, env.reward.
+    """
+    tops = [scorer.root, *scorer.metrics, *([] if scorer.success is None else [scorer.success])]
+    leaves = [node for top in tops for node in walk(top) if isinstance(node, LeafNode)]
+    takes: dict[Hashable, tuple[LeafNode, float]] = {}
+    for node in leaves:
+        if (found := node.leaf.longest()) is not None:
+            takes.setdefault(found[0], (node, found[1]))
+    total = sum(seconds for _, seconds in takes.values())
+    if total > config.rollout.env_timeout:
+        parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
+        raise ConfigError(
+            f"rollout.env_timeout = {config.rollout.env_timeout:g} s: scoring an episode by reward spec {scorer.name!r} may take "
+            f"{total:g} s by the limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
+            f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
+        )
