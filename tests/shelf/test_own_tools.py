@@ -59,7 +59,12 @@ def test_each_episode_offers_its_own_tools_and_those_alone() -> None:
 def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: Path) -> None:
     env = make_env("own_tools", tasks=file(tmp_path, ROW))
     env.reset(seed=0)
-    assert [say(env, "age", name="ann") for _ in range(3)] == ["31", "32", "32"]
+    assert say(env, "age", name="ann") == "31" and "no bob here" in say(env, "age", name="bob")
+    kept = env.state()
+    assert [say(env, "age", name="ann") for _ in range(2)] == ["32", "32"], "the n-th of equal calls, whatever is between them"
+    assert len(kept["made"]) == 2 and len(env.state()["made"]) == 4, "a state stays what it was"
+    assert not env.toolbox["age"].options.parallel, "several calls of a turn are answered in their order"
+    assert [tool["function"]["description"] for tool in env.trajectory.tools] == ["years", "where"]
     assert "no bob here" in say(env, "age", name="bob") and "tool_error" in say(env, "age", name="bob")
     assert "there is no answer for these arguments" in say(env, "age", name="eve")
     assert "there is no answer" in say(env, "city", name="ann"), "a distractor"
@@ -156,6 +161,22 @@ def test_a_row_that_does_not_go_with_the_run_s_tools_is_found_before_the_run(
 HUGE: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}
 for _ in range(80):
     HUGE = {"type": "object", "properties": {"x": HUGE}}
+
+
+def test_a_system_message_a_gold_answer_of_0_and_a_parameter_called_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tools_tasks.py").write_text("def note(task): return f'noted {task}'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
+    row = {"id": "a", "split": "train", "prompt": "Note it.", "tools": [{"name": "note", "parameters": text}],
+           "gold": {"answer": 0}}  # fmt: skip
+    for system in ("Be short.", ""):
+        env = make_env("own_tools", tasks=file(tmp_path, row), functions={"note": "own_tools_tasks:note"}, system=system)
+        observation, _ = env.reset(seed=0)
+        assert [message.content for message in observation] == [*([system] if system else []), "Note it."]
+        assert say(env, "note", task="milk") == "noted milk", "what the policy says, and not the Task"
+        assert env.gold_turns(env.task)[-1].content == "0"
+
+
 BAD = {
     "fetches": ({"tools": [{**AGE, "parameters": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}]}, "tools/0"),
     "never ends": ({"tools": [{**AGE, "parameters": {"type": "object", "properties": {"a": {"pattern": "(?R)"}}}}]}, "tools/0"),
@@ -192,7 +213,10 @@ def test_a_row_that_nobody_could_play_is_an_error_when_it_is_read(change: dict[s
 def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install 'agentrl[mcp]'")
     server = Path(__file__).parents[2] / "envs/mcp/server.py"
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "load it"}]
+    called = {"role": "assistant", "tool_calls": [{"name": "age", "arguments": {"name": "ann"}, "id": "c0"}]}
+    answered = {"role": "tool", "content": "31", "tool_call_id": "c0", "name": "age"}
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}, called, answered,
+            {"role": "user", "content": "load it"}]  # fmt: skip
     row = {"id": "a", "split": "train", "messages": said, "tools": ["count", AGE], "answers": ANSWERS, "gold": {"answer": "9"}}
     env_config = {"id": "own_tools", "params": {"tasks": file(tmp_path, row)}}
     config = config_from(
@@ -200,7 +224,9 @@ def test_a_conversation_so_far_and_an_mcp_server(tmp_path: Path) -> None:
     )
     env = EnvRef.of(config).build()
     observation, _ = env.reset(seed=0)
-    assert [message.content for message in observation] == ["s", "load it"]
+    assert [message.content for message in observation] == ["s", "hi", "", "31", "load it"]
+    assert observation[2].tool_calls == (ToolCall("age", {"name": "ann"}, id="c0"),)
+    assert (observation[3].tool_call_id, observation[3].name) == ("c0", "age")
     assert offered(env) == ["count", "age"]
     assert "no item" in say(env, "count", code="k1") and say(env, "age", name="ann") == "31"
     env.close()
