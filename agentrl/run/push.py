@@ -23,6 +23,7 @@ from agentrl.run.of_run import model_of, run_folder
 from agentrl.run.repository import (
     KINDS,
     check_secrets,
+    check_weights,
     copy_snapshot,
     files_of,
     kind_of,
@@ -58,7 +59,7 @@ def push(source: str, share: str, name: str | None = None, which: str = "last", 
     path = Path(source)
     if not path.exists():
         raise RepositoryError(f"{source}: no such run, folder or file")
-    if (path / "config.toml").is_file() and not (path / "config.json").is_file():
+    if (path / "config.toml").is_file() and not any((path / name).is_file() for name in ("config.json", "env.py")):
         kind, fill = "models", partial(_fill_from_run, run_folder(path), which, adapter)
     else:
         if which != "last" or adapter:
@@ -119,6 +120,8 @@ def _fill_from_files(path: Path, kind: str, staged: Path) -> None:
 
 def _copy(folder: Path, kind: str, staged: Path) -> None:
     files = list(files_of(folder, kind))
+    if kind == "models":
+        check_weights(folder, files)
     check_secrets(folder, files)
     for file in files:
         (staged / file).parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,17 +33,17 @@ KINDS = ("models", "datasets", "environments")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _UNFIT = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_TEXT = frozenset(
-    {"", ".json", ".jsonl", ".toml", ".md", ".py", ".txt", ".yaml", ".yml", ".jinja", ".csv", ".cfg", ".ini", ".sh"}
-)
 _CHUNK = 1 << 22
+_LEFT = 7 * 86400
+"""Seconds after which what a push on another machine has not finished is taken for left there."""
 
 
 def repository(share: str | Path, kind: str, name: str) -> Path:
     """Its folder. Raises RepositoryError for a name that could be anywhere else."""
-    if not _NAME.fullmatch(name) or ".." in name:
+    if not _NAME.fullmatch(name) or ".." in name or name.rpartition("/")[2] in ("snapshots", "refs"):
         raise RepositoryError(
-            f"--name {name!r}: expected letters, digits, '.', '_' and '-', and at most one '/': my-model, me/my-model"
+            f"--name {name!r}: expected letters, digits, '.', '_' and '-', and at most one '/': my-model, me/my-model; "
+            "'snapshots' and 'refs' are parts of a repository"
         )
     return Path(share) / kind / name
 
@@ -78,18 +81,39 @@ def files_of(folder: Path, kind: str) -> Iterator[Path]:
         raise RepositoryError(f"{folder}: there is no file to push")
 
 
+def check_weights(folder: Path, files: Collection[Path]) -> None:
+    """Raises RepositoryError for a model's or adapter's folder without its weights, or with some of them missing."""
+    adapter = Path("adapter_config.json") in files
+    whole = "adapter_model.safetensors" if adapter else "model.safetensors"
+    if Path(whole) in files:
+        return
+    index = Path(f"{whole}.index.json")
+    if index not in files:
+        raise RepositoryError(f"{folder}: it has no weights ({whole}, or shards with {index})")
+    try:
+        shards = set(map(str, read_json(read_plain(folder / index))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise RepositoryError(f"{folder / index}: cannot be read: {problem}") from None
+    if missing := sorted(shards - set(map(str, files))):
+        raise RepositoryError(
+            f"{folder}: it lacks {missing[0]}, which {index} lists ({len(missing)} of {len(shards)} are missing)"
+        )
+
+
 def check_secrets(folder: Path, files: list[Path]) -> None:
     """Raises RepositoryError, naming file and line, if a file holds a secret that this process knows, or what looks like one."""
-    secrets = [secret.encode("utf-8", "surrogateescape") for secret in known()]
+    here = [secret.encode("utf-8", "surrogateescape") for secret in known()]
     for relative in files:
         path = folder / relative
         if path.suffix == ".safetensors":
             continue
         with open_plain(path) as file:
+            plain = b"\0" not in file.read(_CHUNK)  # whatever its name (a notebook, a page)
+            file.seek(0)
             for number, line in enumerate(file, start=1):
-                text = path.suffix in _TEXT and line.decode("utf-8", "replace")
-                if any(secret in line for secret in secrets) or (text and redact_said(text) != text):
-                    where = f"{path}:{number}" if path.suffix in _TEXT else str(path)
+                text = plain and line.decode("utf-8", "replace")
+                if any(secret in line for secret in here) or (text and redact_said(text) != text):
+                    where = f"{path}:{number}" if plain else str(path)
                     raise RepositoryError(
                         f"{where}: holds what is, or looks like, a key or password; take it out before you push"
                     )
@@ -117,15 +141,20 @@ def publish(staged: Path, repo: Path) -> tuple[str, bool]:
 
 
 def staging(repo: Path) -> Path:
-    """A new folder beside the snapshots, which nobody takes for one; what a push that died left there goes."""
-    snapshots = repo / "snapshots"
+    """A new folder beside the snapshots, which nobody takes for one; what a push that died left there goes.
+
+    Other machines push to the same share, where the numbers of processes say nothing of this one's.
+    """
+    snapshots, host = repo / "snapshots", socket.gethostname()
     snapshots.mkdir(parents=True, exist_ok=True)
     for left in snapshots.glob(".new.*"):
-        if not Path(f"/proc/{left.name.rpartition('.')[2]}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    made = snapshots / f".new.{os.getpid()}"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+        of, _, pid = left.name.removeprefix(".new.").rpartition("-")[0].rpartition("-")
+        dead = of == host and not Path(f"/proc/{pid}").exists()
+        with suppress(OSError):
+            if dead or time.time() - left.stat().st_mtime > _LEFT:
+                shutil.rmtree(left, ignore_errors=True)
+    made = snapshots / f".new.{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    made.mkdir()  # not by tempfile: others of the share are to read it
     return made
 
 
@@ -217,7 +246,9 @@ def _copy(place: Path, name: str, to: Path, said: dict[str, Any]) -> None:
 
 
 def _all(folder: Path) -> list[PurePosixPath]:
-    return [PurePosixPath(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
+    return [
+        PurePosixPath(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / SUMS
+    ]
 
 
 def _said(path: Path) -> dict[str, Any]:

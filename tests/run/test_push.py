@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +214,61 @@ def test_a_push_that_dies_shows_nothing_and_the_next_one_cleans_up(share: Path, 
     first = push(str(env), str(share))
     (env / "notes.md").write_text("warmer\n")
     snapshots = share / "environments/thermostat/snapshots"
-    (snapshots / ".new.999999999").mkdir()  # of a process that was killed
+    (snapshots / f".new.{socket.gethostname()}-999999999-0").mkdir()  # of a process that was killed
+    other = snapshots / ".new.elsewhere-999999999-0"  # of one that pushes from another machine
+    other.mkdir()
+    old = snapshots / ".new.elsewhere-1-0"
+    old.mkdir()
+    os.utime(old, (0, 0))
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(repository, "check_snapshot", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         push(str(env), str(share))
     assert (share / "environments/thermostat/refs/main").read_text() == first.revision, "readers still get the old one, whole"
     second = push(str(env), str(share))
-    assert sorted(path.name for path in snapshots.iterdir()) == sorted([first.revision, second.revision])
+    assert sorted(path.name for path in snapshots.iterdir()) == sorted([first.revision, second.revision, other.name])
+
+
+def test_two_that_push_at_once_do_not_write_into_each_other(share: Path) -> None:
+    """Containers on two machines often have the same number."""
+    one, two = (repository.staging(share / "datasets/x") for _ in range(2))
+    assert one != two and one.is_dir() and two.is_dir()
+    assert one.stat().st_mode == share.stat().st_mode, "whoever reads the share reads it"
+
+
+def test_a_list_of_checksums_in_a_subfolder_is_a_file_like_any_other(share: Path, tmp_path: Path) -> None:
+    """Data that were pulled into an environment bring theirs; it was left behind without a word."""
+    env = environment(tmp_path / "mine")
+    (env / "data").mkdir()
+    (env / "data" / SUMS).write_text('{"files": {}}')
+    done = push(str(env), str(share))
+    assert pull(done.place, str(tmp_path / "got")).new
+    assert tree(env).items() <= tree(tmp_path / "got").items()
+
+
+def test_a_model_without_its_weights_is_not_pushed(share: Path, tmp_path: Path, run: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(run / "final", model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    with pytest.raises(RepositoryError, match=r"it has no weights \(model.safetensors, or shards"):
+        push(str(model), str(share))
+    index = model / "model.safetensors.index.json"
+    shards = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(RepositoryError, match=r"it lacks model-00002-of-00002.safetensors, .* \(1 of 2 are missing\)"):
+        push(str(model), str(share))
+    shutil.copyfile(model / shards["a"], model / shards["b"])
+    assert push(str(model), str(share)).new
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    with pytest.raises(RepositoryError, match=r"no weights \(adapter_model.safetensors"):
+        push(str(tmp_path / "adapter"), str(share))
+    assert [path.name for path in (share / "models").iterdir()] != [] and not list(share.glob("models/adapter/snapshots/*"))
+
+
+def test_an_environment_with_a_config_beside_it_is_no_run(share: Path, tmp_path: Path) -> None:
+    env = environment(tmp_path / "mine")
+    (env / "config.toml").write_text("name = 'its own'\n")
+    assert push(str(env), str(share)).place == str(share / "environments/thermostat")
 
 
 # -- what should not leave ------------------------------------------------------------------------------
@@ -235,6 +284,11 @@ def test_secrets_links_and_pickles_are_refused_by_name(share: Path, tmp_path: Pa
     with pytest.raises(RepositoryError, match=r"notes.md:1: holds"):
         push(str(env), str(share))
     (env / "notes.md").unlink()
+    for name in ("explore.ipynb", "page.html", "Makefile"):
+        (env / name).write_text('{"source":\n "token = hf_' + "a1B2" * 8 + '"}')
+        with pytest.raises(RepositoryError, match=rf"{name}:2: holds what is, or looks like"):
+            push(str(env), str(share))
+        (env / name).unlink()
     (env / ".env").write_text("SHOP_API_KEY=planted-value-1234")
     done = push(str(env), str(share))
     assert ".env" not in tree(Path(done.place) / "snapshots" / done.revision), "what begins with a dot stays"
@@ -257,6 +311,10 @@ def test_mistakes_are_named(share: Path, tmp_path: Path, capsys: Any) -> None:
         ([str(tmp_path / "empty"), str(share)], "neither a run"),
         ([str(environment(tmp_path / "e")), str(tmp_path / "unmounted")], "no such folder; make it"),
         ([str(tmp_path / "e/thermostat"), str(share), "--name", "../up"], "--name '../up': expected letters"),
+        (
+            [str(tmp_path / "e/thermostat"), str(share), "--name", "me/snapshots"],
+            "'snapshots' and 'refs' are parts of a repository",
+        ),
         ([str(tmp_path / "e/thermostat"), str(share), "--best"], "choose a model of a run, and this is none"),
     ):
         assert main(["push", *words]) == 2
