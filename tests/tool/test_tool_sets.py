@@ -167,7 +167,7 @@ def shell(folder: Path, request: pytest.FixtureRequest) -> Iterator[ToolEnv]:
     if reason := SANDBOXES.bind(request.param, {})().unavailable():
         pytest.skip(f"sandbox provider {request.param}: {reason}")
     box = {"provider": request.param}
-    env = begun("shell", folder=str(folder), seconds=0.4, total_bytes=100_000, file_bytes=50_000, sandbox=box)
+    env = begun("shell", folder=str(folder), seconds=1.5, total_bytes=100_000, file_bytes=50_000, sandbox=box)
     yield env
     env.close()
 
@@ -180,7 +180,7 @@ def test_commands_and_file_tools_see_one_folder(shell: ToolEnv, tmp_path: Path) 
     assert ask(env, "run_command", command="sh sub/a.sh") == "42"
     assert ask(env, "run_command", command="true") == "(no output)"
     assert ask(env, "search_files", text="two") == "README.md:1: Two words\nnew.txt:1: two\nsrc/main.py:2: two"
-    assert ask(env, "run_command", command="sleep 9").endswith("stopped: not done after 0.4 s")
+    assert ask(env, "run_command", command="sleep 9").endswith("stopped: not done after 1.5 s")
     # Links that the policy makes lead nowhere for the file tools, and commands read nothing outside.
     ask(env, "run_command", command=f"ln -s {tmp_path}/secret.txt l; ln -s {tmp_path} d")
     assert "no file" in refused(env, "read_file", path="l") and "no file" in refused(env, "read_file", path="d/secret.txt")
