@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.configs import is_override
+from agentrl.cli.parented import with_parent
 from agentrl.cli.rollout import add_options, check_counts, check_request, read_request, say_interrupted
+from agentrl.cluster.ray_parent import LATER
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
 from agentrl.shown import console as safe_console
@@ -79,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     if args.compare is not None:
         return _compare(args)
+    return with_parent(args, partial(_evaluate, args), lambda _: LATER)
+
+
+def _evaluate(args: argparse.Namespace, _: int) -> int:
     plans = read_plans(args)
     plans = [Plan(**{**vars(p), "config": check_request(p.config, next(iter(p.requests.values())))}) for p in plans]
     from agentrl.run.display import Display

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.cli.configs import is_override
+from agentrl.cli.parented import with_parent
+from agentrl.cluster.ray_parent import LATER
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
 
@@ -150,6 +153,10 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
+    return with_parent(args, partial(_roll_out, args), lambda _: LATER)
+
+
+def _roll_out(args: argparse.Namespace, _: int) -> int:
     config, request = read_request(args, "rollout")
     config = check_request(config, request)
     from agentrl.run.display import Display

@@ -20,6 +20,7 @@ from agentrl.cli.configs import (
     read_resumed,
     resume_overrides,
 )
+from agentrl.cli.parented import Drive, resume_with, with_parent
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,11 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
+    return with_parent(args, partial(_run, args), resume_with("sft"), partial(_again, args))
+
+
+def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.resume is not None:
-        return _resume(args)
+        return _resume(args, restarts)
     config, overrides = _config(args)
     if config.data is not None:
-        return _on_data(args, config, overrides)
+        return _on_data(args, config, overrides, restarts)
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
     from agentrl.run.checks import check_train
@@ -77,7 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
     notes = check_train(config)
     folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
-    return execute(config, folder, resumed=False, only_warm_start=True, notes=notes)
+    return execute(config, folder, resumed=False, only_warm_start=True, notes=notes, restarts=restarts)
+
+
+def _again(args: argparse.Namespace, run: str) -> Drive:
+    """What goes on with a run that Ray has ended: on data, or with the warm start alone."""
+    args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
+    args.data = args.loss = args.min_reward = args.success = args.per_task = None  # they are in the run's config
+    return partial(_resume, args, warm_start=True)
 
 
 def _given(args: argparse.Namespace) -> list[str]:
@@ -108,7 +120,7 @@ def _config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     return with_absolute_paths(load_config(file, given, find_config_file)), given
 
 
-def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]) -> int:
+def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
     """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
     from agentrl.config.origin import Origins, read_origins
     from agentrl.run.checks.data import check_data
@@ -133,10 +145,11 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
         read.rename(folder.data)
     finally:
         shutil.rmtree(read, ignore_errors=True)
-    return execute(config, folder, resumed=False, notes=notes)
+    return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
 
 
-def _resume(args: argparse.Namespace) -> int:
+def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:
+    """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
     from agentrl.config.identity import check_resumed
     from agentrl.config.origin import read_origins
     from agentrl.run.checks.data import check_data
@@ -146,12 +159,15 @@ def _resume(args: argparse.Namespace) -> int:
 
     texts = [*resume_overrides(args), *_given(args)]
     before, config = read_resumed(args.resume, texts)
+    folder = RunFolder(Path(args.resume))
     if before.data is None:
+        if warm_start:
+            return execute(config, folder, resumed=True, only_warm_start=True, restarts=restarts)
         run = shlex.quote(args.resume)
         raise ConfigError(
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
     check_resumed(before, config, Path(args.resume))
-    folder = RunFolder(Path(args.resume))
     notes = check_resumable(before, config, folder, partial(check_data, prepared=True))
-    return execute(config, folder, resumed=True, notes=notes, origins=read_origins(folder.config, texts))
+    origins = read_origins(folder.config, texts)
+    return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)

@@ -6,16 +6,15 @@ import argparse
 import json
 import math
 import shlex
-import signal
-import sys
+from functools import partial
 from pathlib import Path
 
 from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins, read_resumed, resume_overrides
-from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
+from agentrl.cli.parented import Drive, resume_with, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
 from agentrl.config.origin import read_origins
-from agentrl.errors import ConfigError, WorkerDiedError
+from agentrl.errors import ConfigError
 from agentrl.shown import say
 
 HELP = "train a policy on an environment"
@@ -50,6 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
+    if args.dry_run:
+        return _run(args, 0)
+    return with_parent(args, partial(_run, args), resume_with("train"), partial(_resumed, args))
+
+
+def _resumed(args: argparse.Namespace, run: str) -> Drive:
+    args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
+    return partial(_run, args)
+
+
+def _run(args: argparse.Namespace, restarts: int) -> int:
     config, before = _configs(args)
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
@@ -62,33 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None or args.json:
         option = "--json" if args.json else "--gpu-memory"
         raise ConfigError(f"{option} is for planning: use it together with --dry-run")
-    if args.program and config.cluster.backend == "ray":
-        return _with_parent(args, config, before)
-    return _train(args, config, before, 0)
-
-
-def _with_parent(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> int:
-    """`_train` in a process of its own, and again from the newest checkpoint if Ray ended that."""
-    restarts = 0
-    while (end := end_of_driver()) is not None:
-        run = str(end.told.get("folder", ""))
-        then = f"continue with: agentrl train --resume {shlex.quote(run)}"
-        if end.code < 0:
-            if run:
-                say(f"agentrl: the driver (pid {end.pid}) was ended by {signal.Signals(-end.code).name}; {then}", file=sys.stderr)
-            return die_of(-end.code)
-        if not end.by_ray:
-            return end.code
-        restarts, limit = end.told["restarts"] + 1, config.cluster.max_restarts
-        if restarts > limit or end.stopping:
-            raise WorkerDiedError(f"{end.by_ray}; {then}")
-        say(restarting(end.by_ray, restarts, limit))
-        args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
-        config, before = _configs(args)
-    try:
-        return _train(args, config, before, restarts)
-    finally:
-        tell(over=True)
+    return _train(args, config, before, restarts)
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:

@@ -62,5 +62,7 @@ async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
                 await asyncio.wait([task])
     except TimeoutError:
         log.error("what was under way has not ended within %g s", END_S)
+    if task.done() and not task.cancelled():
+        task.exception()  # of the loss: else asyncio says that nobody asked
     stop_ray()
     return WorkerDiedError(f"Ray is no more: {lost} on this machine is gone")

@@ -2,8 +2,8 @@
 
 As soon as the driver's connection to the object store, which the raylet has, turns out to be broken, by a call or by the release
 of an object, Ray ends the driver with `_Exit(1)`: without a word, past every handler of Python's, and with no setting against it
-(Ray 2.60, `StoreConn::ExitIfErrorStatus`). So `agentrl train` with Ray is two processes. The one that was started forks the
-driver before anything large is imported; it waits, passes signals on, and ends as the driver did. Linux alone.
+(Ray 2.60, `StoreConn::ExitIfErrorStatus`). So `agentrl train`, `sft`, `eval` and `rollout` are two processes. The one that was
+started forks the driver before anything large is imported; it waits, passes signals on, and ends as the driver did. Linux alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from agentrl.shown import console
 
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+
+LATER = "the same command then runs what is missing"
+"""How a user goes on with episodes that are no run."""
 
 _to_parent: int | None = None
 
@@ -54,8 +57,8 @@ def has_parent() -> bool:
 
 
 def tell(**facts: object) -> None:
-    """From a driver to its parent, if it has one: `folder` and `restarts` of its run, `ray`: the processes that Ray cannot do
-    without, `over`: from now on it ends by itself."""
+    """From a driver to its parent, if it has one: `folder`, `restarts` and `max_restarts` of its run, `ray`: the processes that
+    Ray cannot do without, `over`: from now on it ends by itself."""
     if _to_parent is not None:
         os.write(_to_parent, json.dumps(facts).encode() + b"\n")
 

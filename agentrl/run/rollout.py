@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.cluster.ray_life import while_ray_lives
+from agentrl.cluster.ray_parent import LATER, tell
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.config.temperature import one_temperature
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.executors import share_the_lock
 from agentrl.files import atomic_write, naming
 from agentrl.plain_data import json_text, read_json
@@ -78,7 +80,7 @@ async def run_rollout(
     command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
 
     Raises ConfigError if `out` or `record` holds something else, or workers would play what is recorded, ReplayError if a replay
-    diverges.
+    diverges, WorkerDiedError if a process or Ray is lost.
     """
     if config.rollout.workers and request.record is not None:
         raise ConfigError(
@@ -101,7 +103,10 @@ async def run_rollout(
         interrupt = Interrupt(display.say)
         interrupt.install()
         try:
-            await _play(config, request, session, missing, outcome, display)
+            tell(folder=str(request.out), restarts=0, max_restarts=0)
+            await while_ray_lives(_play(config, request, session, missing, outcome, display))
+        except WorkerDiedError as error:
+            raise WorkerDiedError(f"{error}; {LATER}") from error
         except asyncio.CancelledError:
             if not interrupt.requested:
                 raise

@@ -143,6 +143,7 @@ def arrange(moment: str, act: Callable[[], None]) -> None:
     def plays(play: Any) -> Any:
         @wraps(play)
         async def played(self: Any, job: Any, watch: Any) -> Any:
+            come("episode", 5)
             if job.spec.split == "train":
                 come("rollout", 11)  # of eight an update
             elif state["evaluating"]:
@@ -163,6 +164,8 @@ def command(words: list[str], place: str, moment: str | None, victim: str, env: 
     os.setsid()
     os.environ.update(env)
     tempfile.tempdir = None
+    # As of a command of its own: here it would be that by which this process was started, whose locks have names that stay.
+    multiprocessing.set_start_method("fork", force=True)
     if env.get("SHM"):
         _own_shm()
         Path(place, "shm").touch()

@@ -437,6 +437,24 @@ def test_without_restarts_it_ends_with_one_message_and_a_resume_makes_up_for_all
 
 
 @proof
+@pytest.mark.parametrize("victim", ["raylet", "GCS"])
+def test_an_evaluation_ends_with_one_message_and_the_same_command_plays_the_rest(
+    config: Path, tmp_path: Path, victim: str
+) -> None:
+    words = ["eval", "--run", str(unbroken(config, "whole")), "-n", "12", "--out", str(tmp_path / "out")]
+    words += ["cluster.backend=ray", *WORKERS]
+    run = Struck([*words, "rollout.max_episodes=3"], tmp_path, "episode", victim)
+    said = ended_clean(run, 1)
+    named(victim, run.note()["pid"], said)
+    assert said.count("; the same command then runs what is missing") == 1, said
+    there = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    assert len(there) < 12
+    ended_clean(Struck([*words, "rollout.max_episodes=3"], tmp_path), 0)
+    after = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    assert len(after) == 12 and set(there) <= set(after)
+
+
+@proof
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(config: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = Struck(["train", str(config), f"out={tmp_path}", "name=run", "steps=500", "checkpoint.every=400"], tmp_path)

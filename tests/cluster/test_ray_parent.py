@@ -39,7 +39,7 @@ def drive(args, config, before, restarts):
     word = words[times]
     if word == "early":
         os._exit(1)
-    tell(folder=str(run), restarts=restarts)
+    tell(folder=str(run), restarts=restarts, max_restarts=2)
     if word == "no ray":
         os._exit(1)
     tell(ray="its GCS (pid 7) or its raylet (pid 8)")
@@ -188,3 +188,72 @@ async def test_one_signal_to_the_whole_group_is_one_and_a_later_one_another(
         await asyncio.create_task(run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().remove_signal_handler(number)
+
+
+# The other commands, with a driver that Ray ends as often as its word says and that tells what it was asked for.
+OTHER = """
+import os, sys
+from agentrl.cli import eval, main, rollout, sft
+from agentrl.cluster.ray_parent import tell
+
+ends, run = int(sys.argv[1]), sys.argv[2]
+
+def drive(args, restarts, **more):
+    print("asked", getattr(args, "resume", None), getattr(args, "success", None), restarts, more, flush=True)
+    tell(folder=run, restarts=restarts, max_restarts=0 if hasattr(args, "replay") else 2)
+    tell(ray="its GCS (pid 7) or its raylet (pid 8)")
+    if restarts < ends:
+        os._exit(1)
+    return 0
+
+sft._run = sft._resume = eval._evaluate = rollout._roll_out = drive
+sys.argv[1:] = sys.argv[3:]
+sys.exit(main.main())
+"""
+
+
+def other(ends: int, *words: str) -> tuple[int, list[str]]:
+    done = subprocess.run([sys.executable, "-c", OTHER, str(ends), "runs/x", *words], capture_output=True, text=True, timeout=60)
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def test_training_on_data_goes_on_too() -> None:
+    code, said = other(2, "sft", "--data", "rows.jsonl", "--success", "model.path=m")
+    assert code == 0 and [line for line in said if line.startswith("asked")] == [
+        "asked None True 0 {}",
+        "asked runs/x None 1 {'warm_start': True}",
+        "asked runs/x None 2 {'warm_start': True}",
+    ]
+    code, said = other(3, "sft", "--data", "rows.jsonl", "model.path=m")
+    assert code == 1 and said[-1].endswith("gone; continue with: agentrl sft --resume runs/x")
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_episodes_that_ray_ended_are_continued_by_the_same_command(command: str) -> None:
+    code, said = other(1, command, "key_value", "--model", "m")
+    assert code == 1 and len(said) == 2, said
+    assert said[-1].startswith("agentrl: WorkerDiedError: Ray has ended the driver (pid ")
+    assert said[-1].endswith("gone; the same command then runs what is missing")
+
+
+ALONE = """
+import os, sys
+from agentrl.cli import parented
+from agentrl.cli.main import main
+
+def end():
+    print(len(os.listdir("/proc/self/task")), {"numpy", "torch", "ray"} & set(sys.modules))
+    sys.exit(0)
+
+parented.end_of_driver = end
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "words", ["train quickstart", "sft quickstart", "eval key_value --model m", "rollout key_value --model m"]
+)
+def test_a_driver_is_forked_before_there_are_threads(words: str) -> None:
+    """Else it is not forked at all."""
+    done = subprocess.run([sys.executable, "-c", ALONE, *words.split()], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1 set()\n"
