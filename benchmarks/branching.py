@@ -6,7 +6,8 @@
     python benchmarks/branching.py --report                               # tables, CSV and PNG of what is there
     python benchmarks/branching.py --quick --horizons 5 --seeds 0         # a few updates, to try the script
 
-Tasks of one length, rewarded by the success of the whole episode alone: it is for the estimator to find the turns that decide it.
+Tasks of one length, rewarded by the success of the whole episode alone, so that it is for the estimator to find the turns that
+decide it (`OTHER_REWARDS`: where there would be none).
 All runs of a task start from one warm start: that of `configs/long_horizon.toml`, on key_value with 10 calls that of
 `configs/recipes/horizon/key_value.toml`, which solves none of them (the other solves two in three), or that of
 `configs/workspace_ladder.toml`. They have 8 members a group. `flat` begins all at the beginning, with GRPO; the others begin half
@@ -14,7 +15,8 @@ of them there and branch one episode off each, with the advantage `tree`: `middl
 solution, `entropy` before the one that was the least expected, `failure` before one with a failed call.
 
 A branch samples only what follows, so an update of these arms has fewer tokens: curves are over sampled tokens, those thrown away
-included, and the table has greedy held-out success at the tokens that every run of the task has reached, and its mean until then.
+included, and the table has held-out success (greedy, or sampled: `SAMPLED`) at the tokens that every run of the task has reached,
+and its mean until then.
 """
 
 from __future__ import annotations
@@ -48,6 +50,10 @@ TASKS: dict[str, dict[int, str]] = {
     },
 }
 REWARDS = {"key_value": "key_value_exact", "workspace": "workspace"}
+OTHER_REWARDS = {("workspace", 10): "workspace_turns", ("workspace", 20): "workspace_turns"}
+"""Of tasks that no sampled episode of the start solves: half for the whole task, half for each right change."""
+SAMPLED = {("key_value", 20), ("workspace", 5), ("workspace", 10), ("workspace", 20)}
+"""Tasks whose start does well if it takes the likeliest token, and badly if it samples: held-out success is at temperature 1."""
 SPEC = """base = "{base}"
 name = "branching"
 steps = {steps}
@@ -72,6 +78,9 @@ minibatch = 32
 
 [optim]
 schedule = "constant"
+{rate}
+[eval]
+temperature = {temperature}
 """
 ARMS = ("flat", "middle", "entropy", "failure")
 COLORS = {"flat": "k", "middle": "C0", "entropy": "C1", "failure": "C2"}
@@ -95,11 +104,13 @@ def spec(env: str, calls: int, quick: bool) -> str:
         SPEC.format(
             base=BASES[env],
             env=env,
-            reward=REWARDS[env],
+            reward=OTHER_REWARDS.get((env, calls), REWARDS[env]),
+            rate="lr = 3e-4\n" if env == "workspace" else "",
+            temperature=1.0 if (env, calls) in SAMPLED else 0.0,
             params=TASKS[env][calls],
             steps=2 if quick else 16,
             tasks=4 if quick else 64,
-            turns=calls + 4 + calls // 4,
+            turns=2 * calls + 4 if env == "workspace" else calls + 4 + calls // 4,  # a user of `workspace` takes turns too
             tokens=600 + long,
         )
     )
@@ -146,7 +157,7 @@ def report(args: argparse.Namespace) -> None:
         if mine:
             rows += lines_of(env, calls, mine, seeds_of(curves))
     if rows:
-        print("\ngreedy held-out success at the tokens that all runs of the task have sampled, and its mean until then")
+        print("\nheld-out success at the tokens that all runs of the task have sampled, and its mean until then")
         head = ["environment", "calls", "tokens", "arm", *(f"seed {seed}" for seed in seeds_of(curves)), "mean", "until: mean"]
         table(head, rows, "branching_table.csv")
     report_cost()
@@ -168,7 +179,8 @@ def lines_of(env: str, calls: int, curves: dict[Any, list[list[float]]], seeds: 
         means = [statistics.mean(what(found, budget) for found in runs.values()) for what in (at, average)]
         rows.append([env, str(calls), f"{budget:,.0f}", arm, *ends, *(f"{value:.2f}" for value in means)])
         lines[f"{arm} ({len(runs)} seeds)"] = (COLORS[arm], mean(list(runs.values())))
-    draw(f"branching-{env}-{calls}.png", lines, f"sampled tokens, {env}, {calls} calls")
+    how = "sampled" if (env, int(calls)) in SAMPLED else "greedy"
+    draw(f"branching-{env}-{calls}.png", lines, f"sampled tokens, {env}, {calls} calls", how)
     return rows
 
 

@@ -103,7 +103,7 @@ def average(rows: Sequence[Sequence[float]], tokens: float) -> float:
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(points)) / tokens
 
 
-def draw(name: str, lines: dict[str, tuple[str, list[tuple[float, float]]]], over: str) -> None:
+def draw(name: str, lines: dict[str, tuple[str, list[tuple[float, float]]]], over: str, how: str = "greedy") -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,7 +112,7 @@ def draw(name: str, lines: dict[str, tuple[str, list[tuple[float, float]]]], ove
     axes = figure.add_subplot()
     for label, (color, points) in lines.items():
         axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=3, linewidth=1, label=label)
-    axes.set(xlabel=over, ylabel="held-out success, greedy", ylim=(-0.02, 1.02))
+    axes.set(xlabel=over, ylabel=f"held-out success, {how}", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(results() / name, dpi=110)
