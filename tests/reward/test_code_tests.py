@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
+import threading
 import time
 
 import pytest
@@ -14,13 +16,16 @@ from reward_episodes import episode, leaf, spec
 from agentrl.config.schema import SandboxConfig
 from agentrl.errors import ConfigError, RewardSpecError, SandboxError
 from agentrl.reward import Context, compile_spec
+from agentrl.reward.equality import Compared
 from agentrl.reward.judge.assumed import AssumedJudge
+from agentrl.reward.leaves import math as math_leaf
 from agentrl.reward.leaves import tests as leaves
 from agentrl.reward.leaves.tests import last_block
 from agentrl.reward.unit_tests import grade as grading
 from agentrl.reward.unit_tests.grade import Graded, GradeLimits, grade
 from agentrl.run.checks import check_config
 from agentrl.run.checks.parts import check_assembly
+from agentrl.sandbox.local import LocalSandbox
 from tests.conftest import proof
 from tests.e2e.inside import config_of
 
@@ -288,6 +293,50 @@ def test_arguments():
     ):
         with pytest.raises(RewardSpecError, match=word):
             compile_spec(spec(leaf("code.tests", args)))
+
+
+def test_no_answer_in_time_all_together_and_a_fault_behind_a_test_are_no_passes():
+    """What is left at the end of `total` fails, and the report is of all; a test whose fixture fails behind it did not pass."""
+    after = "import pytest\n@pytest.fixture\ndef late():\n    yield\n    raise ValueError\ndef test_late(late): pass\n"
+    began = time.monotonic()
+    slow = "import time\ndef add(a, b):\n    if a: time.sleep(100)\n    return 0"
+    found = grade(after + TESTS, slow, limits=GradeLimits(1.5, 2.0))
+    assert (found.passed, found.count) == (1, 5) and "test_late" in found.why, found
+    assert time.monotonic() - began < 25, "and not 1.5 s for each"
+
+
+def test_code_without_end_is_not_run():
+    found = scored(block(RIGHT + "#" * 200_000))
+    assert found.value == 0.0 and "characters; at most 200000 are run" in found.evidence["root"]["evidence"]["why"]
+
+
+def test_what_a_grading_took_is_given_back(monkeypatch):
+    """A sandbox for each of a thousand episodes."""
+    stopped, whole = [], LocalSandbox.stop
+
+    async def stop(self):
+        stopped.append(self)
+        await whole(self)
+
+    monkeypatch.setattr(grading, "chosen", lambda config: SandboxConfig(provider="local"))
+    monkeypatch.setattr(LocalSandbox, "stop", stop)
+    assert grade("def test_x(): pass", RIGHT).passed == 1
+    assert len(stopped) == 1
+
+
+@pytest.mark.parametrize("one", ["code.tests", "math.equal"])
+async def test_an_event_loop_turns_while_others_grade(one, monkeypatch):
+    """Both wait for another process: on the loop, no episode would go on meanwhile."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
+    waits = threading.Event()
+    monkeypatch.setattr(leaves, "grade", lambda *given: waits.wait(20) and Graded(1, 1))
+    monkeypatch.setattr(math_leaf, "equal", lambda *given: Compared(waits.wait(20)))
+    args = {"tests": TESTS} if one == "code.tests" else {"expect": "1"}
+    scoring = asyncio.ensure_future(compile_spec(spec(leaf(one, args))).ascore(episode(block(RIGHT))))
+    await asyncio.sleep(0.05)
+    assert not scoring.done()
+    waits.set()
+    assert (await scoring).value == 1.0
 
 
 async def test_where_an_event_loop_runs_already():

@@ -139,6 +139,42 @@ def test_gold_that_is_no_mathematics_is_null_and_says_so(gold):
     assert score.evidence["root"]["unscored"]
 
 
+def test_not_strict_forgives_names():
+    assert [said(r"\boxed{y+1}", "x+1", strict=strict) for strict in (True, False)] == [0, 1]
+
+
+def test_gold_with_a_number_is_read_whatever_words_stand_beside_it():
+    assert said("5", "5 apples") == 1 and said("6", "5 apples") == 0
+
+
+def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
+    """Right answers behind many others would be wrong."""
+    worker = equality._Worker()
+    ticks = os.sysconf("SC_CLK_TCK")
+    try:
+        assert os.getsid(worker._process.pid) != os.getsid(0), "Ctrl-C is not for it"
+        used, asked = 0.0, 0
+        while used < 2.0:  # of which one at its start
+            assert worker.ask({"gold": ["4"], "answer": f"{asked}+4-{asked}", "seconds": 1, "strict": True})["right"], asked
+            asked += 1
+            used = sum(map(int, Path(f"/proc/{worker._process.pid}/stat").read_text().split()[13:15])) / ticks
+    finally:
+        worker.end()
+
+
+def test_a_machine_without_time_is_no_wrong_answer(monkeypatch):
+    class Late(equality._Worker):
+        def ask(self, request):
+            raise TimeoutError
+
+    for worker in list(equality._workers(os.getpid())._idle.queue):
+        if worker is not None:
+            monkeypatch.setattr(worker, "ask", lambda request: (_ for _ in ()).throw(TimeoutError))
+    monkeypatch.setattr(equality, "_Worker", Late)
+    found = compile_spec(spec(leaf("math.equal", {"expect": "4"}))).score(episode("4"))
+    assert found.value is None and "a busy machine" in found.evidence["root"]["unscored"]
+
+
 def test_arguments():
     for args, word in (
         ({"expect": []}, "expect"),

@@ -33,7 +33,7 @@ class MathEqual(Leaf):
             "expect": or_ref(_GOLD),
             "where": WHERE,
             "boxed": {"type": "boolean", "description": "only an answer in \\boxed{} counts"},
-            "strict": {"type": "boolean", "description": "names of variables count, and (1, 2) is no set (default true)"},
+            "strict": {"type": "boolean", "description": "names of variables count: x + 1 is not y + 1 (default true)"},
             "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
         },
         ("expect",),
