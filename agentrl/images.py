@@ -118,6 +118,12 @@ def images_in(ids: Sequence[int]) -> tuple[Image, ...]:
     return ids.images if isinstance(ids, PromptIds) else ()
 
 
+def own(ids: Sequence[int]) -> list[int]:
+    """A copy of token ids, with their images if they have any."""
+    images = images_in(ids)
+    return PromptIds(ids, images) if images else list(ids)
+
+
 def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
     """Images, of which some may be rows. Raises ImageError."""
     return tuple(item if isinstance(item, Image) else Image.from_row(item) for item in rows)

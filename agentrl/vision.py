@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Vision:
         self.begin, self.end = int(config.vision_start_token_id), int(config.vision_end_token_id)
         self.special = (self.token, int(config.video_token_id), self.begin, self.end)
         self.merge = int(vision.spatial_merge_size)
+        self._patch = 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+        self._side = int(vision.patch_size) * self.merge
         self._prepare = _processor(path, vision)
         self._kept: OrderedDict[str, Pixels] = OrderedDict()
 
@@ -83,6 +86,18 @@ class Vision:
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    @property
+    def most_tokens(self) -> int:
+        """Placeholders of the largest image, as it is resized."""
+        return int(self._prepare.size["longest_edge"]) // self._side**2
+
+    def blank(self, tokens: int) -> Pixels:
+        """An image of that many placeholders."""
+        rows = next(rows for rows in range(isqrt(tokens), 0, -1) if tokens % rows == 0)
+        columns = tokens // rows
+        values = torch.zeros(tokens * self.merge**2, self._patch)
+        return Pixels(values, (1, rows * self.merge, columns * self.merge), tokens, rows, columns)
 
     def tokens(self, image: Image) -> int:
         """How many placeholders stand for it."""

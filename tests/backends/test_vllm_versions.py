@@ -136,7 +136,7 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(actor, "_params", params)
     made: Any = VllmActor({"model": "none"})
     made._engine, made._spans = Sampler(), False
-    made._prompt = lambda ids: {"prompt_token_ids": ids}
+    made._prompt = lambda ids, sampled: {"prompt_token_ids": [*ids, *sampled]}
     made._segments = Segments(made._engine.abort)
     made._pace = Pace(lambda: [])
     return made

@@ -189,7 +189,7 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, r
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        pytest.param(["engine=vllm", "engine_args={}"], r'engine = "vllm" \(use .*embedded', marks=WITH_VLLM),
+        (["engine=sglang", "engine_args={}"], r'engine = "sglang" \(use .*embedded.*vllm'),
         (["rollout.workers=1"], "rollout.workers = 1 does not go"),
         (["rollout.branch={}"], r"\[rollout.branch\]"),
         (["rollout.start={}"], r"\[rollout.start\]"),
@@ -273,6 +273,33 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
     changed = {name for name in first if not torch.equal(first[name], last[name])}
     assert changed and {name for name in first if "visual" in name}.isdisjoint(changed), "the tower is frozen"
     assert all(name in changed for name in first if "layers.0" in name and "visual" not in name)
+
+
+VLLM = (
+    INIT.replace("head_dim=16", "head_dim=32").replace("hidden=32", "hidden=64"),
+    "engine=vllm",
+    "engine_args={}",
+    "vllm.kv_cache_mib=32",
+    "vllm.max_model_len=256",
+)
+
+
+@proof
+@WITH_VLLM
+def test_a_run_on_vllm_samples_what_its_trainer_computes(out: Path, tmp_path: Path) -> None:
+    """All updates, over publishes; stopped and resumed; then evaluated with images, from recorded answers too."""
+    execute(run_config(out, "vllm", f"steps={STEPS - 1}", *VLLM))
+    run = execute(run_config(out, "vllm", f"steps={STEPS}", *VLLM), resumed=True)
+    looked = [one for step in range(1, STEPS + 1) for one in episodes(run, step) if one.ledgers[0].images]
+    assert len(looked) > 2 and {len(one.ledgers[0].images) for one in looked} >= {1}
+    assert len(updates(run)) == STEPS
+    for row in updates(run):
+        assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-4, row
+    words = ["-n", "4", "--split", "train", "--record", str(tmp_path / "tape"), "--out", str(tmp_path / "live")]
+    assert main(["eval", "--run", str(run), *words]) == 0
+    assert main(["rollout", "--replay", str(tmp_path / "tape"), "--out", str(tmp_path / "again")]) == 0
+    live, again = ((tmp_path / name / "trajectories.jsonl").read_bytes() for name in ("live", "again"))
+    assert again == live and any(json.loads(row)["ledgers"][0].get("images") for row in live.splitlines())
 
 
 @proof

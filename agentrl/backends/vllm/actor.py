@@ -23,6 +23,7 @@ from agentrl.backends.vllm.request_batcher import Answers, Request, answered
 from agentrl.backends.vllm.scratch import settle_scratch
 from agentrl.backends.vllm.segments import SegmentedRequest, Segments
 from agentrl.backends.vllm.version import check_calls, tells_versions
+from agentrl.backends.vllm.vision_prompts import prompts_of
 from agentrl.backends.words import Words
 from agentrl.errors import EngineError, ModelError
 from agentrl.executors import in_thread
@@ -105,7 +106,7 @@ class VllmActor:
 
         check_calls()
         self._spans = tells_versions()
-        self._prompt = prompt_of()
+        self._prompt = prompts_of(self._options, prompt_of())
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
@@ -190,13 +191,15 @@ class VllmActor:
         """One request to vLLM, for the rest of `request`: how it ended, and whether that was for an update of the weights."""
         final = None
         try:
-            prompt = self._prompt([*token_ids, *request.token_ids])
+            prompt = self._prompt(token_ids, request.token_ids)
             params = _params(request.rest(sampling), len(request.token_ids), each=watch.wanted)
             watch.begin()
             async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
                 final = output
                 if watch.wanted and watch.heard(*_columns(output, watch.count)):
                     await self._engine.abort(request_id)
+        except EngineError:
+            raise
         except Exception as problem:  # the caller decides by the type: a dead engine means another replica may retry
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None

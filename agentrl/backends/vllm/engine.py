@@ -19,10 +19,12 @@ from agentrl.backends.vllm.pace import Paces
 from agentrl.backends.vllm.replicas import Replica, Replicas
 from agentrl.backends.vllm.request_batcher import Request
 from agentrl.backends.vllm.seats import ReplicaSeats
+from agentrl.backends.vllm.vision import vision_of, vision_options
 from agentrl.backends.vllm.weight_sync import Kept, VllmRoutes
 from agentrl.backends.words import Words
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import DependencyError, EngineError
+from agentrl.images import own
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told, Underway
 from agentrl.rollout.workers.seats import Seats, WorkerRecipe
 from agentrl.weights.bucket import Bucket
@@ -56,13 +58,15 @@ class VllmEngine(Engine, WeightTarget):
         ray_options: Sequence[Mapping[str, Any]] = (),
         trust: bool = False,
         unused: Sequence[int] = (),
+        images: bool = False,
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
         bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
         `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
         which experts tokens go to, for requests that ask.
         `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
-        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`)."""
+        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`). `images`: the model takes images. Raises
+        ModelError then if its files cannot be read."""
         self._path, self._trust = model_path, trust
         self._words = Words(model_path, trust=trust)
         self._lora_rank, self._sleeps = lora_rank, sleeps
@@ -74,6 +78,9 @@ class VllmEngine(Engine, WeightTarget):
         options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, **asked)}
         if trust:
             options["trust_remote_code"] = True
+        if images:
+            options |= vision_options(options)
+            unused = [*unused, *vision_of(model_path, trust).special]
         if unused:
             options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
         self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
@@ -140,7 +147,7 @@ class VllmEngine(Engine, WeightTarget):
             try:
                 await self._weights_whole.wait()
                 self._check(token_ids, sampling)
-                return await self._asked((list(token_ids), sampling, request_key, request_id), told)
+                return await self._asked((own(token_ids), sampling, request_key, request_id), told)
             except ReplicaDeadError:
                 if not again():
                     raise

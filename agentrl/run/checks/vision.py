@@ -59,7 +59,7 @@ def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
     able = ENGINES.that_are(VISION)
     yield (
         VISION not in engine_of(config).traits,
-        f'engine = "{config.engine}" (use {able}, with engine_args = {{ cache = false }})',
+        f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
     )
     able = TRAIN_ENGINES.that_are(VISION)
     yield VISION not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'

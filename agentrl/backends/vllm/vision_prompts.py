@@ -1,0 +1,67 @@
+"""In a vLLM replica whose model takes images: what makes its prompts, and its model's class made known to vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.backends.vllm.vision import ARCHITECTURE, RECEIVER, vision_of, with_images
+from agentrl.errors import EngineError, ImageError
+from agentrl.images import images_in
+from agentrl.vision import Pixels, Vision
+
+_NEEDS_TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_WITHOUT = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+
+
+def register() -> None:
+    """Make the model's class known to the vLLM of this process. Imports vLLM.
+
+    vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, of which there is no
+    build for every torch; the processor without it has the same function.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        sys.modules.setdefault(_NEEDS_TORCHVISION, importlib.import_module(_WITHOUT))
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        from agentrl.backends.vllm.vision_model import PreparedQwen2_5_VL
+
+        # The class and not its name, of which vLLM would ask another process what it can do.
+        ModelRegistry.register_model(ARCHITECTURE, PreparedQwen2_5_VL)
+
+
+def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) -> Callable[[Sequence[int], Sequence[int]], Any]:
+    """What makes prompts for a replica that is started with `options`: of token ids, which may have images
+    (agentrl.images.PromptIds), and of what is sampled behind them already. `plain`: makes those without images. What it returns
+    raises EngineError for placeholders that are not those of the images. Imports vLLM if the model takes images."""
+    vision = None
+    if options.get("worker_extension_cls") == RECEIVER:
+        vision = vision_of(str(options["model"]), bool(options.get("trust_remote_code")))
+        register()
+
+    def prompt(token_ids: Sequence[int], sampled: Sequence[int]) -> Any:
+        named = _placed(vision, token_ids)
+        ids = [*token_ids, *sampled]
+        return with_images(ids, named) if named else plain(ids)
+
+    return prompt
+
+
+def _placed(vision: Vision | None, token_ids: Sequence[int]) -> list[tuple[str, int, Pixels]]:
+    """The images of a prompt. vLLM's cache of prefixes knows one by the digest of its file."""
+    images = images_in(token_ids)
+    if vision is None and images:
+        raise EngineError(f"a prompt with {len(images)} images for a model of text")
+    if vision is None:
+        return []
+    if not images and vision.token in token_ids:
+        raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+    try:
+        places = vision.places(token_ids, images)
+    except ImageError as problem:
+        raise EngineError(str(problem)) from None
+    return [(image.sha256, start, pixels) for image, (start, pixels) in zip(images, places, strict=True)]
