@@ -72,11 +72,12 @@ class Image:
             data = base64.b64decode(found.data, validate=True)
         except (TypeError, ValueError) as problem:
             raise ImageError(f"not the row of an image: {problem}"[:200]) from None
-        sizes = type(found.width) is int and type(found.height) is int
-        if not sizes or found.media_type not in MEDIA_TYPES:  # as `read` makes them: a page shows it by these
+        sizes = type(found.width) is int and type(found.height) is int and min(found.width, found.height) > 0
+        # As `read` makes them: a page shows it by these.
+        if not sizes or found.width * found.height > MOST_PIXELS or found.media_type not in MEDIA_TYPES:
             raise ImageError(f"not the row of an image: {found.media_type!r}, {found.width!r} x {found.height!r}"[:200])
         if hashlib.sha256(data).hexdigest() != found.sha256:
-            raise ImageError(f"image {found.sha256[:_SHOWN]}: its bytes are not those of its digest; the file was changed")
+            raise ImageError(f"image {str(found.sha256)[:_SHOWN]}: its bytes are not those of its digest; the file was changed")
         return found
 
     @property
@@ -100,8 +101,9 @@ class Image:
         return base64.b64decode(self.data)
 
     def picture(self) -> Picture:
-        """Its pixels, decoded, as RGB. Raises ImageError if it was not made from these bytes by `read`."""
-        return _opened(self.bytes()).convert("RGB")
+        """Its pixels, decoded, as RGB: what is transparent is white. Raises ImageError if it was not made from these bytes by
+        `read`."""
+        return _colored(_opened(self.bytes()))
 
 
 class PromptIds(list[int]):
@@ -122,6 +124,14 @@ def own(ids: Sequence[int]) -> list[int]:
     """A copy of token ids, with their images if they have any."""
     images = images_in(ids)
     return PromptIds(ids, images) if images else list(ids)
+
+
+def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
+    """The images of a record, which has them by digest. Raises ImageError for one that stands under another's."""
+    found = {sha256: Image.from_row(row) for sha256, row in rows.items()}
+    if wrong := [sha256 for sha256, image in found.items() if image.sha256 != sha256]:
+        raise ImageError(f"image {wrong[0][:_SHOWN]}: another stands in its place ({found[wrong[0]].sha256[:_SHOWN]})")
+    return found
 
 
 def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
@@ -167,6 +177,18 @@ def _opened(data: bytes) -> Picture:
         what = "no PNG, JPEG, WebP or GIF" if isinstance(problem, pillow.UnidentifiedImageError) else str(problem)[:120]
         raise ImageError(f"{len(data)} bytes that do not decode: {what}") from None
     return picture
+
+
+def _colored(picture: Picture) -> Picture:
+    """The picture as RGB, as a page shows it. Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show
+    the color that lies under what is transparent, which is black behind a plot's black lines."""
+    if picture.mode.startswith("I"):
+        return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    white = _pillow().new("RGBA", picture.size, "white")
+    found: Picture = _pillow().alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+    return found
 
 
 def _check_size(picture: Picture) -> None:

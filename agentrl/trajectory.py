@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from agentrl.images import Image, images_of
+from agentrl.images import Image, by_digest, images_of
 from agentrl.plain_data import detached, json_text
 from agentrl.token_ledger import TokenLedger as TokenLedger
 
@@ -302,7 +302,7 @@ class Trajectory:
         """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
         fields = dict(row)
         fields["task"] = Task(**row["task"])
-        images = {sha256: Image.from_row(item) for sha256, item in fields.pop("images", {}).items()}
+        images = by_digest(fields.pop("images", {}))
         fields["messages"] = [message_of(item, images) for item in row["messages"]]
         fields["turns"] = [turn_of(item, images) for item in row["turns"]]
         fields["user_calls"] = user_calls_of(row.get("user_calls", ()), images)

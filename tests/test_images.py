@@ -63,6 +63,28 @@ def test_an_image_is_what_its_bytes_say(kind: str) -> None:
     assert Image.from_row(json.loads(json.dumps(asdict(image)))) == image
 
 
+def test_a_model_sees_what_a_page_shows() -> None:
+    """What is transparent is white, and grays of 16 bits are gray: a plot was black on black, a scan all white."""
+    gray = Pictures.fromarray((np.arange(256, dtype=np.uint16) * 257).reshape(16, 16))
+    assert (np.asarray(Image.read(file_of(gray)).picture())[..., 1] == np.arange(256).reshape(16, 16)).all()
+    plot = Pictures.new("RGBA", (4, 4), (0, 0, 0, 0))
+    plot.paste((0, 0, 0, 255), (1, 1, 3, 3))
+    line = np.full((4, 4), 255)
+    line[1:3, 1:3] = 0
+    palette = Pictures.fromarray((line == 0).astype(np.uint8), "L").convert("P")
+    faint = np.asarray(Image.of(Pictures.new("LA", (2, 2), (0, 51))).picture())
+    assert (np.asarray(Image.of(plot).picture()) == line[..., None]).all() and (faint == 204).all()
+    out = io.BytesIO()
+    palette.putpalette([0, 0, 0] * 2)
+    palette.save(out, "PNG", transparency=0)
+    assert (np.asarray(Image.read(out.getvalue()).picture()) == line[..., None]).all()
+    cyan = Image.read(file_of(Pictures.new("CMYK", (8, 8), (255, 0, 0, 0)), "JPEG"))
+    assert np.abs(np.asarray(cyan.picture(), int) - (0, 255, 255)).max() < 8
+    frames = [picture((n, 0, 0)) for n in (200, 10)]
+    frames[0].save(animated := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
+    assert np.asarray(Image.read(animated.getvalue()).picture()).max() == 200, "of an animation the first"
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -93,6 +115,9 @@ def test_a_row_whose_bytes_were_changed_is_refused() -> None:
         ({"width": "<b>"}, "not the row of an image"),
         ({"data": "?"}, "not the row of an image"),
         ({"more": 1}, "not the row of an image"),
+        ({"width": -5}, "not the row of an image"),
+        ({"height": 10**9}, "not the row of an image"),
+        ({"sha256": None}, "not those of its digest"),
     ]:
         with pytest.raises(ImageError, match=why):
             Image.from_row({**row, **change})
@@ -224,6 +249,9 @@ def test_a_row_has_each_image_once_and_is_the_episode_again() -> None:
     changed = json.loads(text)
     changed["images"][image.sha256]["data"] = base64.b64encode(file_of(picture())).decode()
     with pytest.raises(ImageError, match="not those of its digest"):
+        Trajectory.from_json(changed)
+    changed["images"][image.sha256] = asdict(other := Image.of(picture()))
+    with pytest.raises(ImageError, match=f"image {image.sha256[:12]}: another stands in its place .{other.sha256[:12]}"):
         Trajectory.from_json(changed)
 
 

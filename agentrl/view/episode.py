@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import RunFolderError
-from agentrl.images import Image
+from agentrl.images import by_digest
 from agentrl.plain_data import read_json
 from agentrl.run.reader import EpisodeFile, RunRecord
 from agentrl.view.queries import COLUMNS, FROM, NotFoundError
@@ -114,9 +114,9 @@ def _pictured(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[s
     shown: list[dict[str, str]] = []
     for digest in item["images"]:
         try:
-            image = Image.from_row(images[digest])
+            image = by_digest({digest: images[digest]})[digest]
             shown.append({"src": f"data:{image.media_type};base64,{image.data}", "alt": image.line})
-        except (KeyError, ValueError) as problem:
+        except (KeyError, TypeError, ValueError) as problem:
             shown.append({"src": "", "alt": f"[an image that cannot be shown: {problem}]"})
     return {**item, "images": shown}
 

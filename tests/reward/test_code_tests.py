@@ -300,9 +300,10 @@ def test_no_answer_in_time_all_together_and_a_fault_behind_a_test_are_no_passes(
     after = "import pytest\n@pytest.fixture\ndef late():\n    yield\n    raise ValueError\ndef test_late(late): pass\n"
     began = time.monotonic()
     slow = "import time\ndef add(a, b):\n    if a: time.sleep(100)\n    return 0"
-    found = grade(after + TESTS, slow, limits=GradeLimits(1.5, 2.0))
-    assert (found.passed, found.count) == (1, 5) and "test_late" in found.why, found
-    assert time.monotonic() - began < 25, "and not 1.5 s for each"
+    more = "@pytest.mark.parametrize('n', range(20))\ndef test_many(n): assert add(1, n) == 1 + n\n"
+    found = grade(after + TESTS + more, slow, limits=GradeLimits(1.5, 2.0))
+    assert found.passed <= 1 and found.count == 25 and "test_late" in found.why, found  # add(0, 0), if the machine is quick
+    assert time.monotonic() - began < 25, "and not 1.5 s for each, nor their process ended from outside"
 
 
 def test_code_without_end_is_not_run():
