@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from agentrl.config.schema import LoraSection
 from agentrl.errors import DependencyError, ModelError
+from agentrl.vision import takes_images
 
+TOWER = r".*\bvisual\..*"
+"""The layers of a vision tower, as peft is told."""
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
-    """Add adapters to the linear layers that `cfg.modules` names and freeze everything else.
+    """Add adapters to the linear layers that `cfg.modules` names, but for those of a vision tower, and freeze everything else.
 
     The adapters start as a zero change. Raises DependencyError without peft, ModelError if no layer has
     such a name.
@@ -25,7 +28,9 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
-    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0)
+    # A tower's layers may have the same names.
+    tower = {"exclude_modules": TOWER} if takes_images(getattr(model, "config", None)) else {}
+    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0, **tower)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # every rank must draw the same adapters

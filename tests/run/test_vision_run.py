@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pictures
+from safetensors.torch import load_file
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.catalog import EnvRef
@@ -29,6 +30,7 @@ from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks.vision import check_vision
+from agentrl.train.export import export_run
 from agentrl.train.families.choice import packing_of
 from agentrl.trajectory import Message, StopReason, TokenLedger, ToolCall, Trajectory
 from agentrl.vision import Vision
@@ -196,7 +198,7 @@ async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, r
         (["cluster.actors=2", "model.sequence_parallel=2"], "model.sequence_parallel = 2"),
         (["cluster.actors=2", "model.tensor_parallel=2"], "model.tensor_parallel = 2"),
         (["cluster.actors=2", "model.replicas=2"], "model.replicas = 2"),
-        (["model.lora={}"], r"\[model.lora\]"),
+        (["model.lora={}", "weights.lora=adapter"], 'weights.lora = "adapter"'),
         (["model.engine=titan"], r'model.engine = "titan" \(use .*fsdp2'),
         (["model.compile=true"], "model.compile = true"),
         (["model.packing=one_row"], 'model.packing = "one_row"'),
@@ -267,12 +269,36 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
     for row in updates(whole):
         assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-5
     assert abs(updates(whole)[0]["kl_reference"]) < 1e-3, "the reference sees the same images"
-    from safetensors.torch import load_file
-
     first, last = (load_file(whole / name / "model.safetensors") for name in ("model", "final"))
     changed = {name for name in first if not torch.equal(first[name], last[name])}
     assert changed and {name for name in first if "visual" in name}.isdisjoint(changed), "the tower is frozen"
     assert all(name in changed for name in first if "layers.0" in name and "visual" not in name)
+
+
+ADAPTED = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+
+
+def adapters(run: Path) -> list[str]:
+    """What a run must be told to train adapters on another's model."""
+    lora = f"model.lora={{rank=4,modules={ADAPTED}}}"
+    return [f"model.path={run / 'final'}", "model.init=false", "sft=false", lora, "optim.lr=1e-2"]
+
+
+def test_adapters_of_the_language_model_are_trained_on_images(whole: Path, out: Path) -> None:
+    """Though the tower's layers have the same names: they get none, and their weights stay."""
+    run = execute(run_config(out, "adapters", "steps=2", *adapters(whole)))
+    first, second = updates(run)
+    assert max(first["mismatch_max"], second["mismatch_max"]) < 1e-5, "published merged"
+    assert abs(first["kl_reference"]) < 1e-6 < abs(second["kl_reference"]), "the reference is the model without them"
+    assert any(one.images for one in episodes(run, 2))
+    before, after = (load_file(at / "final" / "model.safetensors") for at in (whole, run))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    own = {name for name in before if "visual" not in name and name.split(".")[-2] in ADAPTED and name.endswith(".weight")}
+    assert changed == own and len(own) == 4
+    export_run(run, out / "adapter", adapter=True)
+    assert len(held := load_file(out / "adapter" / "adapter_model.safetensors")) == 8 and not any(
+        "visual" in name for name in held
+    )
 
 
 VLLM = (
@@ -294,6 +320,9 @@ def test_a_run_on_vllm_samples_what_its_trainer_computes(out: Path, tmp_path: Pa
     assert len(looked) > 2 and {len(one.ledgers[0].images) for one in looked} >= {1}
     assert len(updates(run)) == STEPS
     for row in updates(run):
+        assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-4, row
+    adapted = execute(run_config(out, "vllm_adapters", "steps=2", *VLLM[1:], *adapters(run)))
+    for row in updates(adapted):
         assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-4, row
     words = ["-n", "4", "--split", "train", "--record", str(tmp_path / "tape"), "--out", str(tmp_path / "live")]
     assert main(["eval", "--run", str(run), *words]) == 0

@@ -23,7 +23,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     or if a model beside it takes images.
 
     Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
-    rollout.start, rollout.colocate.
+    rollout.start, rollout.colocate, weights.lora.
     """
     if "messages" in engine_of(config).traits:
         return
@@ -65,7 +65,7 @@ def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
     yield VISION not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
     for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
         yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
-    yield model.lora is not None, "[model.lora]"
+    yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
     yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
     yield model.compile, "model.compile = true"
     yield model.kernels != "torch", f'model.kernels = "{model.kernels}"'
