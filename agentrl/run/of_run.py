@@ -20,7 +20,7 @@ from agentrl.run.engines import engine_name
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import origin_hint, recorded_contents
 from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.export import export_run, start_model
+from agentrl.train.export import TRIES, CheckpointGoneError, export_run, start_model
 from agentrl.train.seal import check_model
 
 _UNFIT = re.compile(r"[^\w.-]+")
@@ -70,6 +70,16 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 
     Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is none of these.
     """
+    for left in reversed(range(TRIES)):
+        try:
+            return _model_of(folder, which)
+        except CheckpointGoneError:
+            if which not in ("last", "best") or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _model_of(folder: RunFolder, which: str) -> RunModel:
     if which not in ("last", "best") and not which.isdigit():
         raise ConfigError(f"--checkpoint {which}: expected last, best or the number of a step, as in {folder.checkpoints}")
     ends = _final_step(folder)

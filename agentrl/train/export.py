@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,20 @@ from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.lora import adapter_of, merged
 from agentrl.train.pretrained import load_model_config
 from agentrl.train.saving import save_model
-from agentrl.train.seal import check_intact, read_manifest
+from agentrl.train.seal import check_intact
 from agentrl.train.state import saved_tensors
 from agentrl.weights.peft_folder import write_adapter
 from agentrl.weights.target import Adapter
+
+TRIES = 5
+"""Of the newest or best checkpoint of a run that goes on, which removes them."""
+REMOVING = 0.5
+"""Seconds in which one that a run has begun to remove is gone."""
+
+
+class CheckpointGoneError(CheckpointError):
+    """The checkpoint was there, and was removed while it was read."""
+
 
 MODEL = "model."  # how an engine's state names the model's part
 
@@ -33,7 +44,16 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
     or the run trained no adapters.
     """
-    folder, target = Path(run), Path(out)
+    for left in reversed(range(TRIES)):
+        try:
+            return _export_run(Path(run), Path(out), step, best=best, adapter=adapter)
+        except CheckpointGoneError:
+            if step is not None or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, adapter: bool) -> int:
     if not (folder / "config.toml").is_file():
         raise CheckpointError(f"{folder}: not a run folder (it has no config.toml)")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -47,8 +67,14 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     chosen = checkpoints.newest() if step is None else checkpoints.at(step)
     if chosen is None:
         raise CheckpointError(f"{folder}: the run has no checkpoint yet")
-    check_intact(chosen)
     config = load_config(folder / "config.toml")
+    with _while_there(chosen):
+        check_intact(chosen)
+        _write(folder, chosen, target, config, adapter)
+    return int(chosen.name.rpartition("_")[2])
+
+
+def _write(folder: Path, chosen: Path, target: Path, config: TrainConfig, adapter: bool) -> None:
     source = start_model(folder, config)
     if adapter and config.model.lora is None:
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
@@ -57,11 +83,25 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     with full_disk_said(target, "repeat the command"), _made_or_removed(target):
         if adapter and config.model.lora is not None:
             write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
-            return int(read_manifest(chosen)["step"])
+            return
         scores = config.data is not None and config.data.loss == "reward"
         about = load_model_config(source, trust)
         save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores)
-    return int(read_manifest(chosen)["step"])
+
+
+@contextmanager
+def _while_there(chosen: Path) -> Iterator[None]:
+    """A run that goes on removes its older checkpoints; what then cannot be read is not damaged."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        if chosen.is_dir():
+            time.sleep(REMOVING)
+        if chosen.is_dir():
+            raise  # it is there, and damaged, or it is something else
+        raise CheckpointGoneError(
+            f"{chosen}: it was removed while it was read, by the run, which keeps the newest checkpoint.keep of them"
+        ) from None
 
 
 @contextmanager

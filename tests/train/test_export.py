@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
+from agentrl.run.of_run import model_of
+from agentrl.run.of_run import run_folder as run_folder_of
+from agentrl.train import export
 from agentrl.train.actor import Actor
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.export import export_run
@@ -140,3 +145,27 @@ def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tm
     (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny))))
     with pytest.raises(ModelError, match="trained all weights and has no adapter"):
         export_run(run, tmp_path / "none", adapter=True)
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_damaged_and_the_next_one_is_taken(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on and keeps one checkpoint: its model is exported and pushed all the same."""
+    whole = export.saved_weights
+
+    def removes(folder: Path, *given: Any) -> Any:
+        found = whole(folder, *given)
+        if folder.parent.name == "step_000002":
+            shutil.rmtree(folder.parent)
+        return found
+
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(export, "saved_weights", removes)
+    shutil.copytree(run_folder / "checkpoints/step_000002", kept)
+    with pytest.raises(CheckpointError, match=r"step_000002: it was removed while it was read, by the run"):
+        export_run(run_folder, tmp_path / "second", 2)
+    for out in ("newest", "last"):
+        shutil.copytree(kept, run_folder / "checkpoints/step_000002")
+        found = export_run(run_folder, tmp_path / out) if out == "newest" else model_of(run_folder_of(run_folder), "last").step
+        assert found == 1 and not (run_folder / "checkpoints/step_000002").exists(), out
+    assert not (tmp_path / "second").exists()
