@@ -106,6 +106,18 @@ def test_the_config_that_is_pushed_has_no_secret(run: Path, share: Path) -> None
     assert any(b"[redacted]" in content and b"group_size = 2" in content for content in pushed)
 
 
+def test_a_secret_that_only_its_name_gives_away_stays_too(run: Path, share: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    server = 'mcp = { shop = { command = ["server"], env = { SHOP_PASSWORD = "correct horse battery" } } }'
+    text = (copy / "config.toml").read_text()
+    assert "\nmcp = {}" in text
+    (copy / "config.toml").write_text(text.replace("\nmcp = {}", f"\n{server}"))
+    done = push(str(copy), str(share))
+    text = (Path(done.place) / "snapshots" / done.revision / "config.toml").read_text()
+    assert "correct horse" not in text and "SHOP_PASSWORD" in text
+
+
 def test_the_same_content_is_one_revision(run: Path, share: Path) -> None:
     first = push(str(run), str(share))
     before = {path: path.stat().st_mtime_ns for path in sorted(share.rglob("*"))}
@@ -131,6 +143,16 @@ def test_an_environment_is_pushed_changed_and_both_revisions_pulled(share: Path,
     pull(str(repo), str(tmp_path / "new"))
     assert (tmp_path / "new/notes.md").read_text() == "warmer\n"
     assert not pull(str(repo), str(tmp_path / "new")).new, "it is there already"
+    with pytest.raises(RepositoryError, match=r"no revision '.*'; there are "):
+        pull(str(repo), str(tmp_path / "short"), two.revision[:3])
+    twins = "0" * 39
+    for end in "12":
+        shutil.copytree(repo / "snapshots" / two.revision, repo / "snapshots" / f"{twins}{end}")
+    with pytest.raises(RepositoryError, match=f"no revision '{twins}'; there are "):
+        pull(str(repo), str(tmp_path / "either"), twins)
+    (tmp_path / "new/notes.md").write_text("changed\n")
+    with pytest.raises(RepositoryError, match=r"new/notes.md: missing, or not as it was pushed"):
+        pull(str(repo), str(tmp_path / "new"))
     with pytest.raises(RepositoryError, match="already exists, with other content"):
         pull(str(repo), str(tmp_path / "new"), one.revision)
     with pytest.raises(RepositoryError, match=rf"no revision 'ffff'; there are .*{one.revision}"):
@@ -203,6 +225,7 @@ def test_a_copy_that_was_cut_short_goes_on(pushed: Path, tmp_path: Path) -> None
     shutil.copy(pushed / "env.py", partial / "env.py")
     (partial / "notes.md").write_text("wa")
     (partial / "README.md.part").write_text("half")
+    (partial / "of another.py").write_text("raise SystemExit")
     inode = (partial / "env.py").stat().st_ino
     assert pull(str(pushed.parents[1]), str(tmp_path / "got")).new
     assert (tmp_path / "got/env.py").stat().st_ino == inode, "not copied again"
@@ -292,6 +315,17 @@ def test_secrets_links_and_pickles_are_refused_by_name(share: Path, tmp_path: Pa
     (env / ".env").write_text("SHOP_API_KEY=planted-value-1234")
     done = push(str(env), str(share))
     assert ".env" not in tree(Path(done.place) / "snapshots" / done.revision), "what begins with a dot stays"
+    os.mkfifo(env / "pipe")
+    with pytest.raises(RepositoryError, match=r"pipe: a link, pipe or device"):
+        push(str(env), str(share))
+    (env / "pipe").unlink()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n{"a": "hf_' + "a1B2" * 8 + '"}\n')
+    with pytest.raises(RepositoryError, match=r"rows\.jsonl:2: holds"):
+        push(str(rows), str(share))
+    (env / "README.md").write_text("# my own words\n")
+    done = push(str(env), str(share))
+    assert (Path(done.place) / "snapshots" / done.revision / "README.md").read_text() == "# my own words\n"
     (env / "link").symlink_to("/etc/hostname")
     with pytest.raises(RepositoryError, match="link: a link, pipe or device"):
         push(str(env), str(share))
