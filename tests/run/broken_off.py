@@ -80,7 +80,7 @@ def break_off(way: str, step: int) -> None:
     Checkpoints.commit, Checkpoints._publish, RunFolder.append_metrics = commits, publishes, appends  # type: ignore[method-assign]
 
 
-def in_process(target: Any, *words: Any, code_file: Path, timeout: float = 180) -> int:
+def in_process(target: Any, *words: Any, code_file: Path, timeout: float = 500) -> int:
     """The exit code of `target` in a process of its own; minus the signal if it was killed."""
     code_file.unlink(missing_ok=True)
     process = forked(target, *words, str(code_file))

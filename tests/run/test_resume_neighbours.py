@@ -132,7 +132,7 @@ QUICK = ("user rounds", "ctrl-c")
 PAIRS = [(case, way) for case in CASES for way in WAYS]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("case", "way"), [pair if pair == QUICK else pytest.param(*pair, marks=proof) for pair in PAIRS])
 def test_it_equals_the_unbroken_run(
     case: str, way: str, specs: Path, wholes: dict[str, Path], urls: tuple[str, str], tmp_path: Path
@@ -264,7 +264,7 @@ MAY_NOT = {"rollout.groups": "16", "rollout.group_size": "8", "optim.lr": "0.5",
 
 
 @proof
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_may_change_is_in_the_config_that_ran_and_what_may_not_is_refused_by_name(tmp_path: Path) -> None:
     assert in_process(begun, str(tmp_path), "run", [*TINY, "steps=2", "eval.tasks=2"], "", 0, code_file=tmp_path / "code") == 0
     run = tmp_path / "run"
