@@ -89,9 +89,9 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     if started_here:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
+            tell(ray="the raylet of this machine, or the cluster's GCS,")
             with tempfile.TemporaryDirectory(prefix="agentrl-shelf-") as staged:
                 _init(address, _join(address, Path(staged)))
-            tell(ray="the raylet of this machine, or the cluster's GCS,")
         else:
             own_token()
             _start_local(cluster.startup_timeout, object_store_bytes)
@@ -121,7 +121,8 @@ def _start_local(timeout: float, object_store_bytes: int | None) -> None:
 def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     global _own
     value, since = secrets.token_hex(16), time.time() - CLOCK
-    # Its keeper first: the driver may be killed while Ray starts.
+    # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
+    tell(ray="the GCS or the raylet of the Ray that it is starting")
     _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     try:
         with (

@@ -111,6 +111,17 @@ def arrange(moment: str, act: Callable[[], None]) -> None:
             state["done"] = True
             act()
 
+    if moment == "registration":  # Ray runs, and the driver is about to call it
+        from ray._private import worker
+
+        connect = worker.connect
+
+        def connects(*words: Any, **named: Any) -> Any:
+            come("registration", 1)
+            return connect(*words, **named)
+
+        worker.connect = connects
+
     submit, create, send, evaluate = RayBackend.submit, Hosts.create, Publisher.send, loop.evaluate_now
 
     def creates(self: Hosts, *rest: Any) -> None:

@@ -410,6 +410,16 @@ def test_what_dies_while_the_training_processes_are_built_is_started_again(confi
 
 
 @proof
+def test_a_driver_that_ray_ends_while_ray_starts_is_started_again(config: Path, tmp_path: Path) -> None:
+    said, _ = struck(config, tmp_path, "raylet", "registration", code=0)
+    why = (
+        "where it finds the GCS or the raylet of the Ray that it is starting gone; restarting from the newest checkpoint (1 of 2)"
+    )
+    assert said.replace("\n", " ").count(why) == 1, said[-3000:]
+    same(tmp_path / "run", unbroken(config, "whole"))
+
+
+@proof
 @pytest.mark.parametrize("agent", ["runtime env agent", "dashboard agent"])
 def test_a_ray_that_loses_an_agent_is_none_or_goes_on(config: Path, tmp_path: Path, agent: str) -> None:
     said, _ = struck(config, tmp_path, agent, "rollout", code=0)
