@@ -1,8 +1,10 @@
-"""Models that take images (Qwen2.5-VL): images as their pixels and placeholder tokens, and the positions of all tokens.
+"""Models that take images (Qwen2.5-VL, Qwen3-VL): images as their pixels and placeholder tokens, and the positions of all tokens.
 
 An image is a run of placeholder tokens in a row, one for each patch that the vision tower merges; its features take the place of
-their embeddings. Text counts positions one by one; the tokens of an image have a position in each of three dimensions (time,
-height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and what follows begins behind the largest of them.
+their embeddings, and in Qwen3-VL those of the tower's early layers are added to what the language model's first layers make of
+them (Meng et al. 2024, arXiv:2406.04334). Text counts positions one by one; the tokens of an image have a position in each of
+three dimensions (time, height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and what follows begins behind
+the largest of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from agentrl.errors import ImageError, ModelError
 from agentrl.images import Image
 
-KINDS = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
+KINDS = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 """The model types whose images are computed, with transformers' class of each."""
 KEPT = 256
 """Images whose pixels stay in memory, prepared."""
@@ -153,19 +155,26 @@ def seen_of(places: Sequence[tuple[int, Pixels]]) -> PackedImages:
     return PackedImages(values, torch.tensor([pixels.grid for _, pixels in places]), torch.cat(at))
 
 
-def features_of(model: Any, seen: PackedImages) -> Tensor:
-    """What the vision tower makes of the images, [placeholders, E]. `model`: the one with the tower."""
+def features_of(model: Any, seen: PackedImages) -> list[Tensor]:
+    """What the vision tower makes of the images: features [placeholders, E], and in some models as many again for each of the
+    language model's first layers. `model`: the one with the tower."""
     with torch.no_grad():  # it is frozen (train/fsdp.py): its features need no graph
-        return torch.cat(model.get_image_features(seen.values, seen.grid, return_dict=True).pooler_output)
+        found = model.get_image_features(seen.values, seen.grid, return_dict=True)
+    return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 
 
-def embedded(model: Any, ids: Tensor, seen: PackedImages | None, features: Tensor | None = None) -> Tensor:
-    """Embeddings [T, E] of the ids [T], with the features of images in their places; `features`, if they are known already."""
+def embedded(model: Any, ids: Tensor, seen: PackedImages | None, features: list[Tensor] | None = None) -> dict[str, Any]:
+    """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the features of images in their places;
+    `features`, if they are known already."""
     embeddings: Tensor = model.get_input_embeddings()(ids)
     if seen is None:
-        return embeddings
-    found = features_of(model, seen) if features is None else features
-    return embeddings.index_copy(0, seen.places, found.to(embeddings.dtype))
+        return {"inputs_embeds": embeddings[None]}
+    first, *others = features_of(model, seen) if features is None else features
+    found = {"inputs_embeds": embeddings.index_copy(0, seen.places, first.to(embeddings.dtype))[None]}
+    if not others:
+        return found
+    mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, seen.places, True)
+    return {**found, "visual_pos_masks": mask[None], "deepstack_visual_embeds": others}
 
 
 def _processor(path: str, vision: Any) -> Any:

@@ -114,7 +114,8 @@ class FsdpEngine(BaseEngine):
         self.vision = vision_of(path, model)
         loader = Loader(path, model)  # before the names change
         self.config = model.config
-        self.tied = bool(model.config.get_text_config().tie_word_embeddings)
+        text = model.config.get_text_config()
+        self.tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
         if cfg.kernels == "liger":
             use_liger(model, self.device)
         if cfg.tensor_parallel * cfg.expert_parallel > 1:

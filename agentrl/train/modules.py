@@ -128,7 +128,7 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         if position_ids.dim() == 2:
             text = model.language_model
             given = taken(text, position_ids[:, None], packed)
-            out = text(inputs_embeds=embedded(model, ids, micro.seen)[None], use_cache=False, **given)
+            out = text(**embedded(model, ids, micro.seen), use_cache=False, **given)
         else:
             out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
     return out.last_hidden_state[0], first

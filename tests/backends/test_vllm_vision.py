@@ -26,9 +26,9 @@ from agentrl.train.init_model import init_model
 from agentrl.trajectory import TokenLedger
 from agentrl.vision import Vision
 from tests.publishing import publish
-from tests.train.test_vision import BLUE, RED, WIDE, alone, reference
+from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, reference
 
-__all__ = ["reference"]  # a fixture
+__all__ = ["deep", "reference"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 skip_without_vllm()
@@ -179,6 +179,13 @@ async def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], 
     with pytest.raises(ConfigError, match=why):
         maker_of("vllm", config(*more)).check()
     maker_of("vllm", config()).check()
+
+
+async def test_a_qwen3_vl_is_refused_by_name(deep: tuple[Path, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="engine = vllm: the model is a qwen3_vl, and of those that take images qwen2_5_vl alone"
+    ):
+        maker_of("vllm", config(f"model.path={deep[0]}", "model.init=false")).check()
 
 
 async def test_a_vllm_that_is_given_no_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ from agentrl.vision import Vision
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import HERE, episodes, execute, updates
 from tests.players import run_tasks
-from tests.train.test_vision import BLUE, RED, WIDE, alone, folder, reference
+from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, folder, reference
 
-__all__ = ["folder", "reference"]  # fixtures
+__all__ = ["deep", "folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"
 WITH_VLLM = pytest.mark.skipif(installed("vllm") is None, reason="vLLM is not installed here")
 RUN = ("env.id=color_square", "env.reward=color_square", INIT, "engine=embedded", "engine_args={cache=false}")
@@ -149,8 +149,11 @@ async def test_a_rewritten_conversation_has_the_images_that_are_left() -> None:
 # -- the engine ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_engine_samples_with_the_images_of_each_prompt(folder: Path, reference: Any) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+async def test_the_engine_samples_with_the_images_of_each_prompt(kind: str, folder: Path, reference: Any, deep: Any) -> None:
     """Prompts of equal ids with other images, at once and one after the other: each is sampled as transformers alone would."""
+    if kind == "qwen3_vl":
+        folder, reference = deep
     engine = EmbeddedEngine(str(folder), cache=False, dtype="float32")
     await engine.start()
     vision = Vision(str(folder), reference.config)
@@ -273,6 +276,20 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
     changed = {name for name in first if not torch.equal(first[name], last[name])}
     assert changed and {name for name in first if "visual" in name}.isdisjoint(changed), "the tower is frozen"
     assert all(name in changed for name in first if "layers.0" in name and "visual" not in name)
+
+
+@proof
+@pytest.mark.parametrize("more", [[], ["sft=false", "model.lora={rank=4,modules=['q_proj','down_proj']}", "optim.lr=1e-2"]])
+def test_a_qwen3_vl_is_trained_on_images(more: list[str], deep: Any, out: Path) -> None:
+    """Whole and with adapters; features of the tower's early layers go into the language model's in both programs."""
+    name, start = ("deep adapters", out / "deep" / "final") if more else ("deep", deep[0])
+    run = execute(run_config(out, name, "steps=3", f"model.path={start}", "model.init=false", *more))
+    assert any(one.images for one in episodes(run, 3))
+    assert all(row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-5 for row in updates(run))
+    before, after = (load_file(at / "model.safetensors") for at in (start, run / "final"))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert before.keys() == after.keys() and changed and not any("visual" in key for key in changed)
+    assert len(changed) == 6 if more else all(key in changed for key in before if "layers.2" in key and "visual" not in key)
 
 
 ADAPTED = ["q_proj", "v_proj", "gate_proj", "down_proj"]

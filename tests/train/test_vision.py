@@ -1,4 +1,4 @@
-"""A model that takes images, of Qwen2.5-VL's architecture: packed rows against transformers' own forward pass of each alone."""
+"""Models that take images, Qwen2.5-VL's and Qwen3-VL's: packed rows against transformers' own forward pass of each alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.images import Image, PromptIds
 from agentrl.train.forward import compute_logprobs
 from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import init_model
+from agentrl.train.init_model import architecture, init_model
+from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Task, TokenLedger, Trajectory
 from agentrl.vision import Vision
 
@@ -39,6 +40,51 @@ def reference(folder: Path) -> Any:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def qwen3_vl(folder: Path) -> Path:
+    """A tiny Qwen3-VL, two of whose tower's layers reach into the language model; with the packaged tokenizer."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    small = architecture(TINY)
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    text = {
+        key: getattr(small.text_config, key) for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    }
+    text |= {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text |= {"head_dim": 16, "rope_parameters": rope, "initializer_range": 0.2}
+    tower = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "initializer_range": 0.2,
+    }
+    tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    ids = {key: getattr(small, key) for key in tokens}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids)
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    packaged_tokenizer(TINY.context, True).save_pretrained(folder)
+    Vision(str(folder), config).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A Qwen3-VL, and transformers alone of it."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    folder = qwen3_vl(tmp_path_factory.mktemp("deep") / "model")
+    return folder, Qwen3VLForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 def drawn(color: str, size: tuple[int, int]) -> Image:
@@ -88,7 +134,10 @@ def alone(reference: Any, vision: Vision, ledger: TokenLedger, temperature: floa
     return (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
-def test_packed_rows_with_images_are_each_row_alone(folder: Path, reference: Any) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_packed_rows_with_images_are_each_row_alone(kind: str, folder: Path, reference: Any, deep: Any) -> None:
+    if kind == "qwen3_vl":
+        folder, reference = deep
     engine = FsdpEngine(str(folder), ModelConfig(path=str(folder), packing="packed"), 1.0, device=torch.device("cpu"))
     vision = engine.vision
     assert vision is not None
@@ -126,7 +175,10 @@ def test_what_is_exported_prepares_images_as_the_model_did(folder: Path, tmp_pat
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_positions_are_those_of_transformers(folder: Path, reference: Any) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_those_of_transformers(kind: str, folder: Path, reference: Any, deep: Any) -> None:
+    if kind == "qwen3_vl":
+        folder, reference = deep
     vision = Vision(str(folder), reference.config)
     ledger = episode(vision, 0, RED, WIDE, 6, BLUE, 4).ledgers[0]
     ids = torch.tensor([ledger.ids()])

@@ -46,7 +46,7 @@ class VisionModel(RecomputedModel):
     def drop_images(self) -> None:
         self._first: dict[str, int] = {}
         self._images: dict[int, Image] = {}
-        self._features: dict[int, Tensor] = {}
+        self._features: dict[int, list[Tensor]] = {}
         self._next = self.vocab
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
@@ -71,7 +71,7 @@ class VisionModel(RecomputedModel):
             self._next += tokens
         return self._first[image.sha256]
 
-    def _features_of(self, number: int) -> Tensor:
+    def _features_of(self, number: int) -> list[Tensor]:
         """Of an image, by its first id: computed once, not again for each token."""
         if number not in self._features:
             one = seen_of([(0, self.vision.pixels(self._images[number]))]).to(self.device)
@@ -85,8 +85,9 @@ class VisionModel(RecomputedModel):
         plain = torch.where(ids >= self.vocab, self.vision.token, ids)
         model = self.module.model
         seen = seen_of(places).to(self.device) if places else None
-        inputs = embedded(model, plain, seen, torch.cat([self._features_of(number) for _, number in shown]) if places else None)
+        parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
+        inputs = embedded(model, plain, seen, [torch.cat(part) for part in parts])
         where = self.vision.positions(len(ids), places).to(self.device)
-        hidden = model.language_model(inputs_embeds=inputs[None], position_ids=where[:, None], use_cache=False)
+        hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
         logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
         return logits.float()

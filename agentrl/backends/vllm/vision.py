@@ -17,6 +17,8 @@ from agentrl.vision import Pixels, Vision
 
 ARCHITECTURE = "AgentrlQwen2_5_VL"
 """vLLM's name of the model's class here (vision_model.py)."""
+KIND = "qwen2_5_vl"
+"""The type of the models that it computes."""
 RECEIVER = "agentrl.backends.vllm.vision_worker.VisionReceiver"
 OLDEST = (0, 32)
 """The first vLLM that takes what is made here."""
@@ -37,8 +39,14 @@ def vision_options(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_images(vllm: VllmConfig, version: str | None) -> None:
-    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any."""
+def check_images(vllm: VllmConfig, version: str | None, kind: str) -> None:
+    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any.
+    `kind`: the model's type."""
+    if kind != KIND:
+        raise ConfigError(
+            f"engine = vllm: the model is a {kind}, and of those that take images {KIND} alone is sampled by vLLM; use engine = "
+            "embedded with engine_args = { cache = false }"
+        )
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         raise DependencyError(
