@@ -21,14 +21,14 @@ from agentrl.env.remote import wire
 from agentrl.env.remote.client import RemoteEnv
 from agentrl.env.remote.link import Link
 from agentrl.errors import EnvError, ImageError
-from agentrl.images import MOST_BYTES, MOST_IMAGES, Image, shown
+from agentrl.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, shown
 from agentrl.redaction import remember
 from agentrl.reward import compile_spec
 from agentrl.rollout.context.truncate import elided
 from agentrl.rollout.workers.wire import trajectory_frame, trajectory_of
 from agentrl.tool import Toolbox, tool
 from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import Message, ToolCall, Trajectory, as_row, message_of
+from agentrl.trajectory import Message, TokenLedger, ToolCall, Trajectory, as_row, message_of
 from tests.env.remote.served import TOKEN, served
 
 
@@ -246,6 +246,10 @@ def test_a_row_has_each_image_once_and_is_the_episode_again() -> None:
     assert trajectory_of(json.loads(json.dumps(fields)), memoryview(blob)) == whole
     assert [message_of(row) for row in json.loads(wire.dumps(whole.messages))] == whole.messages
     assert message_of(json.loads(json.dumps(as_row(whole.messages[3])))).images == (image,)
+    ledger = TokenLedger()
+    ledger.append_context(PromptIds([1, 2], [image]), 0)
+    with pytest.raises(ValueError, match="cannot fork a ledger with images"):
+        ledger.fork(1)
     changed = json.loads(text)
     changed["images"][image.sha256]["data"] = base64.b64encode(file_of(picture())).decode()
     with pytest.raises(ImageError, match="not those of its digest"):

@@ -161,6 +161,13 @@ def test_code_that_hangs_fails_that_test_and_the_others_go_on(code):
     assert time.monotonic() - began < 30
 
 
+def test_code_that_ends_three_times_is_started_anew_each_time():
+    """After the second time what the tests had imported was no longer found, and right answers failed."""
+    tests = "import pytest\nfrom solution import f\n@pytest.mark.parametrize('n', range(7))\ndef test_n(n): assert f(n) == n\n"
+    found = grade(tests, "import os\ndef f(n):\n    if n % 2: os._exit(1)\n    return n")
+    assert (found.passed, found.count) == (4, 7) and set(found.why) == {"test_n[1]", "test_n[3]", "test_n[5]"}, found
+
+
 @pytest.mark.parametrize(
     ("tests", "word"),
     [

@@ -131,7 +131,7 @@ class Code:
             found = self.ask("getattr", self.module, state[" name"])
             if not isinstance(found, CodeObject):
                 raise CodeEndedError(f"{state[' name']} is another object now")
-            state.update(found.__dict__)
+            state.update({**found.__dict__, " name": state[" name"]})  # by which it is found the next time, too
         return int(state[" number"])
 
     def decode(self, value: Any) -> Any:
