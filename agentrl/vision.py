@@ -59,7 +59,7 @@ class Vision:
     def __init__(self, path: str, config: Any) -> None:
         """`path`: the model's folder, whose preprocessor_config.json says how images are resized and normalized; without that
         file Qwen2.5-VL's own numbers. Raises ModelError if it cannot be read."""
-        vision = config.vision_config
+        vision, self.kind = config.vision_config, str(config.model_type)
         self.token = int(config.image_token_id)
         self.begin, self.end = int(config.vision_start_token_id), int(config.vision_end_token_id)
         self.special = (self.token, int(config.video_token_id), self.begin, self.end)

@@ -25,6 +25,7 @@ from agentrl.run.engines import make_engine, maker_of
 from agentrl.train.init_model import init_model
 from agentrl.trajectory import TokenLedger
 from agentrl.vision import Vision
+from tests.conftest import proof
 from tests.publishing import publish
 from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, reference
 
@@ -181,11 +182,26 @@ async def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], 
     maker_of("vllm", config()).check()
 
 
-async def test_a_qwen3_vl_is_refused_by_name(deep: tuple[Path, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match="engine = vllm: the model is a qwen3_vl, and of those that take images qwen2_5_vl alone"
-    ):
-        maker_of("vllm", config(f"model.path={deep[0]}", "model.init=false")).check()
+@proof
+async def test_a_qwen3_vl_is_sampled_with_its_images(deep: tuple[Path, Any], tmp_path: Path) -> None:
+    """Features of the tower's early layers come into the language model's: with and without the cache, also after a publish."""
+    folder, own_model = deep
+    eyes, weights = Vision(str(folder), own_model.config), load_file(folder / "model.safetensors")
+    made = make_engine("vllm", str(folder), config(f"model.path={folder}", "model.init=false"))
+    await made.start()
+    try:
+        one, two = prompt(eyes, TEXT, RED, MORE), prompt(eyes, TEXT, BLUE, MORE)
+        both, twice = prompt(eyes, [9], BLUE, [11, 12], WIDE, [13]), prompt(eyes, RED, [14], RED)
+        for ids in (one, two, one, both, twice, PromptIds(TEXT, [])):
+            await check(made, own_model, eyes, ids, "deep")
+        await asyncio.gather(*(check(made, own_model, eyes, ids, f"{at}") for at, ids in enumerate((both, two, twice, one))))
+        changed = {name: value if "visual" in name else value * 1.1 for name, value in weights.items()}
+        save_file(changed, copytree(folder, tmp_path / "changed") / "model.safetensors", {"format": "pt"})
+        trained = type(own_model).from_pretrained(tmp_path / "changed", attn_implementation="eager").eval()
+        await publish(made, 1, changed)
+        await check(made, trained, eyes, one, "new")
+    finally:
+        await made.close()
 
 
 async def test_a_vllm_that_is_given_no_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,15 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
 
 
 @proof
+@WITH_VLLM
+def test_a_qwen3_vl_is_sampled_by_vllm_as_its_trainer_computes(deep: Any, out: Path) -> None:
+    run = execute(run_config(out, "vllm_deep", "steps=3", *VLLM[1:], f"model.path={deep[0]}", "model.init=false"))
+    assert any(one.images for one in episodes(run, 3))
+    for row in updates(run):
+        assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-4, row
+
+
+@proof
 @pytest.mark.parametrize("more", [[], ["sft=false", "model.lora={rank=4,modules=['q_proj','down_proj']}", "optim.lr=1e-2"]])
 def test_a_qwen3_vl_is_trained_on_images(more: list[str], deep: Any, out: Path) -> None:
     """Whole and with adapters; features of the tower's early layers go into the language model's in both programs."""

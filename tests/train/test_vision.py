@@ -58,8 +58,8 @@ def qwen3_vl(folder: Path) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text |= {"head_dim": 16, "rope_parameters": rope, "initializer_range": 0.2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    text |= {"head_dim": 32, "rope_parameters": rope, "initializer_range": 0.2}
     tower = {
         "depth": 3,
         "hidden_size": 32,

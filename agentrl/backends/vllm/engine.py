@@ -79,8 +79,9 @@ class VllmEngine(Engine, WeightTarget):
         if trust:
             options["trust_remote_code"] = True
         if images:
-            options |= vision_options(options)
-            unused = [*unused, *vision_of(model_path, trust).special]
+            vision = vision_of(model_path, trust)
+            options |= vision_options(options, vision.kind)
+            unused = [*unused, *vision.special]
         if unused:
             options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
         self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)

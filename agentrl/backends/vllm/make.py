@@ -12,7 +12,7 @@ from agentrl.backends.vllm.engine_args import check_args
 from agentrl.backends.vllm.families import check_family, family_of, overrides
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
-from agentrl.backends.vllm.vision import KIND, check_images
+from agentrl.backends.vllm.vision import check_images
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError, DependencyError
@@ -76,7 +76,7 @@ class VllmMaker(EngineMaker):
         if self.config.rollout.router_replay:
             check_replay(vllm)
         if _takes_images(self.config.model):
-            check_images(vllm, installed(), getattr(family, "model_type", KIND))
+            check_images(vllm, installed())
         check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)

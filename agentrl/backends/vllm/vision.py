@@ -15,10 +15,8 @@ from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError, DependencyError, ModelError
 from agentrl.vision import Pixels, Vision
 
-ARCHITECTURE = "AgentrlQwen2_5_VL"
-"""vLLM's name of the model's class here (vision_model.py)."""
-KIND = "qwen2_5_vl"
-"""The type of the models that it computes."""
+ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
+"""vLLM's names of the models' classes here (vision_model.py), by the model's type."""
 RECEIVER = "agentrl.backends.vllm.vision_worker.VisionReceiver"
 OLDEST = (0, 32)
 """The first vLLM that takes what is made here."""
@@ -26,9 +24,9 @@ OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interl
 """Arguments of vLLM, beside those that begin with `mm_`, of its own preparation of images, which has no part in it."""
 
 
-def vision_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What is added to vLLM's arguments for a model that takes images."""
-    overrides = {**options.get("hf_overrides", {}), "architectures": [ARCHITECTURE]}
+def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What is added to vLLM's arguments for a model that takes images, of the type `kind`."""
+    overrides = {**options.get("hf_overrides", {}), "architectures": [ARCHITECTURES[kind]]}
     return {
         "hf_overrides": overrides,
         "worker_extension_cls": RECEIVER,
@@ -39,14 +37,8 @@ def vision_options(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_images(vllm: VllmConfig, version: str | None, kind: str) -> None:
-    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any.
-    `kind`: the model's type."""
-    if kind != KIND:
-        raise ConfigError(
-            f"engine = vllm: the model is a {kind}, and of those that take images {KIND} alone is sampled by vLLM; use engine = "
-            "embedded with engine_args = { cache = false }"
-        )
+def check_images(vllm: VllmConfig, version: str | None) -> None:
+    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         raise DependencyError(
@@ -63,7 +55,7 @@ def check_images(vllm: VllmConfig, version: str | None, kind: str) -> None:
             raise ConfigError(f"vllm.args.{name}: the model takes images, which are prepared as the trainer does it; unset it")
     if "architectures" in vllm.args.get("hf_overrides", {}):
         raise ConfigError(
-            f"vllm.args.hf_overrides.architectures: the model takes images, and is {ARCHITECTURE} in vLLM; unset it"
+            "vllm.args.hf_overrides.architectures: the model takes images, for which vLLM is given a class; unset it"
         )
 
 

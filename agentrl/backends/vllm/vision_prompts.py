@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.backends.vllm.vision import ARCHITECTURE, RECEIVER, vision_of, with_images
+from agentrl.backends.vllm.vision import ARCHITECTURES, RECEIVER, vision_of, with_images
 from agentrl.errors import EngineError, ImageError
 from agentrl.images import images_in
 from agentrl.vision import Pixels, Vision
@@ -18,7 +18,7 @@ _WITHOUT = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
 
 def register() -> None:
-    """Make the model's class known to the vLLM of this process. Imports vLLM.
+    """Make the models' classes known to the vLLM of this process. Imports vLLM.
 
     vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, of which there is no
     build for every torch; the processor without it has the same function.
@@ -27,11 +27,11 @@ def register() -> None:
         sys.modules.setdefault(_NEEDS_TORCHVISION, importlib.import_module(_WITHOUT))
     from vllm.model_executor.models.registry import ModelRegistry
 
-    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        from agentrl.backends.vllm.vision_model import PreparedQwen2_5_VL
+    if not set(ARCHITECTURES.values()) <= ModelRegistry.get_supported_archs():
+        from agentrl.backends.vllm.vision_model import PREPARED
 
-        # The class and not its name, of which vLLM would ask another process what it can do.
-        ModelRegistry.register_model(ARCHITECTURE, PreparedQwen2_5_VL)
+        for kind, name in ARCHITECTURES.items():  # the classes, not their names, of which vLLM would ask another process
+            ModelRegistry.register_model(name, PREPARED[kind])
 
 
 def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) -> Callable[[Sequence[int], Sequence[int]], Any]:
