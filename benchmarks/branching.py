@@ -88,6 +88,8 @@ ARMS = ("flat", "middle", "entropy", "failure")
 COLORS = {"flat": "k", "middle": "C0", "entropy": "C1", "failure": "C2"}
 STEPS = {"flat": 16, "middle": 22, "entropy": 24, "failure": 16}
 """Updates: of arms whose updates have fewer tokens, more."""
+LONG = {("workspace", 10), ("workspace", 20)}
+"""Tasks of which an update takes a minute: five in eight of these updates."""
 
 
 def overrides(arm: str, calls: int) -> list[str]:
@@ -136,7 +138,8 @@ def train(args: argparse.Namespace) -> None:
     for env in args.envs:
         for calls, seed, arm in ((c, s, a) for c in args.horizons for s in args.seeds for a in args.arms):
             model = start(env, calls, args.quick)
-            size = ["steps=2", "eval.every=1", "rollout.groups=2"] if args.quick else [f"steps={STEPS[arm]}", "eval.every=4"]
+            steps = STEPS[arm] * 5 // 8 if (env, calls) in LONG else STEPS[arm]
+            size = ["steps=2", "eval.every=1", "rollout.groups=2"] if args.quick else [f"steps={steps}", "eval.every=4"]
             words = [*COMMON, *size, f"seed={seed}", model, *overrides(arm, calls)]
             run(f"branching-{env}-{calls}-{arm}-{seed}", spec(env, calls, args.quick), words)
 
