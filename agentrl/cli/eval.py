@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.configs import is_override
 from agentrl.cli.parented import with_parent
 from agentrl.cli.rollout import add_options, check_counts, check_request, read_request, say_interrupted
-from agentrl.cluster.ray_parent import LATER
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
 from agentrl.shown import console as safe_console
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     if args.compare is not None:
         return _compare(args)
-    return with_parent(args, partial(_evaluate, args), lambda _: LATER)
+    return with_parent(args, partial(_evaluate, args))
 
 
 def _evaluate(args: argparse.Namespace, _: int) -> int:

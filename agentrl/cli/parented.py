@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -16,38 +15,30 @@ Drive = Callable[[int], int]
 """The command's work, given how often it has started again; returns the exit code."""
 
 
-def with_parent(
-    args: argparse.Namespace, drive: Drive, then: Callable[[str], str], again: Callable[[str], Drive] | None = None
-) -> int:
+def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], Drive] | None = None) -> int:
     """`drive` in a process of its own, if this one is the command; returns its exit code, or dies of the signal that it died of.
 
     It is forked before anything is imported that has threads (numpy's OpenBLAS has), so before it is known whether it will use
-    Ray. It tells `folder`, `restarts` and `max_restarts`; if Ray ended it, `again(folder)` is driven, up to so many times in all.
-    `then(folder)`: how a user goes on. Raises WorkerDiedError if it does not go on by itself.
+    Ray. It tells of its run (`ray_parent.tell`); if Ray ended it, `again(folder)` is driven, up to `max_restarts` times in all.
+    Raises WorkerDiedError if it does not go on by itself.
     """
     if not args.program:
         return drive(0)
     restarts = 0
     while (end := end_of_driver()) is not None:
-        folder = str(end.told.get("folder", ""))
         if end.code < 0:
-            if folder:
+            if "folder" in end.told:
                 name = signal.Signals(-end.code).name
-                say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {then(folder)}", file=sys.stderr)
+                say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {end.told['then']}", file=sys.stderr)
             return die_of(-end.code)
         if not end.by_ray:
             return end.code
         restarts, limit = end.told["restarts"] + 1, end.told["max_restarts"]
         if again is None or restarts > limit or end.stopping:
-            raise WorkerDiedError(f"{end.by_ray}; {then(folder)}")
+            raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
         say(restarting(end.by_ray, restarts, limit))
-        drive = again(folder)
+        drive = again(end.told["folder"])
     try:
         return drive(restarts)
     finally:
         tell(over=True)
-
-
-def resume_with(command: str) -> Callable[[str], str]:
-    """How to go on with a run, given its folder."""
-    return lambda run: f"continue with: agentrl {command} --resume {shlex.quote(run)}"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.cli.configs import is_override
 from agentrl.cli.parented import with_parent
-from agentrl.cluster.ray_parent import LATER
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
 
@@ -153,7 +152,7 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
 
 def run(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
-    return with_parent(args, partial(_roll_out, args), lambda _: LATER)
+    return with_parent(args, partial(_roll_out, args))
 
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:

@@ -20,7 +20,7 @@ from agentrl.cli.configs import (
     read_resumed,
     resume_overrides,
 )
-from agentrl.cli.parented import Drive, resume_with, with_parent
+from agentrl.cli.parented import Drive, with_parent
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    return with_parent(args, partial(_run, args), resume_with("sft"), partial(_again, args))
+    return with_parent(args, partial(_run, args), partial(_again, args))
 
 
 def _run(args: argparse.Namespace, restarts: int) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins, read_resumed, resume_overrides
-from agentrl.cli.parented import Drive, resume_with, with_parent
+from agentrl.cli.parented import Drive, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
 from agentrl.config.origin import read_origins
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     if args.dry_run:
         return _run(args, 0)
-    return with_parent(args, partial(_run, args), resume_with("train"), partial(_resumed, args))
+    return with_parent(args, partial(_run, args), partial(_resumed, args))
 
 
 def _resumed(args: argparse.Namespace, run: str) -> Drive:

@@ -23,9 +23,6 @@ from agentrl.shown import console
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
-LATER = "the same command then runs what is missing"
-"""How a user goes on with episodes that are no run."""
-
 _to_parent: int | None = None
 
 
@@ -57,8 +54,8 @@ def has_parent() -> bool:
 
 
 def tell(**facts: object) -> None:
-    """From a driver to its parent, if it has one: `folder`, `restarts` and `max_restarts` of its run, `ray`: the processes that
-    Ray cannot do without, `over`: from now on it ends by itself."""
+    """From a driver to its parent, if it has one: `folder`, `restarts` and `max_restarts` of its run, `then`: how a user goes
+    on with that, `ray`: the processes that Ray cannot do without, `over`: from now on it ends by itself."""
     if _to_parent is not None:
         os.write(_to_parent, json.dumps(facts).encode() + b"\n")
 

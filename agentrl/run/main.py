@@ -193,7 +193,8 @@ async def _attempt(
     interrupt: Interrupt,
     callbacks: Sequence[Callback],
 ) -> None:
-    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts)
+    then = f"continue with: {_resume_command(config, folder)}"
+    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
     if config.data is not None:

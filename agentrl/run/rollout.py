@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import LATER, tell
+from agentrl.cluster.ray_parent import tell
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
@@ -35,6 +35,8 @@ from agentrl.trajectory import Trajectory
 from agentrl.watchdog import watched
 
 Pair = tuple[int, int]
+
+LATER = "the same command runs what is missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ async def run_rollout(
         interrupt = Interrupt(display.say)
         interrupt.install()
         try:
-            tell(folder=str(request.out), restarts=0, max_restarts=0)
+            tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
             await while_ray_lives(_play(config, request, session, missing, outcome, display))
         except WorkerDiedError as error:
             raise WorkerDiedError(f"{error}; {LATER}") from error

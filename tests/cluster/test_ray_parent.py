@@ -39,7 +39,7 @@ def drive(args, config, before, restarts):
     word = words[times]
     if word == "early":
         os._exit(1)
-    tell(folder=str(run), restarts=restarts, max_restarts=2)
+    tell(folder=str(run), restarts=restarts, max_restarts=2, then=f"continue with: agentrl train --resume {run}")
     if word == "no ray":
         os._exit(1)
     tell(ray="its GCS (pid 7) or its raylet (pid 8)")
@@ -200,7 +200,7 @@ ends, run = int(sys.argv[1]), sys.argv[2]
 
 def drive(args, restarts, **more):
     print("asked", getattr(args, "resume", None), getattr(args, "success", None), restarts, more, flush=True)
-    tell(folder=run, restarts=restarts, max_restarts=0 if hasattr(args, "replay") else 2)
+    tell(folder=run, restarts=restarts, max_restarts=0 if hasattr(args, "replay") else 2, then="so it goes on")
     tell(ray="its GCS (pid 7) or its raylet (pid 8)")
     if restarts < ends:
         os._exit(1)
@@ -225,7 +225,7 @@ def test_training_on_data_goes_on_too() -> None:
         "asked runs/x None 2 {'warm_start': True}",
     ]
     code, said = other(3, "sft", "--data", "rows.jsonl", "model.path=m")
-    assert code == 1 and said[-1].endswith("gone; continue with: agentrl sft --resume runs/x")
+    assert code == 1 and said[-1].endswith("gone; so it goes on")
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -233,7 +233,7 @@ def test_episodes_that_ray_ended_are_continued_by_the_same_command(command: str)
     code, said = other(1, command, "key_value", "--model", "m")
     assert code == 1 and len(said) == 2, said
     assert said[-1].startswith("agentrl: WorkerDiedError: Ray has ended the driver (pid ")
-    assert said[-1].endswith("gone; the same command then runs what is missing")
+    assert said[-1].endswith("gone; so it goes on")
 
 
 ALONE = """
