@@ -151,8 +151,12 @@ class PackedImages:
 def seen_of(places: Sequence[tuple[int, Pixels]]) -> PackedImages:
     """`places` in the packed rows."""
     values = torch.cat([pixels.values for _, pixels in places])
-    at = [torch.arange(start, start + pixels.tokens) for start, pixels in places]
-    return PackedImages(values, torch.tensor([pixels.grid for _, pixels in places]), torch.cat(at))
+    return PackedImages(values, torch.tensor([pixels.grid for _, pixels in places]), placeholders(places))
+
+
+def placeholders(places: Sequence[tuple[int, Pixels]]) -> Tensor:
+    """Where the placeholders of these images stand in the packed rows, int64 [placeholders]."""
+    return torch.cat([torch.arange(start, start + pixels.tokens) for start, pixels in places])
 
 
 def features_of(model: Any, seen: PackedImages) -> list[Tensor]:
@@ -163,18 +167,18 @@ def features_of(model: Any, seen: PackedImages) -> list[Tensor]:
     return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 
 
-def embedded(model: Any, ids: Tensor, seen: PackedImages | None, features: list[Tensor] | None = None) -> dict[str, Any]:
-    """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the features of images in their places;
-    `features`, if they are known already."""
+def embedded(model: Any, ids: Tensor, places: Tensor | None = None, features: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the `features` of images (`features_of`)
+    in their `places`, int64 [placeholders]; None of text alone."""
     embeddings: Tensor = model.get_input_embeddings()(ids)
-    if seen is None:
+    if places is None:
         return {"inputs_embeds": embeddings[None]}
-    first, *others = features_of(model, seen) if features is None else features
-    found = {"inputs_embeds": embeddings.index_copy(0, seen.places, first.to(embeddings.dtype))[None]}
+    first, *others = features
+    found = {"inputs_embeds": embeddings.index_copy(0, places, first.to(embeddings.dtype))[None]}
     if not others:
         return found
-    mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, seen.places, True)
-    return {**found, "visual_pos_masks": mask[None], "deepstack_visual_embeds": others}
+    mask = torch.zeros_like(ids, dtype=torch.bool).index_fill(0, places, True)
+    return {**found, "visual_pos_masks": mask[None], "deepstack_visual_embeds": list(others)}
 
 
 def _processor(path: str, vision: Any) -> Any:

@@ -18,7 +18,7 @@ from agentrl.train.families.layout import laid_out, taken
 from agentrl.train.head import backbone, head_rule
 from agentrl.train.logprobs import PLAIN
 from agentrl.train.ulysses import Ulysses, divided
-from agentrl.vision import PackedImages, Vision, embedded, seen_of
+from agentrl.vision import PackedImages, Vision, embedded, features_of, seen_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
         if position_ids.dim() == 2:
             text = model.language_model
             given = taken(text, position_ids[:, None], packed)
-            out = text(**embedded(model, ids, micro.seen), use_cache=False, **given)
+            seen = () if micro.seen is None else (micro.seen.places, features_of(model, micro.seen))
+            out = text(**embedded(model, ids, *seen), use_cache=False, **given)
         else:
             out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
     return out.last_hidden_state[0], first

@@ -11,7 +11,7 @@ from agentrl.backends.embedded.model import EmbeddedModel
 from agentrl.backends.embedded.recompute import RecomputedModel
 from agentrl.errors import EngineError, ImageError, ModelError
 from agentrl.images import Image
-from agentrl.vision import Vision, embedded, features_of, seen_of, takes_images
+from agentrl.vision import Vision, embedded, features_of, placeholders, seen_of, takes_images
 
 MOST_IDS = 1 << 24
 """A slot keeps ids as float32, which holds integers up to here."""
@@ -84,9 +84,9 @@ class VisionModel(RecomputedModel):
         places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
         plain = torch.where(ids >= self.vocab, self.vision.token, ids)
         model = self.module.model
-        seen = seen_of(places).to(self.device) if places else None
+        at = placeholders(places).to(self.device) if places else None
         parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
-        inputs = embedded(model, plain, seen, [torch.cat(part) for part in parts])
+        inputs = embedded(model, plain, at, [torch.cat(part) for part in parts])
         where = self.vision.positions(len(ids), places).to(self.device)
         hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
         logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
