@@ -20,7 +20,7 @@ from agentrl.run.engines import engine_name
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import origin_hint, recorded_contents
 from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.export import TRIES, CheckpointGoneError, export_run, start_model
+from agentrl.train.export import export_run, start_model, while_chosen
 from agentrl.train.seal import check_model
 
 _UNFIT = re.compile(r"[^\w.-]+")
@@ -70,13 +70,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 
     Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is none of these.
     """
-    for left in reversed(range(TRIES)):
-        try:
-            return _model_of(folder, which)
-        except CheckpointGoneError:
-            if which not in ("last", "best") or not left:
-                raise
-    raise AssertionError("the last try returns or raises")
+    return while_chosen(lambda: _model_of(folder, which), named=which not in ("last", "best"))
 
 
 def _model_of(folder: RunFolder, which: str) -> RunModel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from agentrl.train.state import saved_tensors
 from agentrl.weights.peft_folder import write_adapter
 from agentrl.weights.target import Adapter
 
+T = TypeVar("T")
 TRIES = 5
 """Of the newest or best checkpoint of a run that goes on, which removes them."""
 REMOVING = 0.5
@@ -44,13 +46,16 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
     or the run trained no adapters.
     """
-    for left in reversed(range(TRIES)):
-        try:
-            return _export_run(Path(run), Path(out), step, best=best, adapter=adapter)
-        except CheckpointGoneError:
-            if step is not None or not left:
-                raise
-    raise AssertionError("the last try returns or raises")
+    return while_chosen(lambda: _export_run(Path(run), Path(out), step, best=best, adapter=adapter), named=step is not None)
+
+
+def while_chosen(read: Callable[[], T], *, named: bool) -> T:
+    """What `read` makes of a checkpoint; again if the run removes it meanwhile, since another is the newest or best then, unless
+    the user `named` it. Raises as `read`."""
+    for _ in range(0 if named else TRIES - 1):
+        with suppress(CheckpointGoneError):
+            return read()
+    return read()
 
 
 def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, adapter: bool) -> int:
