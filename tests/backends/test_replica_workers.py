@@ -280,7 +280,7 @@ async def test_what_a_dead_engine_was_asked_is_answered_at_once_by_its_death(whe
     began = time.monotonic()
     with pytest.raises(ReplicaDeadError, match="EngineDeadError" if when == "before" else "a process of its engine is gone"):
         await asyncio.wait_for(made.begin_update(), 10)
-    assert time.monotonic() - began < 9.0
+    assert time.monotonic() - began < 2.0
     await watching
 
 

@@ -125,7 +125,7 @@ def test_a_value_is_checked_for_one_second_in_all(monkeypatch):
     began = time.perf_counter()
     with pytest.raises(TimeoutError):
         first_fault(slow, ["a" * 24 + "!"] * 5000)
-    assert time.perf_counter() - began < 60  # all of them: a quarter of an hour
+    assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize(

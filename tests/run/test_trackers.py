@@ -123,7 +123,7 @@ def test_one_that_hangs_costs_the_run_no_time_but_the_limit_at_its_end() -> None
     assert outlet.lost == 1
     for step in range(100):
         outlet.row("train", step, {})
-    assert time.monotonic() - began < 15, "the tracker hangs for 20 s"
+    assert time.monotonic() - began < 0.5
     assert outlet._queue.qsize() == LARGE + 8 and outlet.lost == 1 + 100 - 7
     assert 0.2 <= closed(outlet, 0.2) < 1.0
     assert "too slow" in said[0] and "did not end within 0.2 s" in said[1]
