@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from agentrl.config import RolloutConfig, temperature
 from agentrl.deadline import LONGEST, in_time
-from agentrl.errors import NothingScoredError, StalledError
+from agentrl.errors import StalledError
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Quiet, Watch
 from agentrl.rollout.episode import EpisodeSpec
-from agentrl.rollout.evaluate import end_of, fault_of, success_rate
+from agentrl.rollout.evaluate import end_of, success_rate
 from agentrl.rollout.forest import EpisodeSlots, Trees, forest
-from agentrl.rollout.group import alike, first_of, more, roots, sound, unscored_cause
+from agentrl.rollout.group import first_of, more, roots, sound
 from agentrl.rollout.grow import growth
 from agentrl.rollout.ledger import GroupLedger, GroupState
 from agentrl.rollout.mixture.source import MixedTasks
@@ -32,18 +31,10 @@ from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.rollout.scoring import score_group
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.spent import Spent
+from agentrl.rollout.tally import Tally
 from agentrl.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
-
-MAX_REPLACEMENTS_PER_GROUP = 8
-"""If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
-
-MIN_DEAD_GROUPS = 4
-"""So many groups, and as many as an update has, without a single scored episode end a run that has scored none before."""
-
-MOST_REFUSED = 32
-"""If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
 
 GREEDY = -1
 """The member number of a group's greedy episode."""
@@ -75,26 +66,16 @@ class Collector:
         self.ledger = GroupLedger(config.groups, config.max_staleness, more(config.groups, config.oversample))
         self.progress, self._spent = Progress(), Spent(self.watch)
         self._greedy = frozenset(greedy)
-        self._accept, self._on_group, self._say = accept, on_group, say
-        self._refused = 0
+        self._accept, self._on_group = accept, on_group
+        self._tally = Tally(config, self.progress, None if accept is None else accept.name, say)
         self._slots = EpisodeSlots(config.max_episodes)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._crashed: list[int] = []
         self._changed = asyncio.Event()
-        self._filtered = 0
         self._over: dict[int, int] = {}  # members of running groups that have ended
         self._names: dict[int, str] = {}  # the environment of each group that is running or complete
-        self._dropped: Counter[tuple[GroupState, str]] = Counter()
-        self._failing: Counter[str] = Counter()  # groups of an environment that failed since its last that did not
-        self._reasons: dict[GroupState, str] = {}
         self._update_metrics: dict[str, float] = {}
-        self._faults: Counter[str] = Counter()  # since the last update
-        self._played: Counter[str] = Counter()  # episodes since the last update, and those of them without a reward
-        self._any_scored = False
-        self._dead: list[int] = []
-        self.fault: str | None = None
-        """Why the first episode without a reward has none, once there was one."""
 
     # -- the loop's side ---------------------------------------------------------------------------
 
@@ -108,7 +89,8 @@ class Collector:
             if groups is not None:
                 for index in self.ledger.surplus(groups):
                     self._give_up(index, GroupState.CANCELLED)
-                self._begin_next(groups)
+                # Groups that are dropped from now on count for the next update.
+                self._update_metrics = {**self._tally.take(groups, self.tasks.several), **self._spent.take()}
                 return groups
             await self._wait()
 
@@ -175,6 +157,11 @@ class Collector:
         return self.progress.trouble()
 
     @property
+    def fault(self) -> str | None:
+        """Why the first episode without a reward has none, once there was one."""
+        return self._tally.fault
+
+    @property
     def version(self) -> int:
         """The number of updates done, which is the version of the weights."""
         return self.ledger.version
@@ -185,9 +172,7 @@ class Collector:
             **self.ledger.to_json(contents=contents),
             "sampler": self.tasks.to_json(),
             "cancelled": self.progress.cancelled,
-            "filtered": self._filtered,
-            "played": dict(self._played),
-            "refused": self._refused,
+            **self._tally.to_json(),
             "spent": self._spent.to_json(),
         }
 
@@ -204,9 +189,7 @@ class Collector:
         if "sampler" in state:  # missing in older checkpoints, from when the only sampler had no state
             self.tasks.load_json(state["sampler"])
             self.progress.cancelled = state["cancelled"]
-        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)
-        self._played = Counter(state.get("played", {}))
-        self._any_scored = self.version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
+        self._tally.load_json(state, self.version)
         complete = self.ledger.complete_groups()
         self._names = {group.index: group.env for group in complete}
         self._spent.load_json(state.get("spent", {}), complete)
@@ -253,20 +236,19 @@ class Collector:
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice)
-        self._count_episodes(group)
+        self._tally.played(group)
         self._spent.finished(group)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
         for member in [*group.trajectories, *greedy]:
             if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
-                self._fault(member)
+                self._tally.unscored(member)
         # Without the greedy episode's reward there is no baseline, so the whole group is lost.
         lacks_baseline = any(t.reward is None for t in greedy)
         if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
             self._tasks.pop(index, None)
             faults = sorted({end_of(t) for t in [*group.trajectories, *greedy] if t.reward is None})
             self.tasks.forget(index)
-            self._failing[choice.env] += 1
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
         await self._scored(index, choice, group)
@@ -280,60 +262,19 @@ class Collector:
         """A group with enough scored members: it is shown, and filtered, refused, or complete."""
         if self._on_group is not None:
             await self._on_group(group)
-        # Past the limit such groups are trained, with advantages of 0: a policy that solves every task would otherwise never
-        # fill a batch.
-        filtered = self.config.filter_zero_variance and alike(group) and self._filtered < self._most_filtered()
+        filtered = self._tally.filters(group)
         # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-        self._failing.pop(choice.env, None)
+        self._tally.succeeded(choice.env)
         self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
-            self._filtered += 1
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
         elif refused and self._accept is not None:
-            self._refused += 1
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
-            self._tell_refused(self._accept.name)
+            self._tally.tell_refused(self.version, self.ledger.counts()["complete"])
         else:
             self.ledger.complete(group)
-
-    def _count_episodes(self, group: Group) -> None:
-        lost = [t for t in group.trajectories if t.reward is None]
-        self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
-        self._any_scored |= len(lost) < len(group.trajectories)
-        if lost and self.fault is None:
-            self.fault = fault_of(lost[0])
-
-    def _tell_refused(self, name: str) -> None:
-        """Say it when the filter has refused 8, 16, 32, ... times the groups of an update."""
-        times = self._refused / (MAX_REPLACEMENTS_PER_GROUP * self.config.groups)
-        if times >= 1 and math.log2(times).is_integer():
-            self._say(
-                f"rollout.accept {name!r} has refused {self._refused} groups for update {self.ledger.version}, "
-                f"{self.ledger.counts()['complete']} of {self.config.groups} are accepted"
-            )
-
-    def _most_filtered(self) -> int:
-        return math.ceil(self.config.max_filtered * self.config.groups - 1e-9)
-
-    def _begin_next(self, groups: list[Group]) -> None:
-        """`groups` are the update; groups that are dropped from now on count for the next one."""
-        self._update_metrics = {
-            "groups_filtered": float(self._filtered),
-            "groups_zero_variance": float(sum(alike(group) for group in groups)),
-            **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
-            **({} if self.config.grow == 1 else {"members_grown": float(self._played["members_grown"])}),
-            **({} if self._accept is None else {"groups_refused": float(self._refused)}),
-            **self._spent.take(),
-        }
-        self._played.clear()
-        if self.tasks.several:
-            self._update_metrics |= {f"env/{env}/groups_{state}": float(n) for (state, env), n in self._dropped.items()}
-        self._update_metrics |= {f"faults/{cause}": float(count) for cause, count in sorted(self._faults.items())}
-        self._filtered = self._refused = 0
-        self._dropped.clear()
-        self._faults.clear()
 
     async def _group(self, index: int, choice: TaskChoice) -> Group:
         size = self.config.group_size
@@ -346,7 +287,7 @@ class Collector:
         while numbers := growth(group, self.config):
             group.trajectories += await self._members(index, choice, numbers, len(numbers))
             await self._compared(group)
-            self._played["members_grown"] += len(numbers)
+            self._tally.grown(len(numbers))
         return group
 
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
@@ -403,7 +344,7 @@ class Collector:
         self._moved(trajectory)
         self._spent.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
         if failed:
-            self._fault(trajectory)
+            self._tally.unscored(trajectory)
             of = index, trajectory.member, attempt
             log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
         return not failed
@@ -420,16 +361,7 @@ class Collector:
 
     def _count_drop(self, index: int, state: GroupState, reason: str) -> None:
         log.info("group %d %s: %s", index, state, reason)
-        self._dropped[state, self._names[index]] += 1
-        if state is GroupState.FAILED and not self._any_scored:
-            self._dead.append(index)
-        self._reasons[state] = f"group {index}: {reason}"
-
-    def _fault(self, trajectory: Trajectory) -> None:
-        cause = unscored_cause(trajectory)
-        self._faults[cause] += 1
-        self.progress.faults[cause] += 1
-        self.progress.first_fault = self.progress.first_fault or fault_of(trajectory)
+        self._tally.dropped(index, self._names[index], state, reason)
 
     def _moved(self, trajectory: Trajectory) -> None:
         self.progress.add(len(trajectory.turns) - trajectory.branch_turn, trajectory.sampled_tokens)
@@ -449,47 +381,9 @@ class Collector:
             changed.cancel()
         self._raise_crashed()
 
-    def _nothing_scores(self) -> bool:
-        """Whether no episode was ever scored, though enough groups have ended. Not while an older one still plays: what fails at
-        once ends before what is sound and slow."""
-        enough = max(MIN_DEAD_GROUPS, self.config.groups)
-        if self._any_scored or len(self._dead) < enough:
-            return False
-        return min(self._names, default=math.inf) > sorted(self._dead)[enough - 1]
-
     def _check_drops(self) -> None:
-        """Raise StalledError if too many groups of an update were lost, or if no group of an environment succeeds any more while
-        the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
-        scored."""
-        limit = MAX_REPLACEMENTS_PER_GROUP * self.config.groups
-        for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
-            by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
-            dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            if state is GroupState.FAILED and self._nothing_scores():
-                raise NothingScoredError(
-                    f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
-                    f"{f' ({of})' if self.tasks.several else ''} could be scored; the first: "
-                    f"{self.fault}. Nothing can be trained: mend that, and start or resume the run"
-                )
-            if dropped > limit:
-                raise StalledError(
-                    f"update {self.ledger.version}: {dropped} groups {verb} (limit {limit})"
-                    f"{f', of them {of}' if self.tasks.several else ''}; the last: {self._reasons[state]}"
-                )
-        most = MOST_REFUSED * self.config.groups
-        if self._accept is not None and self._refused > most and not self.ledger.counts()["complete"]:
-            raise StalledError(
-                f"update {self.ledger.version}: rollout.accept {self._accept.name!r} refused all of the last {self._refused} "
-                f"groups (limit {most}); accept some of them, or leave it out"
-            )
         shares = self.tasks.shares() if self.tasks.several else {}
-        for env, failed in self._failing.items():
-            most = max(MAX_REPLACEMENTS_PER_GROUP, math.ceil(limit * shares.get(env, 1.0)))
-            if failed > most and shares.keys() - self._failing.keys():
-                raise StalledError(
-                    f"update {self.ledger.version}: the last {failed} groups of environment {env!r} failed (limit {most}), "
-                    f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
-                )
+        self._tally.check(self.version, min(self._names, default=math.inf), self.ledger.counts()["complete"], shares)
 
     def _raise_crashed(self) -> None:
         while self._crashed:

@@ -11,7 +11,7 @@ import pytest
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.rollout import collect
+from agentrl.rollout import tally
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.train.tokenizer import packaged_tokenizer
@@ -95,7 +95,7 @@ def renderer() -> Renderer:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in which nothing was ever scored goes on to the limit of groups that it bears later."""
-    monkeypatch.setattr(collect, "MIN_DEAD_GROUPS", 10**9)
+    monkeypatch.setattr(tally, "MIN_DEAD_GROUPS", 10**9)
 
 
 async def steps(collect: Collector, updates: int) -> list[Group]:

@@ -20,7 +20,7 @@ from agentrl.config import RolloutConfig
 from agentrl.errors import EngineError, StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
-from agentrl.rollout import collect
+from agentrl.rollout import tally
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Generation, Sampling, Underway
 from agentrl.rollout.episode import Limits, Policy
@@ -486,7 +486,7 @@ def test_a_request_that_cannot_be_aborted_does_not_run_on_beside_the_next_attemp
 
     monkeypatch.setattr(Actor, "generate", watched)
     monkeypatch.setattr(Actor, "abort", dead)
-    monkeypatch.setattr(collect, "MAX_REPLACEMENTS_PER_GROUP", 1)  # two groups are enough
+    monkeypatch.setattr(tally, "MAX_REPLACEMENTS_PER_GROUP", 1)  # two groups are enough
     with pytest.raises(StalledError, match="engine_error: the replica is gone"):
         play(room(), renderer, {0: ["think"], 1: ["think"]}, turn_timeout=0.1, retries=1, max_episodes=1)
     assert len(beside) >= 4 and not any(beside)

@@ -49,7 +49,7 @@ TRAIN = {
     "checkpoint's folder": Writer("agentrl.train.checkpoint:Checkpoints.begin", (), 3),
     "checkpoint's actor": Writer("agentrl.train.actor:Actor.begin_save", ("checkpoints/*/actor/*",), 3),
     "checkpoint's critic": Writer("agentrl.train.critic:Critic.begin_save", ("checkpoints/*/critic/*",), 3),
-    "checkpoint's learner.json": Writer("agentrl.train.learner:json_text", ("checkpoints/*/learner.json",), 3),
+    "checkpoint's learner.json": Writer("agentrl.train.coefficients:json_text", ("checkpoints/*/learner.json",), 3),
     "checkpoint's driver.json": Writer(
         "agentrl.run.checkpoint:_write_driver", ("checkpoints/*/driver.json", "checkpoints/*/groups.jsonl"), 3
     ),

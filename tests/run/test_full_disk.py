@@ -4,6 +4,7 @@ whole."""
 from __future__ import annotations
 
 import json
+import pkgutil
 import resource
 import shutil
 from collections.abc import Iterator
@@ -81,6 +82,12 @@ def check_summary(run: Path, writer: str) -> None:
     else:
         assert found is not None and found["status"] == "failed", found
         assert any(text in found["error"] for text in ("disk is full", "No space left on device", "unexpected pos")), found
+
+
+@pytest.mark.parametrize("writer", full_disk.ALL)
+def test_a_writer_is_still_at_its_place(writer: str) -> None:
+    """A function that moved would be found by the long form alone."""
+    assert callable(pkgutil.resolve_name(full_disk.ALL[writer].at))
 
 
 @proof

@@ -1,0 +1,172 @@
+"""What became of the episodes and groups since the last update, and when too many of them were lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentrl.config import RolloutConfig
+from agentrl.errors import NothingScoredError, StalledError
+from agentrl.rollout.evaluate import fault_of
+from agentrl.rollout.group import alike, unscored_cause
+from agentrl.rollout.ledger import GroupState
+from agentrl.rollout.progress import Progress
+from agentrl.trajectory import Group, Trajectory
+
+MAX_REPLACEMENTS_PER_GROUP = 8
+"""If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
+
+MIN_DEAD_GROUPS = 4
+"""So many groups, and as many as an update has, without a single scored episode end a run that has scored none before."""
+
+MOST_REFUSED = 32
+"""If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
+
+
+class Tally:
+    """Counts what was played, filtered, refused and dropped for the next update, and ends a run that gets nowhere."""
+
+    def __init__(self, config: RolloutConfig, progress: Progress, accept: str | None, say: Callable[[str], None]) -> None:
+        """`accept`: the name of the filter that groups pass, if there is one; `say` is told if it refuses many in a row.
+        `progress`: counts faults over the whole run."""
+        self._config, self._progress, self._accept, self._say = config, progress, accept, say
+        self._filtered = self._refused = 0
+        self._dropped: Counter[tuple[GroupState, str]] = Counter()
+        self._failing: Counter[str] = Counter()  # groups of an environment that failed since its last that did not
+        self._reasons: dict[GroupState, str] = {}
+        self._faults: Counter[str] = Counter()
+        self._played: Counter[str] = Counter()  # episodes, and those of them without a reward
+        self._any_scored = False  # ever
+        self._dead: list[int] = []
+        self.fault: str | None = None
+        """Why the first episode without a reward has none, once there was one."""
+
+    # -- what happens --------------------------------------------------------------------------------
+
+    def played(self, group: Group) -> None:
+        """A group's members have ended."""
+        lost = [t for t in group.trajectories if t.reward is None]
+        self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
+        self._any_scored |= len(lost) < len(group.trajectories)
+        if lost and self.fault is None:
+            self.fault = fault_of(lost[0])
+
+    def grown(self, members: int) -> None:
+        """A group got so many members more (`rollout.grow`)."""
+        self._played["members_grown"] += members
+
+    def unscored(self, trajectory: Trajectory) -> None:
+        """An attempt at an episode came to no score."""
+        cause = unscored_cause(trajectory)
+        self._faults[cause] += 1
+        self._progress.faults[cause] += 1
+        self._progress.first_fault = self._progress.first_fault or fault_of(trajectory)
+
+    def succeeded(self, env: str) -> None:
+        """A group of this environment has enough scored members."""
+        self._failing.pop(env, None)
+
+    def filters(self, group: Group) -> bool:
+        """Whether a group is left out since all its members have the same reward. Past the limit such groups are trained, with
+        advantages of 0: a policy that solves every task would otherwise never fill a batch."""
+        most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
+        return self._config.filter_zero_variance and alike(group) and self._filtered < most
+
+    def dropped(self, index: int, env: str, state: GroupState, reason: str) -> None:
+        """A group will not be trained."""
+        self._dropped[state, env] += 1
+        self._filtered += state is GroupState.FILTERED
+        self._refused += state is GroupState.REFUSED
+        if state is GroupState.FAILED:
+            self._failing[env] += 1
+            if not self._any_scored:
+                self._dead.append(index)
+        self._reasons[state] = f"group {index}: {reason}"
+
+    def tell_refused(self, version: int, complete: int) -> None:
+        """Say it when the filter has refused 8, 16, 32, ... times the groups of an update. `complete`: accepted for it."""
+        times = self._refused / (MAX_REPLACEMENTS_PER_GROUP * self._config.groups)
+        if times >= 1 and math.log2(times).is_integer():
+            self._say(
+                f"rollout.accept {self._accept!r} has refused {self._refused} groups for update {version}, "
+                f"{complete} of {self._config.groups} are accepted"
+            )
+
+    # -- what is told --------------------------------------------------------------------------------
+
+    def take(self, groups: list[Group], several: bool) -> dict[str, float]:
+        """The numbers of an update's row; what happens from now on counts for the next one. `several`: by environment too."""
+        row = {
+            "groups_filtered": float(self._filtered),
+            "groups_zero_variance": float(sum(alike(group) for group in groups)),
+            **{key: float(self._played[key]) for key in ("episodes_played", "episodes_unscored")},
+            **({} if self._config.grow == 1 else {"members_grown": float(self._played["members_grown"])}),
+            **({} if self._accept is None else {"groups_refused": float(self._refused)}),
+            **({f"env/{env}/groups_{state}": float(n) for (state, env), n in self._dropped.items()} if several else {}),
+            **{f"faults/{cause}": float(count) for cause, count in sorted(self._faults.items())},
+        }
+        self._filtered = self._refused = 0
+        for counts in (self._played, self._dropped, self._faults):
+            counts.clear()
+        return row
+
+    def check(self, version: int, oldest: float, complete: int, shares: Mapping[str, float]) -> None:
+        """Raise StalledError if too many groups of an update were lost, or if no group of an environment succeeds any more while
+        the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
+        scored. `oldest`: the first group that runs or is complete; `complete`: how many are; `shares`: of several
+        environments."""
+        self._check_dropped(version, oldest, several=bool(shares))
+        most = MOST_REFUSED * self._config.groups
+        if self._accept is not None and self._refused > most and not complete:
+            raise StalledError(
+                f"update {version}: rollout.accept {self._accept!r} refused all of the last {self._refused} "
+                f"groups (limit {most}); accept some of them, or leave it out"
+            )
+        for env, failed in self._failing.items():
+            most = max(MAX_REPLACEMENTS_PER_GROUP, math.ceil(self._most_dropped() * shares.get(env, 1.0)))
+            if failed > most and shares.keys() - self._failing.keys():
+                raise StalledError(
+                    f"update {version}: the last {failed} groups of environment {env!r} failed (limit {most}), "
+                    f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
+                )
+
+    def _check_dropped(self, version: int, oldest: float, several: bool) -> None:
+        for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
+            by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
+            dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
+            if state is GroupState.FAILED and self._nothing_scores(oldest):
+                raise NothingScoredError(
+                    f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
+                    f"{f' ({of})' if several else ''} could be scored; the first: "
+                    f"{self.fault}. Nothing can be trained: mend that, and start or resume the run"
+                )
+            if dropped > self._most_dropped():
+                raise StalledError(
+                    f"update {version}: {dropped} groups {verb} (limit {self._most_dropped()})"
+                    f"{f', of them {of}' if several else ''}; the last: {self._reasons[state]}"
+                )
+
+    def _most_dropped(self) -> int:
+        return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
+
+    def _nothing_scores(self, oldest: float) -> bool:
+        """Whether no episode was ever scored, though enough groups have ended. Not while an older one still plays: what fails at
+        once ends before what is sound and slow."""
+        enough = max(MIN_DEAD_GROUPS, self._config.groups)
+        if self._any_scored or len(self._dead) < enough:
+            return False
+        return oldest > sorted(self._dead)[enough - 1]
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint contains; `load_json` is the inverse."""
+        return {"filtered": self._filtered, "played": dict(self._played), "refused": self._refused}
+
+    def load_json(self, state: Mapping[str, Any], version: int) -> None:
+        """`version`: the updates that the run has done; after one, some episode was scored."""
+        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # missing in older checkpoints
+        self._played = Counter(state.get("played", {}))
+        self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
