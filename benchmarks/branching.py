@@ -10,9 +10,10 @@ Tasks of one length, rewarded by the success of the whole episode alone, so that
 decide it (`OTHER_REWARDS`: where there would be none).
 All runs of a task start from one warm start: that of `configs/long_horizon.toml`, on key_value with 10 calls that of
 `configs/recipes/horizon/key_value.toml`, which solves none of them (the other solves two in three), or that of
-`configs/workspace_ladder.toml`. They have 8 members a group. `flat` begins all at the beginning, with GRPO; the others begin half
-of them there and branch one episode off each, with the advantage `tree`: `middle` before the turn in the middle of the gold
-solution, `entropy` before the one that was the least expected, `failure` before one with a failed call.
+`configs/workspace_ladder.toml`, on 10 and 20 calls with more learned from there (`LEARNED`, `LENGTHENED`). They have 8 members a
+group. `flat` begins all at the beginning, with GRPO; the others begin half of them there and branch one episode off each, with
+the advantage `tree`: `middle` before the turn in the middle of the gold solution, `entropy` before the one that was the least
+expected, `failure` before one with a failed call.
 
 A branch samples only what follows, so an update of these arms has fewer tokens: curves are over sampled tokens, those thrown away
 included, and the table has held-out success (greedy, or sampled: `SAMPLED`) at the tokens that every run of the task has reached,
@@ -42,6 +43,20 @@ OTHER_STARTS = {("key_value", 10): LADDER}
 """Of tasks whose runs do not start from the warm start of their base."""
 LEARNED = {("workspace", 10): 10, ("workspace", 20): 10}
 """Of tasks that a warm start never solves where it samples: so many updates of the base's own run come before."""
+LENGTHENED = {
+    ("workspace", 20): [
+        "rollout.max_turns=44",
+        "rollout.max_episode_tokens=4600",
+        "sft.min_steps=300",
+        "sft.gate=0.0",
+        "sft.gate_every=100",
+        "sft.params={calls=[1,20],requests=[1,12]}",
+        "sft.teacher={skip=0.02,stop=0.3}",
+        "sft.gate_params={calls=[18,20],requests=[8,12]}",
+    ]
+}
+"""Of tasks that are longer than any in those updates, after which none of them is solved: 300 supervised steps on transcripts of
+up to their length follow, of a teacher that leaves early in three of ten."""
 APPS = 'apps = ["contacts"], offered = 0, distractors = 0, missing = 0.0, withheld = 0.0, questions = 0.0'
 TASKS: dict[str, dict[int, str]] = {
     "key_value": {calls: f"calls = {calls}, set_share = {calls % 2}.0, keys = 14, max_value = 4" for calls in HORIZONS},
@@ -52,7 +67,7 @@ TASKS: dict[str, dict[int, str]] = {
     },
 }
 REWARDS = {"key_value": "key_value_exact", "workspace": "workspace"}
-OTHER_REWARDS = {("workspace", 10): "workspace_turns", ("workspace", 20): "workspace_turns"}
+OTHER_REWARDS = {("workspace", 10): "workspace_turns"}
 """Of tasks that hardly a sampled episode of the start solves: half for the whole task, half for each right change."""
 SAMPLED = {("key_value", 20), ("workspace", 5), ("workspace", 10), ("workspace", 20)}
 """Tasks whose start does well if it takes the likeliest token, and badly if it samples: held-out success is at temperature 1."""
@@ -130,7 +145,9 @@ def start(env: str, calls: int, quick: bool) -> str:
     updates = 1 if quick else LEARNED[env, calls]
     name = f"learned-{env}-{updates}"
     run(name, config, ["engine=embedded", "cluster.backend=inline", "sft=false", model, f"steps={updates}", "eval.every=0"])
-    return f"model.path={work() / 'runs' / name / 'final'}"
+    learned = f"model.path={work() / 'runs' / name / 'final'}"
+    more = LENGTHENED.get((env, calls))
+    return learned if more is None else warm(quick, config, f"lengthened-{env}-{calls}", [learned, *more])
 
 
 def train(args: argparse.Namespace) -> None:

@@ -69,12 +69,12 @@ def run(name: str, config: str, overrides: Iterable[str]) -> None:
         command("train", config, f"name={name}", *overrides, "--overwrite")
 
 
-def warm(quick: bool, config: str = LADDER, name: str = "warm") -> str:
-    """The warm start of all runs that begin as this config does, as an override."""
+def warm(quick: bool, config: str = LADDER, name: str = "warm", more: Sequence[str] = ()) -> str:
+    """The warm start of all runs that begin as this config with `more` overrides does, as an override."""
     model = work() / "runs" / name / "warm_start"
     if not (model / "config.json").is_file():
         steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0"] if quick else []
-        command("sft", config, f"name={name}", "engine=embedded", "cluster.backend=inline", *steps, "--overwrite")
+        command("sft", config, f"name={name}", "engine=embedded", "cluster.backend=inline", *more, *steps, "--overwrite")
     return f"model.path={model}"
 
 
