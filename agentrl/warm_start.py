@@ -21,7 +21,7 @@ from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.rollout.context.base import ContextPolicy, Moment
-from agentrl.rollout.episode import Limits
+from agentrl.rollout.course import Limits
 from agentrl.rollout.mixture.base import pick
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.start import written

@@ -32,7 +32,8 @@ from agentrl.executors import in_thread, share_the_lock
 from agentrl.files import atomic_write_all
 from agentrl.render import make_renderer
 from agentrl.reward import Context, compile_spec
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.episode import run_episode
 from agentrl.run import rollout as run_rollout
 from agentrl.run.folder import lines
 from agentrl.tool import Tool, tool

@@ -35,7 +35,7 @@ from agentrl.env import ToolEnv
 from agentrl.executors import share_the_lock
 from agentrl.render import make_renderer
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.tool import tool

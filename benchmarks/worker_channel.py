@@ -25,8 +25,8 @@ from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
 from agentrl.render import make_renderer
 from agentrl.rollout.clock import Watch
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.core import WorkerCore

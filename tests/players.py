@@ -10,7 +10,7 @@ from agentrl.config import RolloutConfig
 from agentrl.reward import Scorer
 from agentrl.rollout import evaluate
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import LocalPlayer, RunEnv
 from agentrl.rollout.replay.io import EpisodeIO

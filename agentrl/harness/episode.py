@@ -35,8 +35,8 @@ from agentrl.harness.programs import Program
 from agentrl.harness.record import Record
 from agentrl.harness.tools import ToolServer
 from agentrl.rollout.clock import Watch
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy, complete, sampled
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, sampled
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.waits import CutError, Partial, Waits, whose
 from agentrl.spans import TracePlace, at, here, span

@@ -15,7 +15,7 @@ from agentrl.harness.programs import program_of
 from agentrl.harness.tools import ToolServer, load_server
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, played
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy, played
 from agentrl.trajectory import Trajectory
 
 

@@ -18,7 +18,7 @@ from agentrl.deadline import LONGEST, in_time
 from agentrl.errors import StalledError
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Quiet, Watch
-from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.course import EpisodeSpec
 from agentrl.rollout.evaluate import end_of, success_rate
 from agentrl.rollout.forest import EpisodeSlots, Trees, forest
 from agentrl.rollout.group import first_of, more, roots, sound

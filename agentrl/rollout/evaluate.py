@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.reward.explain import reasons
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.course import EpisodeSpec
 from agentrl.rollout.player import Job, Player
 from agentrl.rollout.seeds import derive
 from agentrl.trajectory import Trajectory

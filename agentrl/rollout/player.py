@@ -18,7 +18,8 @@ from agentrl.config.schema import BranchConfig
 from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.episode import run_episode
 from agentrl.rollout.forks import Fork, Keeper
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.tape import in_episode

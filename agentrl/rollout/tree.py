@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.config.schema import BranchConfig
 from agentrl.env import ToolEnv
-from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.course import EpisodeSpec
 from agentrl.rollout.forks import Fork, Keeper, Places
 from agentrl.trajectory import StopReason, Task, Trajectory
 

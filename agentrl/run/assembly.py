@@ -5,7 +5,7 @@
     renderer      tokenizer, config.model.tool_parser            `make_renderer`
     engine        config.engine or an API model                  run/engines
     policy        all of these, config.rollout                   `make_policy`: sampling, context policy, writer of summaries
-    limits        config.rollout, the model's context length     rollout/episode
+    limits        config.rollout, the model's context length     rollout/course
 
 Of several environments each has its reference, scorer and limits, and all have one policy (`config.envs.alone` gives the config
 of each).
@@ -31,8 +31,8 @@ from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax
 from agentrl.render.template_text import Placeholders
 from agentrl.reward import Context, Scorer
 from agentrl.rollout.context.base import make_context_policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of

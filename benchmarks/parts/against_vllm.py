@@ -25,7 +25,7 @@ from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.render import make_renderer
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.train.init_model import init_model
 from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Trajectory

@@ -13,8 +13,8 @@ from agentrl.config import RolloutConfig
 from agentrl.env import ToolEnv
 from agentrl.executors import share_the_lock
 from agentrl.render import make_renderer
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.core import WorkerCore

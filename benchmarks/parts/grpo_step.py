@@ -27,8 +27,8 @@ from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig
 from agentrl.render import make_renderer
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.episode import Policy
 from agentrl.train.actor import Actor
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model

@@ -24,7 +24,7 @@ from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, InitModelConfig, ModelConfig
 from agentrl.env import ToolEnv
 from agentrl.render import make_renderer
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.train.actor import Actor
 from agentrl.train.init_model import init_model
 from agentrl.train.learner import Learner

@@ -14,7 +14,7 @@ from work import CONTEXT, Instant, collector
 
 from agentrl.config import RolloutConfig
 from agentrl.render import make_renderer
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, StopReason, ToolCall
 

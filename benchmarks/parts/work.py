@@ -20,8 +20,8 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel

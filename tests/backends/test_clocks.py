@@ -17,8 +17,9 @@ from agentrl.backends.vllm.pace import Pace, Paces
 from agentrl.config.schema import ApiConfig, InitModelConfig
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Sampling, Underway
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message

@@ -11,7 +11,8 @@ from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import InitModelConfig
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.episode import run_episode
 from agentrl.train.init_model import init_model
 from agentrl.train.tokenizer import packaged_tokenizer
 from tests.publishing import publish

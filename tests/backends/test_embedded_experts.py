@@ -22,8 +22,9 @@ from agentrl.experts import RouterWatch
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.context.base import make_context_policy
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
 from tests import moe
 from tests.publishing import publish

@@ -25,8 +25,8 @@ from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, Sampling, Underway
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Hub

@@ -21,8 +21,8 @@ from agentrl.config import RolloutConfig
 from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
+from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.episode import Policy
 from agentrl.train.tokenizer import packaged_tokenizer
 from tests.conftest import PROOFS, proof
 from tests.players import collector_of

@@ -19,8 +19,9 @@ from agentrl.harness.programs import Episode
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.clock import Watch
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Trajectory

@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError, ResourceError
 from agentrl.harness.play import Harness
 from agentrl.harness.programs import Episode, program_of
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.trajectory import StopReason, Trajectory
 from tests.harness.parts import (
     FUNCTION,

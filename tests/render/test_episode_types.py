@@ -8,8 +8,9 @@ from render_tokenizers import build_tokenizer
 from agentrl.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.trajectory import Message, ToolCall
 
 

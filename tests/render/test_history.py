@@ -11,8 +11,9 @@ from agentrl.env import Task, ToolEnv
 from agentrl.render import make_renderer
 from agentrl.render.skeleton import shape_of, skeleton
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.tool import tool
 from agentrl.trajectory import Message, ToolCall
 from agentrl.warm_start import transcript

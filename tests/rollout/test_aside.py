@@ -25,8 +25,9 @@ from agentrl.render.text import Codec
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.leaves.state import StateMatch
 from agentrl.reward.leaves.text import TextEquals
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.tool import Tool, Toolbox, tool
 from agentrl.tool.output import MARK, estimate_tokens, fit
 from agentrl.train.tokenizer import packaged_tokenizer

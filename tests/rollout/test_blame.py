@@ -22,8 +22,8 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout import tally
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling, Underway
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded, content_of

@@ -24,8 +24,8 @@ from agentrl.render.make import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.context.base import make_context_policy
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.forest import planted
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
 from agentrl.run.checks.branch import check_branch

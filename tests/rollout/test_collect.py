@@ -18,8 +18,8 @@ from agentrl.errors import EngineError, NothingScoredError, StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import Policy
 from agentrl.rollout.ledger import GroupState
 from agentrl.trajectory import Group, StopReason
 from tests.players import collector_of, tasks_of

@@ -26,8 +26,9 @@ from agentrl.rollout.context.base import Moment, Stop, make_context_policy
 from agentrl.rollout.context.compact import ASK, HEAD, Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.run.assembly import make_policy
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.tool import tool

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from agentrl.errors import EngineError
 from agentrl.render.base import Renderer
+from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import Policy
 from agentrl.trajectory import Group, Message, ToolCall
 from tests.players import collector_of
 from tests.publishing import exchange

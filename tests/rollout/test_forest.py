@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.course import EpisodeSpec
 from agentrl.rollout.forest import EpisodeSlots, Trees, forest
 from agentrl.rollout.player import Job, Player
 from agentrl.trajectory import StopReason, Task, Trajectory

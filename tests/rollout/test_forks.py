@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from agentrl.catalog import EnvRef
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, ToolCall, Trajectory
 from tests.rollout.conftest import FaultyEngine

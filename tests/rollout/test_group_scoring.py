@@ -11,7 +11,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.trajectory import Group, StopReason, Trajectory
 from tests.players import collector_of
 from tests.publishing import exchange

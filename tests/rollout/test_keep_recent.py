@@ -9,8 +9,9 @@ from agentrl.render import make_renderer
 from agentrl.render.toolcalls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import Message, StopReason
 

@@ -26,8 +26,9 @@ from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.compact import HEAD, Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.trajectory import StopReason, Trajectory

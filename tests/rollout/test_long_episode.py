@@ -19,8 +19,9 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.compact import Compact
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import make_engine
 from agentrl.train.init_model import init_model

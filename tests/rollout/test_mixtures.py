@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, NothingScoredError, StalledError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.mixture.base import EnvOutcome, make_mixture, pick
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import LocalPlayer, RunEnv

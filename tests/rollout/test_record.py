@@ -16,8 +16,8 @@ from agentrl.errors import ReplayError
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder

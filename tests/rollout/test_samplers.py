@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.collect import Collector
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.rollout.sampler.base import GroupOutcome, TaskChoice, TaskSampler, make_sampler
 from agentrl.rollout.sampler.source import TaskSource
 from agentrl.rollout.seeds import derive

@@ -21,8 +21,8 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.ledger import GroupState
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv

@@ -20,8 +20,9 @@ from agentrl.config.schema import RewardConfig, StartConfig
 from agentrl.errors import ConfigError
 from agentrl.render.make import make_renderer
 from agentrl.reward import Scorer
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job
 from agentrl.rollout.start import GoldStart, StartOutcome, prefix_of

@@ -12,7 +12,7 @@ from agentrl.config import Choice, RolloutConfig
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.clock import Watch
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.evaluate import evaluate, success_rate, summarize
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.seeds import derive

@@ -14,8 +14,9 @@ from agentrl.batch.collate import collate
 from agentrl.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, token_rewards
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.trajectory import Message, ToolCall, Trajectory
 from tests.rollout.conftest import FaultyEngine
 

@@ -22,8 +22,9 @@ from agentrl.columns import MAX_TURN
 from agentrl.config import RolloutConfig
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, load_spec
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 from tests.rollout.conftest import FaultyEngine
 

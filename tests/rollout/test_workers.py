@@ -20,8 +20,8 @@ from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.collect import Collector
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, Generation, Sampling, Usage
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door, Hub, dial

@@ -19,7 +19,8 @@ from agentrl.config.schema import CriticConfig, SftConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.episode import run_episode
 from agentrl.run.checks import sizes
 from agentrl.train.pretrained import count_parameters, model_context
 from agentrl.trajectory import StopReason, Trajectory

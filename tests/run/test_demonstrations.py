@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.python.steps import session
 from agentrl.render import make_renderer
 from agentrl.rollout.context.base import Stop
-from agentrl.rollout.episode import Policy
+from agentrl.rollout.course import Policy
 from agentrl.rollout.sampler.base import TaskChoice
 from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.run.demonstrations import MEMBER, Demonstrations

@@ -22,8 +22,9 @@ from agentrl.render import make_renderer
 from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
 from agentrl.rollout.context.keep_recent import KeepRecent
 from agentrl.rollout.context.truncate import Truncate
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.episode import run_episode
 from agentrl.rollout.start import written
 from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.train import learner

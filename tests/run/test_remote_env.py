@@ -22,7 +22,7 @@ from agentrl.errors import CatalogError, ConfigError, UserError
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
-from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.replay.play import Replayer
 from agentrl.rollout.replay.record import Recorder
 from agentrl.rollout.replay.tape import Recorded

@@ -13,7 +13,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import Limits
+from agentrl.rollout.course import Limits
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder

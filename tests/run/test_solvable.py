@@ -16,7 +16,8 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.episode import run_episode
 from agentrl.run import horizon
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks import solvable

@@ -26,8 +26,8 @@ from agentrl.images import Image, PromptIds, images_in
 from agentrl.render.make import make_renderer
 from agentrl.rollout.context.base import ContextPolicy, Stop
 from agentrl.rollout.context.keep_recent import KeepRecent
+from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks.vision import check_vision
 from agentrl.train.export import export_run

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from agentrl import columns, errors
 from agentrl.errors import AgentrlError, WorkerError
+from agentrl.rollout.course import EpisodeSpec
 from agentrl.rollout.engine import Generation, Sampling, Usage
-from agentrl.rollout.episode import EpisodeSpec
 from agentrl.rollout.player import Job
 from agentrl.trajectory import TokenLedger, Trajectory
 

@@ -17,8 +17,8 @@ from agentrl.errors import AgentrlError, ConfigError, ResourceError
 from agentrl.redaction import resolved
 from agentrl.render.base import Renderer
 from agentrl.rollout.clock import Watch
+from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
 from agentrl.run.engines import engine_of
 from agentrl.trajectory import Message, Trajectory
