@@ -7,28 +7,25 @@ the record, snapshots, teardown, the Gymnasium interface) is here.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from agentrl.deadline import LateError, within
 from agentrl.env.actions import read_action
-from agentrl.env.copying import Copier, Snapshot, copier, copy_parts
-from agentrl.env.hooks import EnvHooks
+from agentrl.env.forkable import Forkable
 from agentrl.env.noting import as_message, note
-from agentrl.env.own_reward import OwnReward
+from agentrl.env.own_reward import OwnReward, ScorerLike
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
 from agentrl.env.sync import run_sync
 from agentrl.env.twin import EnvTwin
 from agentrl.env.users import GOLD, ModelUser, User
 from agentrl.env.userside import ask, make_call, next_step
 from agentrl.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
-from agentrl.tool import CountTokens, Tool, Toolbox, ToolSession, ToolSet, ToolSource, estimate_tokens
-from agentrl.tool.sets import tool_methods
-from agentrl.tool.toolbox import Waiting
+from agentrl.tool import CountTokens, estimate_tokens
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -36,23 +33,7 @@ log = logging.getLogger(__name__)
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 
 
-class ScoreLike(Protocol):
-    """The part of `agentrl.reward.Score` that the Gymnasium interface reads."""
-
-    @property
-    def value(self) -> float | None: ...
-
-    @property
-    def success(self) -> bool | None: ...
-
-
-class ScorerLike(Protocol):
-    """The part of `agentrl.reward.Scorer` that the Gymnasium interface calls."""
-
-    async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
-
-
-class ToolEnv(EnvHooks):
+class ToolEnv(Forkable):
     """Base class of all environments.
 
     A subclass sets `id`, `reward` (the name of a spec in the catalog, or a path relative to the file) and `summary`,
@@ -70,9 +51,6 @@ class ToolEnv(EnvHooks):
     and `close` are the same calls, blocking.
     """
 
-    _random_of: Any = None
-    _awaited: bool = False
-    _class_tools: ClassVar[tuple[dict[str, Tool], dict[str, Tool]]]
     _built_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -98,16 +76,7 @@ class ToolEnv(EnvHooks):
         self.render_mode = render_mode
         self.initial_seed: int | None = None
         self.user: User | None = None
-        offered, users = self._tables()
-        self.toolbox = Toolbox.shared(offered, self, count_tokens)
-        self.user_toolbox = Toolbox.shared(users, self, count_tokens)
-        if self.max_output is not None:
-            self.limit_output(self.max_output)
-        self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        self._sources: tuple[ToolSource, ...] = ()
-        self._sessions: list[ToolSession] = []
-        self._set_makers: tuple[Callable[[], ToolSet], ...] = ()
-        self._sets: dict[str, ToolSet] = {}
+        self._init_toolboxes(count_tokens)
         self._record: Trajectory | None = None
         self._task: Task | None = None
         self._open = False
@@ -117,12 +86,6 @@ class ToolEnv(EnvHooks):
         self._last: Observation = []
 
     # -- what an author calls, and the user's side --------------------------------------------------
-
-    @property
-    def queued(self) -> str:
-        """What this environment queues for with others (a sandbox, say), in words; "" if for nothing. Such time is not counted
-        against the episode."""
-        return next((text for item in self._sets.values() if (text := item.queued)), "")
 
     async def user_reply(self, message: Message) -> list[Message] | None:
         """Answer an assistant turn without tool calls; None ends the episode.
@@ -148,37 +111,9 @@ class ToolEnv(EnvHooks):
         """Called by a tool or hook: by the task's own rules, this turn is the episode's last."""
         self._ended = True
 
-    def limit_output(self, tokens: int) -> None:
-        """Cut the answers of tools that have no `max_output` of their own to so many tokens, in place of the class's."""
-        self.toolbox.max_output = self.user_toolbox.max_output = tokens
-
     def cut(self, stop: StopReason) -> None:
         """The step in progress is about to be cancelled, and this is why the episode ends (else it counts as cancelled)."""
         self._cut_for = stop
-
-    def add_source(self, source: ToolSource) -> None:
-        """Tools from outside (an MCP server, say): every later episode opens its own session. Those with `Options(by="user")` are
-        the user's."""
-        self._sources += (source,)
-
-    @property
-    def has_sources(self) -> bool:
-        """Whether an episode offers tools from outside."""
-        return bool(self._sources)
-
-    def add_set(self, make: Callable[[], ToolSet]) -> None:
-        """Tools with a state of their own, which `make` makes for every later episode. Raises what `make` raises, and TypeError
-        if one of its names is taken."""
-        made = make()
-        for item in made.tools():
-            (self.user_toolbox if item.options.by == "user" else self.toolbox).add(item)
-        self._set_makers += (make,)
-
-    def tool_set(self, name: str) -> ToolSet:
-        """The set of this name, as the running episode (or the last one) has it. Raises EnvError if there is none."""
-        if name not in self._sets:
-            raise EnvError(f"{self.id}: no tool set {name!r} in an episode; there are {', '.join(self._sets) or 'none'}")
-        return self._sets[name]
 
     # -- the record --------------------------------------------------------------------------------
 
@@ -204,17 +139,6 @@ class ToolEnv(EnvHooks):
         return self._open
 
     # -- Gymnasium ---------------------------------------------------------------------------------
-
-    @property
-    def np_random(self) -> Any:  # type: ignore[override]
-        """The generator of `reset`'s seed. A copy of an environment gets a copy of it when it asks for it."""
-        if self._np_random is None and self._random_of is not None:
-            self._np_random = copy.deepcopy(self._random_of)
-        return super().np_random
-
-    @np_random.setter
-    def np_random(self, value: Any) -> None:
-        self._np_random = value
 
     @cached_property
     def observation_space(self) -> MessagesSpace:  # type: ignore[override]
@@ -263,7 +187,7 @@ class ToolEnv(EnvHooks):
         # Open before `setup`, so that a setup that fails is torn down as well.
         self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
-        try:
+        async with self._failing():
             self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
             await self._open_sessions()
             await self.setup(task)
@@ -271,9 +195,6 @@ class ToolEnv(EnvHooks):
                 self.user = self._gold_user(task) if options["user"] == GOLD else options["user"]
             self._record.horizon = self.horizon(task)
             self._last = await self._opening(task)
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
         self._record.messages.extend(self._last)
         self._record.tools = self.toolbox.schemas()
         return list(self._last), self._info()
@@ -294,14 +215,12 @@ class ToolEnv(EnvHooks):
         record.messages.append(message)
         record.turns.append(turn)
         try:
-            observation, over = await self._answer(turn)
+            async with self._failing(PolicyTimeoutError, UserLimitError):
+                observation, over = await self._answer(turn)
         except PolicyTimeoutError as late:
             return await self._cut_step(StopReason.MAX_TOOL_TIME, late)
         except UserLimitError as limit:
             return await self._cut_step(StopReason.MAX_TURNS, limit)
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
         record.messages.extend(observation)
         self._last = observation
         if not over:
@@ -324,13 +243,8 @@ class ToolEnv(EnvHooks):
         it ended the episode. Raises what `astep` raises, and PolicyTimeoutError if the policy used up the tool's time."""
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
-        try:
+        async with self._failing(PolicyTimeoutError):
             result = await self.toolbox.call(call)
-        except PolicyTimeoutError:
-            raise
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
         note(self._record, turn, result)
         self._note_new_tools()
         return result
@@ -340,13 +254,8 @@ class ToolEnv(EnvHooks):
         UserLimitError."""
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a turn without a running episode; call reset first")
-        try:
+        async with self._failing(UserLimitError):
             replies = await self.user_reply(turn.message)
-        except UserLimitError:
-            raise
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
         self._record.messages.extend(replies or [])
         return replies
 
@@ -359,18 +268,10 @@ class ToolEnv(EnvHooks):
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a call without a running episode; call reset first")
         record = self._record
-        try:
+        async with self._failing():
             result = await make_call(record, self.user_toolbox, call, len(record.turns) - 1, next_step(record))
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
         self._note_new_tools()
         return result
-
-    @property
-    def waiting(self) -> Sequence[Waiting]:
-        """The calls in progress, the policy's and the user's."""
-        return [*self.toolbox.waiting, *self.user_toolbox.waiting]
 
     @property
     def has_user(self) -> bool:
@@ -391,11 +292,8 @@ class ToolEnv(EnvHooks):
         if record is None:
             raise EnvError(f"{self.id}: no episode to end; call reset first")
         if self._open and not stop.infrastructure:
-            try:
+            async with self._failing():
                 await self.conclude()
-            except BaseException as fault:
-                await self._fail(fault)
-                raise
         record.stop, record.error = stop, error
         record.terminated = stop is StopReason.DONE
         record.truncated = stop in _TRUNCATIONS
@@ -419,54 +317,12 @@ class ToolEnv(EnvHooks):
             self.toolbox.table, self.user_toolbox.table = self._tools_before, self._user_tools_before
             await asyncio.shield(self._tear_down_in_time())
 
-    # -- snapshots ---------------------------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:
-        """The current episode, detached from this environment. Picklable if its attributes are."""
-        return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot of an environment of the same class; the snapshot stays usable.
-
-        Raises ValueError for a snapshot of another class.
-        """
-        if snapshot.owner != type(self).__name__:
-            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
-        for name in set(self._unshared()) - set(snapshot.parts):
-            del self.__dict__[name]
-        self.__dict__.update(snapshot.thaw(self))
-
-    def fork(self) -> ToolEnv:
-        """A second environment in the same state; from here on neither affects the other.
-
-        An environment with attributes that cannot be copied (a connection, a process) overrides this.
-        """
-        # Spaces are left out: the cached action space refers to this environment's toolbox.
-        forked = type(self).__new__(type(self))
-        forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
-        forked.__dict__.update(copy_parts(self, forked, self._unshared()))
-        return forked
-
     # -- replays -----------------------------------------------------------------------------------
 
     def as_twin(self) -> EnvTwin:
         """This environment as one that plays an episode once more, for rewards that replay calls. Asked before the reset, also of
         one that is served. An override may lift limits on turns here, since gold calls are made one a turn."""
         return EnvTwin(self, self.scripted or type(self).user_reply is ToolEnv.user_reply)
-
-    def copier(self) -> Copier | None:
-        """What makes environments in the state of this one, which is then left as it is. None if that may not be: it `holds`
-        something, or its opening is awaited, and so not the same in every episode."""
-        if self.holds or self._awaited:
-            return None
-        return copier(self, self._unshared() if type(self).fork is ToolEnv.fork else None)
-
-    @property
-    def holds(self) -> bool:
-        """Whether an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or sessions
-        say so."""
-        frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
-        return frees or bool(self._sessions) or type(self).teardown is not ToolEnv.teardown
 
     @property
     def last_results(self) -> Sequence[ToolResult]:
@@ -485,20 +341,6 @@ class ToolEnv(EnvHooks):
 
         return None if self.reward is None else OwnReward(type(self), twin)
 
-    @classmethod
-    def _tables(cls) -> tuple[dict[str, Tool], dict[str, Tool]]:
-        """The class's tools by name, the policy's and the user's, read once: methods in order of definition, then `tools`."""
-        if "_class_tools" not in cls.__dict__:
-            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
-            users = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
-            offered = Toolbox(item for item in found if item not in users)
-            cls._class_tools = {item.name: item for item in offered}, {item.name: item for item in Toolbox(users)}
-        return cls._class_tools
-
-    def _unshared(self) -> list[str]:
-        kept = _SHARED | self.shared
-        return [name for name in self.__dict__ if name not in kept]
-
     def _next_task(self, seed: int | None, options: Mapping[str, Any]) -> Task:
         if seed is None and self._np_random is None:
             seed = self.initial_seed
@@ -508,18 +350,6 @@ class ToolEnv(EnvHooks):
             return _checked(options["task"])
         chosen = seed if seed is not None else int(self.np_random.integers(2**62))
         return self.make_task(chosen, str(options.get("split", self.split)))
-
-    async def _open_sessions(self) -> None:
-        self._sets = {}
-        for source in self._sources:
-            session = source.session()
-            self._sessions.append(session)
-            for item in await session.open():
-                (self.user_toolbox if item.options.by == "user" else self.toolbox).add(item)
-        for make in self._set_makers:
-            made = make()
-            self._sets[made.name] = made
-            await made.open()
 
     async def _opening(self, task: Task) -> Observation:
         opening = self.prompt(task)
@@ -553,14 +383,10 @@ class ToolEnv(EnvHooks):
             log.error("%s; it is abandoned", late)
 
     async def _tear_down(self) -> None:
-        sessions, self._sessions = self._sessions, []
         try:
             await self.teardown()
         finally:
-            for session in sessions:
-                await session.close()
-            for item in self._sets.values():
-                await item.close()
+            await self._close_sessions()
 
     async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
         if turn.message.tool_calls:
@@ -576,6 +402,17 @@ class ToolEnv(EnvHooks):
         if record is not None and self.toolbox.table is not self._tools_before:
             known = {schema["function"]["name"] for schema in record.tools}
             record.tools += [item.schema for item in self.toolbox if item.name not in known]
+
+    @asynccontextmanager
+    async def _failing(self, *but: type[BaseException]) -> AsyncIterator[None]:
+        """Whatever is raised inside, other than `but`, is why the episode failed (`_fail`)."""
+        try:
+            yield
+        except but:
+            raise
+        except BaseException as fault:
+            await self._fail(fault)
+            raise
 
     async def _fail(self, fault: BaseException) -> None:
         """Record why the episode failed and tear it down, whatever the fault was."""
@@ -609,21 +446,6 @@ _TRUNCATIONS = frozenset(
         StopReason.AGENT_FAILED,
     }
 )
-_SPACES = frozenset({"observation_space", "action_space"})
-_SHARED = _SPACES | {
-    "scorer",
-    "spec",
-    "split",
-    "render_mode",
-    "initial_seed",
-    "teardown_timeout",
-    "_tools_before",
-    "_user_tools_before",
-    "opening_timeout",
-    "_sources",
-    "_set_makers",
-    "_built_with",
-}
 
 
 def _stop_of(fault: BaseException) -> StopReason:

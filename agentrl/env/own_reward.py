@@ -1,4 +1,5 @@
-"""The reward of an environment that is built directly, as `KeyValue(calls=2)`: by the spec that its class names."""
+"""Who rewards an environment's episodes at its Gymnasium interface; of one that is built directly, as `KeyValue(calls=2)`, the
+spec that its class names."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.given import is_given, own_reward
 from agentrl.shelves import find_file
@@ -15,6 +16,22 @@ from agentrl.trajectory import Task, Trajectory
 if TYPE_CHECKING:
     from agentrl.reward import Score, Scorer
     from agentrl.reward.leaf import ReplayEnv
+
+
+class ScoreLike(Protocol):
+    """The part of `agentrl.reward.Score` that the Gymnasium interface reads."""
+
+    @property
+    def value(self) -> float | None: ...
+
+    @property
+    def success(self) -> bool | None: ...
+
+
+class ScorerLike(Protocol):
+    """The part of `agentrl.reward.Scorer` that the Gymnasium interface calls."""
+
+    async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
 
 
 class OwnReward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.copying import Copier, Snapshot, WrapperCopier
@@ -219,10 +219,10 @@ class ToolWrapper(ToolEnv):
         self.env.restore(snapshot.parts["inner"])
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
-    def fork(self) -> ToolEnv:
+    def fork(self) -> Self:
         return self.around(self.env.fork())
 
-    def around(self, env: ToolEnv) -> ToolEnv:
+    def around(self, env: ToolEnv) -> Self:
         """The same wrapper, in the same state, around another environment."""
         # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
         forked = type(self).__new__(type(self))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Self, cast, get_args
 
 from agentrl.config.schema import McpServerConfig
 from agentrl.deadline import within
@@ -158,11 +158,10 @@ class Mcp(ToolEnv):
 
     # -- forks: a server's state cannot be copied, but it can be reached again ---------------------------
 
-    def fork(self) -> ToolEnv:
+    def fork(self) -> Self:
         """A copy on a new session, brought to the same state by the same calls. Raises EnvError if the server
         answers them differently, RuntimeError inside a running event loop."""
         forked = super().fork()
-        assert isinstance(forked, Mcp)
         forked._sessions, forked.private = [], {}
         if forked.is_open:
             run_sync(forked._replay())
@@ -179,7 +178,7 @@ class Mcp(ToolEnv):
 
     async def _replay(self) -> None:
         record = self.trajectory
-        try:
+        async with self._failing():
             self.toolbox.table = self._tools_before
             await self._open_sessions()
             await self._prepare(record.task)
@@ -191,9 +190,6 @@ class Mcp(ToolEnv):
                             f"{self.id}: the server is not deterministic, so this episode cannot be forked: "
                             f"{was.name} said {was.content[:80]!r}, now {now.content[:80]!r}"
                         )
-        except BaseException as fault:
-            await self._fail(fault)
-            raise
 
     # -- scripted policies -------------------------------------------------------------------------
 

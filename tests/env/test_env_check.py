@@ -7,7 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -150,7 +150,7 @@ class GlobalState(Sum):
 class ShallowFork(Sum):
     """The copy shares the list of looks."""
 
-    def fork(self) -> ToolEnv:
+    def fork(self) -> Self:
         replay_env = super().fork()
         replay_env.__dict__["seen"] = self.seen
         return replay_env

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
+from agentrl.env.base import ToolEnv
+from agentrl.env.own_reward import ScoreLike, ScorerLike
 from agentrl.env.spaces import Action
 from agentrl.env.sync import run_sync
 from agentrl.reward import Scorer

@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from agentrl.env.base import ScorerLike, ToolEnv
+from agentrl.env.base import ToolEnv
+from agentrl.env.own_reward import ScorerLike
 from agentrl.env.remote.openenv import OpenEnvFace
 from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.seeds import SPLITS

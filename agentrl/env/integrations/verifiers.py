@@ -9,7 +9,8 @@ from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
-from agentrl.env.base import ScorerLike, ToolEnv
+from agentrl.env.base import ToolEnv
+from agentrl.env.own_reward import ScorerLike
 from agentrl.env.seeds import SPLITS
 from agentrl.env.spaces import Observation
 from agentrl.errors import DependencyError, EnvError, TaskDataError

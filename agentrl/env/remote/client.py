@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import gymnasium
 
@@ -409,11 +409,10 @@ class RemoteEnv(ToolEnv):
         parts = {key: value for key, value in snapshot.parts.items() if key != _THERE}
         super().restore(Snapshot(snapshot.owner, parts))
 
-    def fork(self) -> ToolEnv:
+    def fork(self) -> Self:
         session = wire.new_id()
         self._raise_fault(self._call_now("fork", {"session": session}))
         forked = super().fork()
-        assert isinstance(forked, RemoteEnv)
         forked._session, forked._number, forked._have = session, 0, 0
         return forked
 
