@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.config import ModelConfig
 from agentrl.errors import ImageError, ModelError
 from agentrl.images import Image
 
@@ -32,6 +33,18 @@ KEPT = 256
 def takes_images(config: Any) -> bool:
     """Whether a transformers config is of a model whose images are computed here."""
     return getattr(config, "model_type", None) in KINDS
+
+
+def model_takes_images(model: ModelConfig) -> bool:
+    """The same of the model that a config names; False if its transformers config cannot be read, which other checks say."""
+    if model.path is None:
+        return model.init is not None and model.init.vision
+    from transformers import AutoConfig
+
+    try:
+        return takes_images(AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code))
+    except (OSError, ValueError):
+        return False
 
 
 def auto_class(config: Any) -> Any:

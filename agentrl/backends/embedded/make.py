@@ -9,7 +9,7 @@ from agentrl.config import TrainConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
-from agentrl.vision import takes_images
+from agentrl.vision import model_takes_images
 
 KV_CACHE_MIB = 2048
 """Upper limit of the cache, which grows on demand."""
@@ -33,7 +33,7 @@ class EmbeddedMaker(EngineMaker):
     def check(self) -> None:
         if self.config.rollout.router_replay and not self.cache:
             raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
-        if self.cache and _pictured(self.config):
+        if self.cache and model_takes_images(self.config.model):
             raise ConfigError(
                 "engine_args.cache: the model takes images, of which the embedded engine's cache knows nothing; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
@@ -71,16 +71,6 @@ class EmbeddedMaker(EngineMaker):
             router_replay=rollout.router_replay,
             cache=self.cache,
         )
-
-
-def _pictured(config: TrainConfig) -> bool:
-    """Whether the model takes images."""
-    from transformers import AutoConfig
-
-    path, init = config.model.path, config.model.init
-    if path is None:
-        return init is not None and init.vision
-    return takes_images(AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code))
 
 
 def _others(config: TrainConfig) -> str:

@@ -13,12 +13,12 @@ from agentrl.backends.vllm.families import check_family, family_of, overrides
 from agentrl.backends.vllm.options import engine_options
 from agentrl.backends.vllm.version import check_version, installed
 from agentrl.backends.vllm.vision import check_images
-from agentrl.config import ModelConfig, TrainConfig
+from agentrl.config import TrainConfig
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError, DependencyError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, PROCESS_MIB, EngineMaker, EngineMemory, Processes
-from agentrl.vision import takes_images
+from agentrl.vision import model_takes_images
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
@@ -75,7 +75,7 @@ class VllmMaker(EngineMaker):
             check_family(family, cuda)
         if self.config.rollout.router_replay:
             check_replay(vllm)
-        if _takes_images(self.config.model):
+        if model_takes_images(self.config.model):
             check_images(vllm, installed())
         check_elastic(self.config)
         check_room(self.config, dtype)
@@ -143,7 +143,7 @@ class VllmMaker(EngineMaker):
             ray_options=ray_options,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
-            images=_takes_images(self.config.model),
+            images=model_takes_images(self.config.model),
         )
 
 
@@ -181,10 +181,6 @@ def check_replay(vllm: VllmConfig) -> None:
             f"rollout.router_replay: vLLM {installed()} does not show which experts tokens go to as {REPLAYS[0]}.{REPLAYS[1]} "
             "does; set it to false, or use engine = embedded"
         )
-
-
-def _takes_images(model: ModelConfig) -> bool:
-    return model.init.vision if model.init is not None else takes_images(family_of(model))
 
 
 def _adapter_rank(config: TrainConfig) -> int | None:
