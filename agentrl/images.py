@@ -54,7 +54,7 @@ class Image:
         """
         picture = _opened(data)
         kind = f"image/{str(picture.format).lower()}"
-        return cls(hashlib.sha256(data).hexdigest(), kind, *picture.size, base64.b64encode(data).decode())
+        return cls(hashlib.sha256(data).hexdigest(), kind, *_turned(picture).size, base64.b64encode(data).decode())
 
     @classmethod
     def of(cls, picture: Picture) -> Image:
@@ -101,9 +101,11 @@ class Image:
         return base64.b64decode(self.data)
 
     def picture(self) -> Picture:
-        """Its pixels, decoded, as RGB: what is transparent is white. Raises ImageError if it was not made from these bytes by
-        `read`."""
-        return _colored(_opened(self.bytes()))
+        """Its pixels, decoded, as RGB: what is transparent is white, a photo is turned as its camera was held.
+
+        Raises ImageError if it was not made from these bytes by `read`.
+        """
+        return _colored(_turned(_opened(self.bytes())))
 
 
 class PromptIds(list[int]):
@@ -177,6 +179,16 @@ def _opened(data: bytes) -> Picture:
         what = "no PNG, JPEG, WebP or GIF" if isinstance(problem, pillow.UnidentifiedImageError) else str(problem)[:120]
         raise ImageError(f"{len(data)} bytes that do not decode: {what}") from None
     return picture
+
+
+def _turned(picture: Picture) -> Picture:
+    """The picture upright, by the orientation in its Exif data, as a page shows it."""
+    from PIL.ImageOps import exif_transpose
+
+    try:
+        return exif_transpose(picture)
+    except Exception:  # whatever broken Exif data raises: a page shows such a picture too, as it is stored
+        return picture
 
 
 def _colored(picture: Picture) -> Picture:

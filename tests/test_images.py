@@ -85,6 +85,26 @@ def test_a_model_sees_what_a_page_shows() -> None:
     assert np.asarray(Image.read(animated.getvalue()).picture()).max() == 200, "of an animation the first"
 
 
+@pytest.mark.parametrize(("orientation", "turned"), [(3, 2), (6, 3), (8, 1)])
+def test_a_photo_is_turned_as_its_camera_was_held(orientation: int, turned: int) -> None:
+    """A camera that is held upright writes the pixels lying on their side and says so beside them (Exif 2.32, Orientation)."""
+    stored = picture((0, 0, 0), (32, 16))
+    stored.paste((255, 255, 255), (0, 0, 16, 8))
+    exif = Pictures.Exif()
+    exif[0x0112] = orientation
+    stored.save(out := io.BytesIO(), "JPEG", exif=exif, quality=100)
+    image = Image.read(out.getvalue())
+    expected = np.rot90(np.asarray(stored, int), turned)
+    assert (image.height, image.width) == expected.shape[:2] and image.bytes() == out.getvalue()
+    assert np.abs(np.asarray(image.picture(), int) - expected).max() < 8
+
+
+def test_a_photo_whose_orientation_cannot_be_read_stays_as_it_is() -> None:
+    picture().save(out := io.BytesIO(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    image = Image.read(out.getvalue())
+    assert (image.width, image.height) == (5, 4) == image.picture().size
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
