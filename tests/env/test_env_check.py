@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 
-from agentrl.catalog import EnvRef, list_envs
+from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import make_scorer
 from agentrl.config.schema import RewardConfig
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
@@ -22,6 +22,7 @@ from agentrl.errors import EnvError, ToolError
 from agentrl.reward import compile_spec, load_spec
 from agentrl.tool import Tool, tool
 from tests.conftest import PROOFS, proof
+from tests.env.shelf import shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -379,8 +380,8 @@ def test_without_spec_or_gold_the_checks_say_so() -> None:
 
 def _shelf() -> list[Any]:
     """All of the shelf; benchmarks (one of them starts processes in every episode) in `make proofs` only."""
-    entries = [entry for entry in list_envs() if "tests/" not in entry.id]
-    return [pytest.param(entry, marks=proof if entry.suite else (), id=entry.name) for entry in entries]
+    found = [(param.values[0], param.marks) for param in shelf() if "tests/" not in param.values[0].id]
+    return [pytest.param(entry, marks=[*marks, *([proof] if entry.suite else [])], id=entry.name) for entry, marks in found]
 
 
 @pytest.mark.parametrize("entry", _shelf())
