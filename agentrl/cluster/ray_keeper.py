@@ -6,7 +6,10 @@ driver was forking when it died, or that has not asked yet, goes on without one 
 agents go on with it. This process waits for the driver's death and kills every process in whose environment the variable is,
 which all processes of this Ray have inherited and no other has, until none was there for `QUIET` seconds: the last may be
 starting. Then it removes what the driver would have: the folder of temporary files of vLLM's replicas, and the semaphores that
-are named after it (backends/vllm/scratch.py). A line on stdin says that the driver has stopped Ray itself.
+are named after it (backends/vllm/scratch.py).
+
+On stdin it is told what to say on stderr if the driver ends without a word of its own (killed, or by Ray): a line, of which the
+latest counts; a blank one takes it back. An empty line says that the driver has stopped Ray itself.
 
 Nothing of agentrl is imported: this starts with every run. Linux alone: it reads /proc.
 """
@@ -26,12 +29,19 @@ SCRATCH = "rl-vllm-{}-"
 
 def main(mark: bytes, driver: int) -> None:
     """Wait for the end of `driver` (our parent), then kill what carries `mark`."""
-    open_pipe = True
-    while os.getppid() == driver:
-        if select.select([0] if open_pipe else [], [], [], INTERVAL)[0]:
-            if os.read(0, 1):
+    told, said, is_open, lives = b"", b"", True, True
+    while lives:
+        lives = os.getppid() == driver  # asked before it is read: what it told at last is there
+        if select.select([0] if is_open else [], [], [], INTERVAL if lives else 0)[0]:
+            got = os.read(0, 1 << 16)
+            is_open = bool(got)  # else the driver is ending, or closed it; its death is what counts
+            *lines, told = (told + got).split(b"\n")
+            if b"" in lines:
                 return
-            open_pipe = False  # the driver is ending, or closed it; its death is what counts
+            said = lines[-1] if lines else said
+    if said.strip():
+        os.write(2, said + b"\n")
+    os.close(2)  # who reads it need not wait for the rest
     end_all(mark)
     sweep(SCRATCH.format(driver))
 

@@ -48,6 +48,14 @@ def restarting(why: object, restarts: int, limit: int) -> str:
     return f"{why}; restarting from the newest checkpoint ({restarts} of {limit})"
 
 
+def unsaid(then: str) -> str:
+    """What is said of a process without a parent that has ended without a word. `then`: how a user goes on with its run."""
+    return (
+        f"agentrl: the driver (pid {os.getpid()}) has ended without a word: it was killed, or Ray ended it from within, as it "
+        f"does where it finds its GCS or its raylet gone; {then}"
+    )
+
+
 def has_parent() -> bool:
     """Whether this process is a driver with a parent, which passes signals on."""
     return _to_parent is not None

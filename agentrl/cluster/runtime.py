@@ -25,7 +25,7 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
-from agentrl.cluster.ray_parent import tell
+from agentrl.cluster.ray_parent import has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
@@ -54,6 +54,7 @@ class _LocalRay:
 
 
 _own: _LocalRay | None = None
+_last_words = ""
 
 
 def worker_env() -> dict[str, str]:
@@ -124,6 +125,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
     _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+    _instruct()
     try:
         with (
             _environment({**worker_env(), NO_RECORDS: os.environ.get(NO_RECORDS, "0"), MARK: value}),
@@ -334,9 +336,31 @@ def _keeper(value: str) -> subprocess.Popen[bytes] | None:
         [sys.executable, "-I", "-S", ray_keeper.__file__, f"{MARK}={value}", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if has_parent() else None,
         start_new_session=True,  # Ctrl-C is not for it
     )
+
+
+@contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Inside, the keeper of a Ray of this process's own says `text` on stderr, as one line, if the process ends without a word of
+    its own. If it has a parent, that says it, which has seen how it ended."""
+    global _last_words
+    _last_words = "" if has_parent() else text
+    _instruct()
+    try:
+        yield
+    finally:
+        _last_words = ""
+        _instruct()
+
+
+def _instruct() -> None:
+    """Tell the keeper what to say."""
+    if _own is not None and _own.keeper is not None and _own.keeper.stdin is not None:
+        with suppress(BrokenPipeError):  # it was killed
+            _own.keeper.stdin.write(f"{' '.join(_last_words.splitlines()) or ' '}\n".encode())
+            _own.keeper.stdin.flush()
 
 
 def _let_go() -> None:

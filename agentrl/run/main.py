@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import restarting, tell
+from agentrl.cluster.ray_parent import restarting, tell, unsaid
+from agentrl.cluster.runtime import last_words
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
@@ -122,7 +123,8 @@ def execute(
         for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
             display.warn(line)
         try:
-            run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
+            with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):
+                run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
         except asyncio.CancelledError:
             outcome.status = "interrupted"
         except NothingScoredError as error:

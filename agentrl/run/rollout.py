@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import tell
+from agentrl.cluster.ray_parent import tell, unsaid
+from agentrl.cluster.runtime import last_words
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
@@ -106,7 +107,8 @@ async def run_rollout(
         interrupt.install()
         try:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
-            await while_ray_lives(_play(config, request, session, missing, outcome, display))
+            with last_words(unsaid(LATER)):
+                await while_ray_lives(_play(config, request, session, missing, outcome, display))
         except WorkerDiedError as error:
             raise WorkerDiedError(f"{error}; {LATER}") from error
         except asyncio.CancelledError:

@@ -111,6 +111,66 @@ def test_the_keeper_ends_its_own_ray_alone_and_only_when_its_driver_is_dead(slee
     assert (mine.returncode, other.poll()) == (-signal.SIGKILL, None)
 
 
+SAYS = """
+import os, subprocess, sys
+keeper = subprocess.Popen([sys.executable, "-I", *sys.argv[2:], str(os.getpid())], stdin=subprocess.PIPE)
+keeper.stdin.write(sys.argv[1].encode())
+keeper.stdin.flush()
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("", ""),
+        ("lost; go on with this\n", "lost; go on with this\n"),
+        ("lost\nlost; go on with that\n", "lost; go on with that\n"),
+        ("lost\n \n", ""),
+        ("lost\n\n", ""),
+    ],
+)
+def test_the_keeper_says_what_a_driver_that_ends_without_a_word_had_told_it(told: str, said: str) -> None:
+    words = [sys.executable, "-I", "-c", SAYS, told, ray_keeper.__file__, f"{MARK}={uuid.uuid4().hex}"]
+    assert subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=20, check=False).stderr == said
+
+
+WORDED = """
+import signal, sys, time
+import psutil, ray
+from agentrl.cluster import runtime
+from agentrl.cluster.ray_parent import unsaid
+from agentrl.config.schema import ClusterConfig
+
+with runtime.last_words(unsaid("continue with:\\n\\nthis")):
+    runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+    if sys.argv[1] == "ended by Ray":
+        for process in psutil.Process().children(recursive=True):
+            if process.name() == "raylet":
+                process.kill()
+        while True:
+            ray.put(bytes(1 << 20))
+    elif sys.argv[1] == "killed":
+        psutil.Process().kill()
+    elif sys.argv[1] == "stopped":
+        runtime.stop_ray()
+sys.exit(3)
+"""
+
+
+@proof
+@pytest.mark.parametrize(("how", "code"), [("ended by Ray", 1), ("killed", -9), ("stopped", 3), ("left", 3)])
+def test_a_run_from_python_that_ends_without_a_word_is_told_of(how: str, code: int) -> None:
+    """A command has a parent that says it. Who ends by itself says what it has to say, also if it leaves its Ray behind."""
+    driver = subprocess.Popen([sys.executable, "-c", WORDED, how], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    said = driver.communicate(timeout=100)[1]
+    words = (
+        f"agentrl: the driver (pid {driver.pid}) has ended without a word: it was killed, or Ray ended it from within, as it "
+        "does where it finds its GCS or its raylet gone; continue with:  this"
+    )
+    assert driver.returncode == code and said.splitlines().count(words) == (code != 3), said
+
+
 HOLDER = """
 import json, os, subprocess, sys, time
 import psutil
