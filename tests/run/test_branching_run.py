@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 
 from agentrl.run.token_file import token_columns
 from agentrl.trajectory import Trajectory
+from tests.backends.vllm_parts import skip_without_vllm
+from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 
 TESTS = Path(__file__).parents[1]
@@ -68,10 +70,31 @@ def groups(folder: Path, step: int) -> list[list[Trajectory]]:
 
 
 def test_each_sampled_token_is_trained_once_with_the_advantage_of_what_followed(whole: Path) -> None:
-    for step, row in enumerate(updates(whole), start=1):
-        lines = iter((whole / "tokens" / f"step_{step:06d}.jsonl").read_text().splitlines())
+    check_trees(whole)
+
+
+@proof
+@pytest.mark.timeout(300)
+def test_vllm_samples_what_follows_a_branching_as_well(out: Path) -> None:
+    """Its cache of prefixes has what the parent sampled; the trainer's own numbers for all of it are the engine's."""
+    skip_without_vllm()
+    model = "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=32}"
+    folder = execute(config(out, "vllm", "steps=2", model, "engine=vllm", "vllm.kv_cache_mib=256"))
+    check_trees(folder)
+    for step, row in enumerate(updates(folder), start=1):
+        first, last = groups(folder, step)[0][0], groups(folder, step)[0][-2]
+        assert (
+            last.ledgers[0].ids()[: last.ledgers[0].sampled.tolist().index(True)] == first.ledgers[0].ids()[: own_from(first, 2)]
+        )
+        assert row["mismatch_max"] < 1e-4
+
+
+def check_trees(folder: Path) -> None:
+    """Every group is as `TURNS` says, and each of its sampled tokens has been trained once, with the advantage by hand."""
+    for step, row in enumerate(updates(folder), start=1):
+        lines = iter((folder / "tokens" / f"step_{step:06d}.jsonl").read_text().splitlines())
         sampled = 0
-        for members in groups(whole, step):
+        for members in groups(folder, step):
             assert [(m.parent, m.branch_turn) for m in members] == [(None, 0)] * 2 + [(0, 1), (1, 1), (0, 2), (1, 2)]
             own = [m.ledgers[0].turns[m.ledgers[0].sampled] for m in members]
             assert [min(turns) for turns in own] == [m.branch_turn for m in members]
@@ -83,6 +106,12 @@ def test_each_sampled_token_is_trained_once_with_the_advantage_of_what_followed(
                 assert found[0].tolist() == pytest.approx([wanted[min(turn, len(wanted) - 1)] for turn in turns], abs=1e-5)
         assert row["tokens_trained"] == row["tokens_sampled"] == sampled
         assert row["grad_norm"] > 0
+
+
+def own_from(member: Trajectory, turn: int) -> int:
+    """Where the tokens of a turn begin that was sampled."""
+    ledger = member.ledgers[0]
+    return next(n for n, (of, mine) in enumerate(zip(ledger.turns, ledger.sampled, strict=True)) if mine and of == turn)
 
 
 def by_hand(rewards: Sequence[float]) -> list[list[float]]:
