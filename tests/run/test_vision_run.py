@@ -280,8 +280,10 @@ def test_a_run_trains_on_images_and_its_trainer_computes_what_the_engine_sampled
 
 @proof
 @WITH_VLLM
-def test_a_qwen3_vl_is_sampled_by_vllm_as_its_trainer_computes(deep: Any, out: Path) -> None:
-    run = execute(run_config(out, "vllm_deep", "steps=3", *VLLM[1:], f"model.path={deep[0]}", "model.init=false"))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_qwen3_vl_is_sampled_by_vllm_as_its_trainer_computes(replicas: int, deep: Any, out: Path) -> None:
+    model = (f"model.path={deep[0]}", "model.init=false", f"vllm.replicas={replicas}")
+    run = execute(run_config(out, f"vllm_deep_{replicas}", "steps=3", *VLLM[1:], *model))
     assert any(one.images for one in episodes(run, 3))
     for row in updates(run):
         assert row["tokens_trained"] > 0 and row["mismatch_max"] < 1e-4, row
