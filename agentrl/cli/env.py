@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli import env_difficulty, env_floor, env_install
 from agentrl.cli.env_subject import reference, subject_of
+from agentrl.cli.parser import seed
 from agentrl.errors import UserError
 from agentrl.shown import say
 
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     env_floor.add_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
     play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
-    play.add_argument("--seed", type=int, default=0, help="which task (default 0)")
+    play.add_argument("--seed", type=seed, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
     play.add_argument(
         "--model-user", action="store_true", help="the environment's own user, a model say; without it that of the gold solution"
@@ -91,7 +92,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"its episodes, to train against (env.url) and for OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
         "on 127.0.0.1 instead of stdio",
     )
-    parser.add_argument("--seed", type=int, default=0, help="with --mcp: which task (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="with --mcp: which task (default 0)")
     parser.add_argument("--split", default="train", help="with --mcp: the task's split (default train)")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: only this machine)")
     parser.add_argument("--port", type=int, help="the port (0: a free one)")

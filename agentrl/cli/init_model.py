@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from agentrl.cli.parser import seed
 from agentrl.config.schema import InitModelConfig
 from agentrl.shown import say
 
@@ -16,8 +18,8 @@ EPILOG = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", help="where to write it")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
+    parser.add_argument("folder", help="where to write it; must not exist, or be empty")
+    parser.add_argument("--seed", type=seed, default=0, help="of the random weights (default 0)")
     defaults = InitModelConfig()
     for name, field in InitModelConfig.model_fields.items():
         value = getattr(defaults, name)
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the model; returns 0. Raises ConfigError for an invalid size."""
+    """Write the model; returns 0. Raises ConfigError for an invalid size, or if something else is in the folder."""
     from pydantic import ValidationError
 
     from agentrl.errors import ConfigError
@@ -40,6 +42,11 @@ def run(args: argparse.Namespace) -> int:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+    target = Path(args.folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            f"{target}: already exists; random weights would replace what is there: give a path that does not exist"
+        )
     folder = init_model(cfg, args.folder, args.seed)
     say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
     return 0

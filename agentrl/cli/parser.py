@@ -13,12 +13,29 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (?P<word>--?[\w-]+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
+def seed(text: str) -> int:
+    """A seed as an option takes it: a whole number of at least 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+    return number
+
+
 class Parser(argparse.ArgumentParser):
     """Its subcommands are parsed by the same class; `parser` of what it returns is the innermost one that took part."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.set_defaults(parser=self)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse's, but that words of which there may be none (`a.b=c`) are not named as missing beside what is."""
+        if options.get("nargs") == "*" and not names[0].startswith("-"):
+            options.setdefault("default", [])
+        return super().add_argument(*names, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A command with a default for `passed_on` gets what stands behind `--` in it, unparsed."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.parser import seed
 from agentrl.errors import CatalogError, UserError
 from agentrl.plain_data import json_text, read_json
 from agentrl.shown import console as safe_console
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")
     lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
-    lint.add_argument("--seed", type=int, default=0, help="seed of the first task (default 0)")
+    lint.add_argument("--seed", type=seed, default=0, help="seed of the first task (default 0)")
     lint.add_argument(
         "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.cli.configs import is_override
 from agentrl.cli.parented import with_parent
+from agentrl.cli.parser import seed
 from agentrl.deadline import run_loop
 from agentrl.errors import ConfigError
 
@@ -49,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     )
     parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
     parser.add_argument("-k", "--samples", type=int, help="episodes per task (default 1)")
-    parser.add_argument("--seed", type=int, help="seed of the sampling; the tasks stay the same (default 0)")
+    parser.add_argument("--seed", type=seed, help="seed of the sampling; the tasks stay the same (default 0)")
     parser.add_argument("--split", help=f"split of the tasks (default {split})")
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
