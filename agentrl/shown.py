@@ -5,6 +5,7 @@ what passes them is written out, whoever wrote it."""
 
 from __future__ import annotations
 
+import os
 import sys
 import unicodedata
 from functools import cache
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _KEPT = "\n\t"
+_ENDLESS = 10_000
+"""Columns of what is no terminal."""
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Kinds of characters that a terminal may act on or not show: controls, directions and joiners, surrogates, line separators."""
 
@@ -38,8 +42,11 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
 
 def console(**options: Any) -> Console:
     """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
-    movements. ":one:" in the name of a task or a judge is no picture."""
+    movements. ":one:" in the name of a task or a judge is no picture. What goes to no terminal (`| grep`, a job's log) is as wide
+    as it is, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
     found: Console = _console_class()(**{"emoji": False, **options})
+    if not (found.is_terminal or "width" in options or "COLUMNS" in os.environ):
+        found.width = _ENDLESS
     return found
 
 
@@ -61,6 +68,14 @@ def cell(value: object) -> str:
     from rich.markup import escape
 
     return escape(safe(value))
+
+
+def folding(*columns: str, title: str | None = None) -> Table:
+    """A table of rich for `cell`s that goes on in the next line where a terminal is narrow: rich cuts words instead, and the
+    columns `policy_gold` and `policy_idle` would both read "policy_…"."""
+    from rich.table import Column, Table
+
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title)
 
 
 def _escaped(character: str) -> str:

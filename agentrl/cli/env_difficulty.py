@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from agentrl.errors import UserError
-from agentrl.shown import cell, console, say
+from agentrl.shown import cell, console, folding, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,12 +69,10 @@ def _counter(model: str | None) -> Callable[[str], int]:
 
 
 def _print(env_id: str, report: DifficultyReport) -> None:
-    from rich.table import Table
-
     from agentrl.env.difficulty import SHARES
 
     low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
-    table = Table(
+    table = folding(
         "family",
         "tasks",
         *COLUMNS,

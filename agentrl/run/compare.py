@@ -21,7 +21,7 @@ from agentrl.env.passk import difference_with_interval, mean_with_interval
 from agentrl.errors import ConfigError
 from agentrl.plain_data import read_json
 from agentrl.run.horizon import Bins, order
-from agentrl.shown import cell
+from agentrl.shown import cell, folding
 from agentrl.trajectory import Trajectory
 
 _OF_MODEL = ("model", "the files of model", "seed")
@@ -192,7 +192,9 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
     """A table for each environment; "-" stands for an unknown value."""
     for env, part in comparison["envs"].items():
         first = part["rows"][0]["model"]
-        table = Table("", "tasks", "pass@1", "95 % interval", "reward", cell(f"minus {first}"), "95 % interval", "better / worse")
+        table = folding(
+            "", "tasks", "pass@1", "95 % interval", "reward", cell(f"minus {first}"), "95 % interval", "better / worse"
+        )
         table.title = cell(env)
         for row in part["rows"]:
             paired = f"{row['better']} / {row['worse']} of {row['paired']}" if "paired" in row else ""
@@ -210,7 +212,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
 def _horizon_table(horizons: Mapping[str, Sequence[Mapping[str, Any]]], title: Any) -> Table:
     """A row for each horizon: the tasks, and of each model pass@1 and its difference to the first."""
     models = [row["model"] for row in next(iter(horizons.values()))]
-    table = Table("calls", "tasks", *(cell(model) for model in models), title=title)
+    table = folding("calls", "tasks", *(cell(model) for model in models), title=title)
     for label, rows in horizons.items():
         ends = ["" if row.get("difference") is None else f" ({row['difference']:+.3f})" for row in rows]
         values = [_short(row["pass@1"]) + end for row, end in zip(rows, ends, strict=True)]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
@@ -18,7 +17,7 @@ from agentrl.env.official import played_of
 from agentrl.env.suite import WHOLE, SuiteEnv
 from agentrl.plain_data import read_json
 from agentrl.run.contents import suite_env
-from agentrl.shown import cell
+from agentrl.shown import cell, folding
 from agentrl.trajectory import Trajectory
 
 
@@ -64,7 +63,7 @@ def _table(parts: Sequence[tuple[SuiteEnv, Sequence[Trajectory]]], split: str) -
 def print_official(tables: Mapping[str, Any], console: Console) -> None:
     """A table for each suite, below the report."""
     for name, found in tables.items():
-        table = Table("", "value", "n", "weight", "")
+        table = folding("", "value", "n", "weight", "")
         part = "; a part of it, and no result of the benchmark" if found["tasks"] < found["of"] else ""
         over = f"{found['tasks']} of its {found['of']} tasks ({found['split']}){part}"
         table.title = cell(f"{name} {found['version']}: its own metrics, over {over}")
@@ -103,7 +102,7 @@ def _joined(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[
 def print_side_by_side(joined: Mapping[str, Any], console: Console) -> None:
     """A table for each suite, a column for each model."""
     for name, found in joined.items():
-        table = Table("", *map(cell, found["models"]))
+        table = folding("", *map(cell, found["models"]))
         table.title = cell(f"{name}: its own metrics")
         for row in found["rows"]:
             table.add_row(cell(row["name"]), *(f"{_number(v)} ({n})" for v, n in zip(row["values"], row["n"], strict=True)))

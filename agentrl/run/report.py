@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from agentrl.env.passk import mean_with_interval, pass_at_k, pass_hat_k
 from agentrl.run.horizon import Bins, by_bin
-from agentrl.shown import cell
+from agentrl.shown import cell, folding
 from agentrl.trajectory import Trajectory, Turn
 
 ABOUT = ("model", "run", "official")
@@ -151,7 +150,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The report as a table; "-" stands for an unknown value."""
-    table = Table("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
+    table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
     for key, value in report.items():
         if key == HORIZONS:
             continue
@@ -171,7 +170,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
     """Success by the number of calls of the solution, a line each, of the environments whose tasks differ in it."""
     for name, report in reports.items():
-        table = Table("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
+        table = folding("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
         for label, one in report.get(HORIZONS, {}).items():
             rate = one["success"]
             shown = "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.2f} to {rate['high']:.2f})"
@@ -182,7 +181,7 @@ def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
 
 def print_reports(reports: Mapping[str, Any], success: float | None, console: Console) -> None:
     """The reports of several environments, a column each."""
-    table = Table("", *map(cell, reports), "mean", title="held-out tasks by environment")
+    table = folding("", *map(cell, reports), "mean", title="held-out tasks by environment")
     for key in [name for name in next(iter(reports.values())) if name not in (*ABOUT, HORIZONS)]:
         cells = [report[key] for report in reports.values()]
         if key.startswith("pass"):

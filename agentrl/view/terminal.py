@@ -23,6 +23,8 @@ from agentrl.shown import safe, say
 from agentrl.view.finite import finite
 
 Json = Any
+PAGE = 120
+"""Columns of an episode at most."""
 
 
 def cell(value: Json, most: int = 60) -> Text:
