@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from agentrl.catalog.index import EnvRef, find_reward
@@ -23,6 +25,15 @@ def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
     if found is None:
         raise ConfigError(f"env.reward: {env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
     return given_spec(found) if is_given(found) else load_spec(find_reward(found))
+
+
+def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
+    """What names the spec of that name or path, by default the environment's own, on a command line."""
+    found = name or (None if env.at is not None else env.default_reward())
+    if found is None or is_given(found):
+        return scorer.name
+    path = Path(found)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def make_scorer(

@@ -135,14 +135,19 @@ def _play(plan: Plan, display: Any) -> int:
     return 1
 
 
+_BESIDE = ("comparison.json", "report.json")
+
+
 def _compare(args: argparse.Namespace) -> int:
     from agentrl.run.eval import write_comparison
 
     if args.env is not None or args.overrides or args.model or args.checkpoint:
         raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
-    if len(args.compare) < 2:
-        raise ConfigError(f"--compare: two or more folders are needed, got {args.compare[0]}")
-    found = _side_by_side([Path(folder) for folder in args.compare], safe_console(highlight=False))
+    # `evals/NAME/*` names what this command and an evaluation of several models wrote beside the folders, too.
+    folders = [folder for folder in map(Path, args.compare) if not (folder.name in _BESIDE and folder.is_file())]
+    if len(folders) < 2:
+        raise ConfigError(f"--compare: two or more folders of evaluations are needed, got {', '.join(args.compare)}")
+    found = _side_by_side(folders, safe_console(highlight=False))
     if args.out is not None:
         say(f"comparison: {write_comparison(Path(args.out), found)}")
     return 0

@@ -96,8 +96,10 @@ def run_failures(args: argparse.Namespace) -> int:
 
     with read_now(load_run(args.folder)) as db:
         rows = queries.failures(db, args.step)
-        whole = db.execute("SELECT count(*) FROM episodes WHERE ? IN (step, -1)", (-1 if args.step is None else args.step,))
-        count = whole.fetchone()[0]
+        counts = dict(db.execute("SELECT step, count(*) FROM episodes GROUP BY step").fetchall())
+    if args.step is not None and args.step not in counts:
+        raise queries.NotFoundError(f"--step {args.step}: no episodes are of it; there are episodes of {queries.listed(counts)}")
+    count = sum(counts.values()) if args.step is None else counts[args.step]
     if args.json:
         print_json(rows)
     elif rows:

@@ -56,18 +56,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.view.terminal import console, episode_text, print_json
+    from agentrl.view.terminal import PAGE, console, episode_text, print_json
 
     row = api.episode(ident, args.episode, {})
     if args.json:
         print_json(row)
     else:
-        console().print(episode_text(row))
+        out = console()
+        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes are as wide as they may be
     return 0
 
 
 def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.view.queries import NotFoundError
+    from agentrl.view.queries import NotFoundError, listed
     from agentrl.view.terminal import console, episodes_table, print_json, table
 
     step = str(args.step)
@@ -79,7 +80,7 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
         wrong = [f"{file['file']}.jsonl: {file['problem'] or 'it has no row'}" for file in files if file["step"] == args.step]
         steps = sorted({file["step"] for file in files if file["episodes"]})
         said = "; ".join(wrong) or "the run has no such step"
-        raise NotFoundError(f"--step {step}: {said}; there are episodes of {_listed(steps)}")
+        raise NotFoundError(f"--step {step}: {said}; there are episodes of {listed(steps)}")
     if args.json:
         print_json({"metrics": metrics, "groups": groups, "episodes": page["rows"], "total": page["total"]})
         return 0
@@ -121,7 +122,3 @@ def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
         ]
         out.print(table("worth a look", ("suspicion", "value", "why", "for example"), shown, most=200))
     return 0
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps[:12])) + (" ..." if len(steps) > 12 else "") if steps else "none"

@@ -218,7 +218,10 @@ def load_run(path: str | Path) -> RunRecord:
         from agentrl.errors import hinted
 
         near = [item.name for item in folder.parent.iterdir() if item.is_dir()] if folder.parent.is_dir() else []
-        raise RunFolderError(f"{folder}: there is no such folder{hinted(folder.name, near)}")
+        usual = "runs" / folder  # `agentrl train` prints a run's name beside its folder
+        hint = hinted(folder.name, near, show=lambda name: repr(str(folder.parent / name)))
+        hint = f"; did you mean {str(usual)!r}?" if is_run(usual) else hint
+        raise RunFolderError(f"{folder}: there is no such folder{hint}")
     inside = find_runs(folder)
     hint = f"; there are runs in it: {', '.join(run.path.name for run in inside[:5])}" if inside else ""
     raise RunFolderError(

@@ -32,9 +32,13 @@ def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
         why = f"; trajectories/{parts[1]}.jsonl is not there"
         if file is not None:
             why = f"; {parts[1]}.jsonl: {file[1]}" if file[1] else ""
+            rows = db.execute("SELECT count(*) FROM episodes WHERE file = ?", (file[0],)).fetchone()[0]
+            why = why or f"; {parts[1]} has {rows} episodes, from 0 on"
             found = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.row = ?", (file[0], int(parts[2]))).fetchone()
     if found is None:
-        raise NotFoundError(f"there is no episode {ident!r}; expected FILE.ROW, for example step_000005.0{why}")
+        first = db.execute("SELECT f.name, e.row FROM episodes e JOIN files f ON f.id = e.file LIMIT 1").fetchone()
+        example = f", for example {first[0]}.{first[1]}" if first else ": there are no episodes yet"
+        raise NotFoundError(f"there is no episode {ident!r}; expected FILE.ROW{example}{why}")
     row: sqlite3.Row = found
     return row
 

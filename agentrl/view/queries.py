@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,12 @@ GOLD = "max(coalesce(e.gold_answer, 0), coalesce(e.gold_calls, 0))"
 
 class NotFoundError(UserError):
     """A page asks for a run, a step or an episode that there is not."""
+
+
+def listed(steps: Iterable[int]) -> str:
+    """Steps in order for a message, the first twelve of them."""
+    found = sorted(steps)
+    return ", ".join(map(str, found[:12])) + (" ..." if len(found) > 12 else "") if found else "none"
 
 
 @dataclass(frozen=True, slots=True)

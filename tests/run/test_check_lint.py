@@ -43,7 +43,8 @@ def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
         check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, TYPO]}))
     zero = {**TYPO, "missing": 0}
     with pytest.raises(
-        ConfigError, match=r"/root: an empty answer earns 0 in each of 3 tasks.*agentrl reward lint mine --env .*health\.lint"
+        ConfigError,
+        match=r"/root: an empty answer earns 0 in each of 3 tasks.*agentrl reward lint \S+/mine\.json --env .*health\.lint",
     ):
         check_config(made(tmp_path, zero))
     assert check_config(made(tmp_path, zero, health={"lint": False})) == []

@@ -47,7 +47,7 @@ def test_gold_that_is_no_success_is_refused_with_spec_task_value_and_advice(tmp_
         check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}))
     told = str(caught.value)
     for part in ("env.reward", "'mine'", "key_value/train/0", "the task part of /root is not 1", "reward 0.5", '"success"',
-                 "agentrl reward lint mine"):  # fmt: skip
+                 f"agentrl reward lint {tmp_path}/mine.json --env key_value"):  # fmt: skip
         assert part in told, part
     check_config(made(tmp_path, {"op": "mean", "of": [RIGHT, NEVER]}, RIGHT))
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import spec_word
 from agentrl.config import TrainConfig
+from agentrl.config.envs import the_env
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
@@ -43,7 +45,8 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     if not config.health.lint:
         return []
     findings = lint_spec(scorer)
-    _refuse(scorer, env, [item for item in findings if item.level == "error"])
+    word = spec_word(env, the_env(config).reward, scorer)
+    _refuse(scorer, f"{word} --env {env.id}", [item for item in findings if item.level == "error"])
     why = _not_probed(config, env, scorer)
     if why is not None:
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
@@ -51,7 +54,7 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
         probed = _probed(config, env, scorer)
     except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
-    _refuse(scorer, env, [item for item in probed if item.code in REFUSED])
+    _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
     return _lines(scorer, [*findings, *probed])
 
 
@@ -85,10 +88,10 @@ def _probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFindin
     return in_daemon_thread(probe, limit)
 
 
-def _refuse(scorer: Scorer, env: EnvRef, faults: Iterable[LintFinding]) -> None:
+def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:
     if told := [f"{item.at}: {item.message}" for item in faults]:
         raise ConfigError(
-            f"env.reward: reward spec {scorer.name!r}: {'; '.join(told)}. `agentrl reward lint {scorer.name} --env {env.id}` "
+            f"env.reward: reward spec {scorer.name!r}: {'; '.join(told)}. `agentrl reward lint {words}` "
             "shows more; health.lint = false starts the run all the same"
         )
 

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TypeVar
 
 from agentrl.catalog import EnvRef
+from agentrl.catalog.scoring import spec_word
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, weight_at
+from agentrl.config.envs import alone, each, the_env, weight_at
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
@@ -68,7 +69,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             "agentrl reward lint %s --env %s --ask-judge",
             scorer.name,
             ", ".join(scorer.judged),
-            scorer.name,
+            spec_word(env, the_env(config).reward, scorer),
             env.id,
         )
     # A script cannot try again if a tool fails at random, as a policy can.
@@ -88,7 +89,9 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             f"agentrl env check {env.id} shows more"
         ) from error
     if fault is not None:
-        raise ConfigError(f"env.reward: {fault}; agentrl reward lint {scorer.name} --env {env.id} shows more")
+        raise ConfigError(
+            f"env.reward: {fault}; agentrl reward lint {spec_word(env, the_env(config).reward, scorer)} --env {env.id} shows more"
+        )
 
 
 def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: float) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class TensorBoard(Tracker):
         self._events.close()
 
     def look(self) -> str:
-        return f"tensorboard --logdir {self._folder}"
+        return f"tensorboard --logdir {shlex.quote(str(self._folder))}"
 
 
 def _cell(value: Cell) -> str:

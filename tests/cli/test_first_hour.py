@@ -1,0 +1,129 @@
+"""What somebody meets who has the docs alone: commands as they are documented, and the mistakes of a first hour."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.catalog import EnvRef
+from agentrl.cli.main import main
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.run.checks.reward import check_success
+from agentrl.shown import console
+from tests.view.folders import episode, run_folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose path has a space, and output that goes to no terminal."""
+    home = tmp_path / "my project"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return home
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """What a command prints, to whichever of the two outputs."""
+    try:
+        found = main(list(words))
+    except SystemExit as end:  # argparse's own way
+        found = int(end.code or 0)
+    out = capsys.readouterr()
+    assert found == code, out.err
+    return out.out + out.err
+
+
+@pytest.mark.parametrize("command", (["env", "play", "key_value"], ["env", "serve", "key_value", "--mcp"], ["init-model", "m"]))
+def test_a_seed_below_0_is_refused_by_its_option(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    text = said(capsys, *command, "--seed", "-1", code=2)
+    assert "argument --seed: expected a whole number of at least 0, got '-1'" in text and "Traceback" not in text
+
+
+def test_what_may_be_left_out_is_not_named_as_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "env", "play", code=2).rstrip().endswith("the following arguments are required: env")
+    assert said(capsys, "config", "show", code=2).rstrip().endswith("the following arguments are required: config")
+
+
+def test_a_random_model_replaces_none_that_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "trained").mkdir()
+    (here / "trained" / "model.safetensors").write_bytes(b"a week of training")
+    text = said(capsys, "init-model", "trained", code=2)
+    assert "trained: already exists" in text and "give a path that does not exist" in text
+    assert (here / "trained" / "model.safetensors").read_bytes() == b"a week of training"
+
+
+@pytest.fixture
+def compared(here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Two evaluations of one environment, and what comparing them wrote beside them."""
+    assert main(["eval", "key_value", "--policy", "gold", "--policy", "idle", "-n", "2"]) == 0
+    capsys.readouterr()
+    return here / "evals" / "key_value"
+
+
+def test_evaluations_are_compared_by_the_documented_pattern(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`agentrl eval --compare evals/key_value/*`, as a shell hands it on."""
+    names = sorted(str(path) for path in compared.iterdir())
+    assert [Path(name).name for name in names] == ["comparison.json", "policy_gold", "policy_idle"]
+    text = said(capsys, "eval", "--compare", *names)
+    # No terminal, so no line is broken; the names of the two differ at their ends.
+    rows = {
+        line.split()[1]: line for line in text.splitlines() if "policy_" in line and "minus" not in line and "calls" not in line
+    }
+    assert set(rows) == {"policy_gold", "policy_idle"} and "0 / 2 of 2" in rows["policy_idle"]
+    assert "minus policy_gold" in text
+    text = said(capsys, "eval", "--compare", *names[:2], code=2)
+    assert "two or more folders of evaluations are needed, got" in text and "comparison.json" in text
+
+
+def test_a_narrow_terminal_breaks_names_and_cuts_none(
+    compared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    text = said(capsys, "eval", "--compare", *(str(compared / name) for name in ("policy_gold", "policy_idle")))
+    assert "…" not in text and max(map(len, text.splitlines())) <= 70
+
+
+def test_what_goes_to_no_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert console().width == 10_000 and console(width=90).width == 90
+    monkeypatch.setenv("COLUMNS", "66")
+    assert console().width == 66
+
+
+def test_episodes_that_are_not_there_are_told_by_those_that_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder(here / "runs" / "a", {"step_000003": [episode(1), episode(2)]}, [{"step": 3, "phase": "train", "success": 0.5}])
+    text = said(capsys, "runs", "failures", "runs/a", "--step", "10", code=2)
+    assert "--step 10: no episodes are of it; there are episodes of 3" in text
+    text = said(capsys, "show", "runs/a", "--episode", "step_000003.7", code=2)
+    assert "for example step_000003.0; step_000003 has 2 episodes, from 0 on" in text
+    assert "ref: there is no such folder" in said(capsys, "show", "ref", code=2)
+    assert "a: there is no such folder; did you mean 'runs/a'?" in said(capsys, "show", "a", code=2)
+    shown = said(capsys, "show", "runs/a", "--step", "3")
+    assert "step_000003.0" in shown and "step_000003.1" in shown, "an episode's name is in one piece, for grep"
+
+
+def test_commands_that_are_advised_can_be_typed(here: Path) -> None:
+    from agentrl.run.trackers.tensorboard import TensorBoard
+
+    tracker = TensorBoard.__new__(TensorBoard)
+    tracker._folder = here / "runs" / "a" / "tensorboard"
+    assert tracker.look() == f"tensorboard --logdir '{here}/runs/a/tensorboard'"
+
+
+def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The spec's own name is not what `agentrl reward lint` takes, if it is a file."""
+    from tests.run.test_check_reward import scorer_of
+
+    assert main(["env", "new", "shop"]) == 0
+    spec = json.loads((here / "envs" / "shop" / "reward.json").read_text())
+    spec["root"]["args"]["expect"] = -1
+    (here / "not the right one.json").write_text(json.dumps({**spec, "name": "mine"}))
+    config = load_config("shop.toml", ["env.reward=not the right one.json"])
+    with pytest.raises(ConfigError) as error:
+        check_success(config, EnvRef.of(config), scorer_of(config))
+    assert "agentrl reward lint 'not the right one.json' --env shop shows more" in str(error.value)
+    capsys.readouterr()
+    assert "gold-no-success" in said(capsys, "reward", "lint", "not the right one.json", "--env", "shop", code=1)
