@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import CatalogError, ConfigError
+from agentrl.errors import CatalogError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
@@ -45,10 +46,9 @@ def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
     """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
     from agentrl.config import load_config
     from agentrl.config.paths import with_absolute_paths
+    from agentrl.run.of_run import run_folder
 
-    file = Path(run) / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{run}: not a run folder (it has no config.toml)")
+    file = run_folder(run).config
     before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
     return before, config
 
@@ -57,6 +57,8 @@ def resume_overrides(args: argparse.Namespace) -> list[str]:
     """Those of a resume, of which argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
     if args.overwrite:
         raise ConfigError(f"--resume goes on with {args.resume}, and --overwrite starts over; leave one of the two out")
+    if args.config is not None and not is_override(args.config):
+        raise ConfigError(f"--resume {args.resume} has its own config: leave {args.config!r} out (a.b=c after it changes a key)")
     return [text for text in (args.config, *args.overrides) if text is not None]
 
 
@@ -69,12 +71,21 @@ def find_config_file(name: str) -> Path:
 
     try:
         return Path(find_config(name))
-    except CatalogError:
+    except CatalogError as error:
+        if name and path.is_dir():
+            inside = path / "config.toml"  # of a run, which is what it was to be and what it has learned
+            hint = (
+                f"; its config: {shlex.quote(str(inside))}; to go on with it: --resume"
+                if inside.is_file()
+                else "; name a TOML file"
+            )
+            raise CatalogError(f"{name}: a folder{hint}") from None
         if path.suffix == ".toml":
             return path  # load_config says which file is missing and what is near it
         if (file := Path(f"{name}.toml")).is_file():
             raise CatalogError(f"no config {name!r} in a folder configs/; did you mean the file {str(file)!r}?") from None
-        raise
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")]) if name else ""
+        raise CatalogError(f"{error}; a file here: {near}") from None if near else error
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:

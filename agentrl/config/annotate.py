@@ -56,10 +56,12 @@ class ConfigText:
             for place, part in parts:
                 inside = (*header, name, *([place] if isinstance(place, str) else []))
                 lines = list(self.section(part, inside, (*keys, name, *([] if place is None else [place]))))
-                yield from self._titled(part, ".".join(map(bare, inside)), isinstance(place, int), lines)
+                # A section that is off unless it is there says something without a key, too: [model.init].
+                kept = isinstance(place, int) or type(section).model_fields[name].default is None
+                yield from self._titled(part, ".".join(map(bare, inside)), isinstance(place, int), lines, kept)
 
-    def _titled(self, section: BaseModel, title: str, listed: bool, lines: list[str]) -> Iterator[str]:
-        if not lines and not listed:
+    def _titled(self, section: BaseModel, title: str, listed: bool, lines: list[str], kept: bool) -> Iterator[str]:
+        if not lines and not kept:
             return
         yield ""
         yield from _comment(_first_sentence(type(section).__doc__ or "")) if self.meanings else ()

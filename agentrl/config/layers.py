@@ -59,12 +59,16 @@ def joined(layers: Layers) -> Table:
 def read_toml(file: Path) -> Table:
     """The file as a table. Raises ConfigError if it is missing, unreadable or not TOML."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no TOML
     except FileNotFoundError:
         there = [p.stem for p in file.parent.glob("*.toml")]
         hint = hinted(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
         raise ConfigError(f"{file}: no such config file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder; name a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from None
+    except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     try:
         return toml_table(text)

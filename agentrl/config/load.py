@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from agentrl.config.envs import as_list, check_envs, entry_name, find_entry, nam
 from agentrl.config.keys import section_at, section_of, takes_none, takes_switch
 from agentrl.config.layers import Find, Layers, Table, joined, read_layers
 from agentrl.config.overrides import overridden, parse_overrides
-from agentrl.config.schema import ONE, SEVERAL, EnvConfig, TrainConfig
+from agentrl.config.schema import ONE, SEVERAL, Choice, EnvConfig, TrainConfig
 from agentrl.errors import ConfigError, hinted
 from agentrl.redaction import learn
 
@@ -110,6 +111,17 @@ def _default_name(location: Sequence[str]) -> str:
     return "" if name is None else f"; arguments are given with the name that they are of (default: {name!r})"
 
 
+def _no_table(value: object, location: list[str]) -> str:
+    """What is said of a value where a table belongs."""
+    at, section = ".".join(location), section_at(location)
+    if isinstance(value, list):
+        return f"expected one table, got a list of {len(value)}; write [{at}], not [[{at}]]"
+    if section is not None and issubclass(section, Choice) and isinstance(value, str):
+        return f"expected a table, got {value!r}; write {location[-1]} = {{ name = {json.dumps(value)} }}"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f"expected a table, got {shown}; write [{at}] with keys below it (agentrl config docs {at})"
+
+
 def _problem(item: Mapping[str, Any], location: list[str]) -> str:
     if item["type"] == "extra_forbidden":
         section = ".".join(location[:-1])
@@ -122,5 +134,9 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
         return f"required key is missing{_default_name(location)}"
     if item["type"] == "value_error":  # one of the schema's own, which says it whole
         return f"{item['ctx']['error']}"
+    if item["type"] in ("model_type", "model_attributes_type"):
+        return _no_table(item["input"], location)
     message = str(item["msg"])
+    if isinstance(item["input"], bool):
+        return f"{message[0].lower()}{message[1:]}, got {str(item['input']).lower()}"
     return f"{message[0].lower()}{message[1:]}, got {item['input']!r}"

@@ -98,7 +98,7 @@ def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
 
 def _places(file: Path) -> dict[Keys, str]:
     try:
-        return {keys: f"{_shown(file)}:{line}" for keys, line in lines_of(file.read_text()).items()}
+        return {keys: f"{_shown(file)}:{line}" for keys, line in lines_of(file.read_text(encoding="utf-8-sig")).items()}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
 

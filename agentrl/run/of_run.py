@@ -44,8 +44,11 @@ def run_folder(path: str | Path) -> RunFolder:
     """The run in this folder. Raises ConfigError, naming the runs beside it, if it is none."""
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
-        near = sorted(found.parent.name for found in folder.path.parent.glob("*/config.toml"))
-        hint = f"; runs in {folder.path.parent}: {', '.join(near[:20])}" if near else ""
+        inside, beside = (
+            sorted(found.parent.name for found in at.glob("*/config.toml")) for at in (folder.path, folder.path.parent)
+        )
+        at, near = (folder.path, inside) if inside else (folder.path.parent, beside)
+        hint = f"; runs in {at}: {', '.join(near[:20])}" if near else ""
         raise ConfigError(f"{path}: not a run folder (it has no config.toml){hint}")
     return folder
 

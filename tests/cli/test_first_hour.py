@@ -127,3 +127,50 @@ def test_the_lint_that_a_refusal_advises_finds_the_spec(here: Path, capsys: pyte
     assert "agentrl reward lint 'not the right one.json' --env shop shows more" in str(error.value)
     capsys.readouterr()
     assert "gold-no-success" in said(capsys, "reward", "lint", "not the right one.json", "--env", "shop", code=1)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["algorithm.advantage=grpo"],
+            "algorithm.advantage: expected a table, got 'grpo'; write advantage = { name = \"grpo\" }",
+        ),
+        (["rollout=3"], "rollout: expected a table, got 3; write [rollout] with keys below it (agentrl config docs rollout)"),
+        (["model.init=true"], "model.init: expected a table, got true; write [model.init]"),
+        (
+            ["rollout.start=[{}]"],
+            "rollout.start: expected one table, got a list of 1; write [rollout.start], not [[rollout.start]]",
+        ),
+        (["steps=true"], "steps: input should be a valid integer, got true"),
+    ],
+)
+def test_a_value_where_a_table_belongs(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    (here / "c.toml").write_text('[env]\nid = "key_value"\n')
+    text = said(capsys, "config", "show", "c.toml", *words, code=2)
+    assert f"agentrl: override {words[0]!r}: {message}" in text and "Config" not in text and "Choice" not in text
+
+
+def test_what_a_file_sets_by_an_empty_section_is_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--given` of a config with `[model.init]` reads back as that config."""
+    text = '\ufeffname = "x"\n\n[env]\nid = "key_value"\n\n[model.init]\n\n[rollout.start]\n'
+    (here / "c.toml").write_text(text, encoding="utf-8")  # with the mark with which some editors begin
+    shown = said(capsys, "config", "show", "c.toml", "--given")
+    assert "\n[model.init]\n" in shown and "\n[rollout.start]" in shown and "[optim]" not in shown
+    (here / "d.toml").write_text(shown)
+    assert load_config("d.toml") == load_config("c.toml")
+
+
+def test_configs_that_are_none_are_told_by_what_is_near(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "shop é.toml").write_text('[env]\nid = "key_value"\n')
+    run_folder(here / "runs" / "a", {"step_000001": [episode(1)]}, [])
+    assert "a file here: did you mean 'shop é.toml'?" in said(capsys, "train", "shop é.tml", code=2)
+    assert ".: a folder; name a TOML file" in said(capsys, "train", ".", code=2)
+    text = said(capsys, "train", "runs/a", code=2)
+    assert "runs/a: a folder; its config: runs/a/config.toml; to go on with it: --resume" in text
+    text = said(capsys, "train", "shop é.toml", "--resume", "runs/a", code=2)
+    assert "--resume runs/a has its own config: leave 'shop é.toml' out" in text
+    for missing in ("runs/b", "runs"):
+        text = said(capsys, "train", "--resume", missing, code=2)
+        assert text.startswith(f"agentrl: {missing}: not a run folder (it has no config.toml); runs in ")
+        assert text.endswith("/runs: a\n")
