@@ -13,7 +13,7 @@ from agentrl.env.spaces import Action, Observation
 from agentrl.env.twin import EnvTwin
 from agentrl.env.users import User, UserModel
 from agentrl.registry import Registry
-from agentrl.tool import CountTokens, Toolbox, ToolSet
+from agentrl.tool import CountTokens, Toolbox, ToolSet, ToolSource
 from agentrl.tool.toolbox import Waiting
 from agentrl.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 
@@ -133,6 +133,16 @@ class ToolWrapper(ToolEnv):
     @property
     def queued(self) -> str:
         return self.env.queued
+
+    @property
+    def has_sources(self) -> bool:
+        return self.env.has_sources
+
+    def add_source(self, source: ToolSource) -> None:
+        self.env.add_source(source)
+
+    def family(self, task: Task) -> str:
+        return self.env.family(task)
 
     def add_set(self, make: Callable[[], ToolSet]) -> None:
         self.env.add_set(make)

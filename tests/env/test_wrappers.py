@@ -280,3 +280,13 @@ def test_a_system_prompt_is_before_the_environments_own() -> None:
         assert forked.prompt(env.task) == list(first) and forked.trajectory.messages == list(first)
         env.close()
         forked.close()
+
+
+def test_what_a_wrapper_is_asked_about_its_environment() -> None:
+    class Kinds(Notes):
+        def family(self, task: Task) -> str:
+            return "boxes"
+
+    env = Kinds(scorer=None)
+    wrapped = TurnLimit(env, turns=3)
+    assert wrapped.family(env.make_task(1, "train")) == "boxes" and not wrapped.has_sources

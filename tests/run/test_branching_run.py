@@ -199,3 +199,16 @@ def test_with_neighbours_that_choose_tasks_beginnings_and_groups(out: Path) -> N
         assert all(turn.ledger == -1 for m in branches for turn in m.turns[:4])
         assert all(m.ledgers[0].turns[m.ledgers[0].sampled].min() == (4 if m.parent is not None else 2) for m in members)
         assert row["tokens_trained"] == sum(m.sampled_tokens for m in members)
+
+
+def test_an_environment_in_wrappers_branches_as_one_without(whole: Path, out: Path) -> None:
+    """A wrapper has no tools of its own to be asked about, which ended the check of the config in a traceback. One that changes
+    nothing plays the same episodes; one by which tools fail is forked with its draws."""
+    same = execute(config(out, "wrapped", "steps=1", "env.wrappers=[{name='turn_limit', args={turns=100}}]"))
+    assert [told(m) for m in episodes(same, 1)] == [told(m) for m in episodes(whole, 1)]
+    failing = execute(config(out, "failing", "steps=1", "env.wrappers=[{name='tool_faults', args={rate=0.5}}]"))
+    for members in groups(failing, 1):
+        for branch in (m for m in members if m.parent is not None):
+            shared = [[r.error for r in turn.results] for turn in branch.turns[: branch.branch_turn]]
+            parent = members[branch.parent].turns[: branch.branch_turn]
+            assert shared == [[r.error for r in turn.results] for turn in parent]
