@@ -73,7 +73,7 @@ def warm(quick: bool, config: str = LADDER, name: str = "warm", more: Sequence[s
     """The warm start of all runs that begin as this config with `more` overrides does, as an override."""
     model = work() / "runs" / name / "warm_start"
     if not (model / "config.json").is_file():
-        steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0"] if quick else []
+        steps = ["sft.min_steps=50", "sft.max_steps=50", "sft.gate=0.0", "sft.gate_tasks=2"] if quick else []
         command("sft", config, f"name={name}", "engine=embedded", "cluster.backend=inline", *more, *steps, "--overwrite")
     return f"model.path={model}"
 
