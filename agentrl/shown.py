@@ -40,11 +40,12 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
         out.flush()
 
 
-def console(**options: Any) -> Console:
+def console(*, gone: str = "", **options: Any) -> Console:
     """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
     movements. ":one:" in the name of a task or a judge is no picture. What goes to no terminal (`| grep`, a job's log) is as wide
     as it is, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
     found: Console = _console_class()(**{"emoji": False, **options})
+    found.gone = gone  # type: ignore[attr-defined]
     if not (found.is_terminal or "width" in options or "COLUMNS" in os.environ):
         found.width = _ENDLESS
     return found
@@ -56,6 +57,14 @@ def _console_class() -> Any:
     from rich.segment import Segment
 
     class SafeConsole(Console):
+        gone = ""
+        """What is said on stderr if nobody reads what is printed any more, before rich ends the process with code 1."""
+
+        def on_broken_pipe(self) -> None:
+            if self.gone and not self.quiet:
+                say(self.gone, file=sys.stderr)
+            super().on_broken_pipe()
+
         def render(self, renderable: Any, options: Any = None) -> Any:
             for part in super().render(renderable, options):
                 yield part if part.control or part.text.isprintable() else Segment(safe(part.text), part.style)

@@ -34,6 +34,8 @@ _BEAT_S = 1.0
 _PER_SECOND = 4
 NONE: Mapping[str, Any] = MappingProxyType({})
 
+_GONE = "agentrl: what read this output is gone (`| head`), so the command ends here; let it go to a file, `> log`"
+
 
 class Display:
     """Phase, step, what goes on within it, success and its best, and other numbers. Use as a context manager.
@@ -45,7 +47,7 @@ class Display:
     def __init__(
         self, console: Console | None = None, *, live: bool | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.console = console or safe_console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.console = console or safe_console(gone=_GONE, file=sys.stdout, highlight=False, soft_wrap=True)
         self.trouble: Callable[[], str] = nothing
         self._wanted = animates(self.console) if live is None else live
         self._now = now

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,3 +177,18 @@ def test_configs_that_are_none_are_told_by_what_is_near(here: Path, capsys: pyte
         text = said(capsys, "train", "--resume", missing, code=2)
         assert text.startswith(f"agentrl: {missing}: not a run folder (it has no config.toml); runs in ")
         assert text.endswith("/runs: a\n")
+
+
+def test_a_long_command_says_that_its_reader_has_gone(here: Path) -> None:
+    """`agentrl train ... | head` ended the run with code 1 and without a word."""
+    read, write = os.pipe()
+    os.close(read)
+    words = ["rollout", "key_value", "--policy", "gold", "-n", "1"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(write)
+    assert done.stderr.startswith("agentrl: what read this output is gone") and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 1
