@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from agentrl.errors import RewardSpecError, did_you_mean
+from agentrl.errors import RewardSpecError, did_you_mean, hinted
 from agentrl.reward import schema as grammar
 from agentrl.reward.ops import AGGREGATES
 from agentrl.reward.pointer import is_ref, join, parse_pointer
@@ -240,6 +240,14 @@ def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[
         return place, f"must be {wanted!r}, not {_short(found)}"
     if rule == "type":
         return place, f"must be {_types(wanted)}, not {_kind(found)}"
+    if rule == "pattern" and place.endswith("/$"):
+        roots = ("task", "episode", "turn", "call")
+        first, *rest = str(found).lstrip("/").split("/")
+        hint = hinted(first, roots, show=lambda name: repr("/" + "/".join([name, *rest])))
+        return (
+            place,
+            f"{_short(found)!r} is no pointer of a spec, which begins with /{', /'.join(roots[:-1])} or /{roots[-1]}{hint}",
+        )
     return place, _short(error.message, 300)
 
 

@@ -200,7 +200,7 @@ def lines(plan: RunPlan) -> list[str]:
     rows += [("evaluated", f"{name}: {how}, {_when(ev.after)}") for name, how in ev.environments.items()]
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_when(plan.checkpoints)}, of which {plan.kept} stay"),
+        ("checkpoints", f"{_when(plan.checkpoints)}, of which {_kept(plan)}"),
         ("episodes", f"in trajectories/, {_when(plan.trajectories)}"),
     ]
     width = max(len(name) for name, _ in rows)
@@ -241,6 +241,11 @@ def _span(sizes: list[int]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _kept(plan: RunPlan) -> str:
+    """A checkpoint may be one of the newest and of the best, so it is "at most"."""
+    return "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
 
 
 def _when(updates: list[int]) -> str:

@@ -192,3 +192,14 @@ def test_a_long_command_says_that_its_reader_has_gone(here: Path) -> None:
         os.close(write)
     assert done.stderr.startswith("agentrl: what read this output is gone") and done.stderr.count("\n") == 1, done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("wrong, near", [("task/gold/answer", "/task/gold/answer"), ("/tsk/gold", "/task/gold"), ("/x", "")])
+def test_a_pointer_that_is_none_is_told_how_it_begins(
+    here: Path, capsys: pytest.CaptureFixture[str], wrong: str, near: str
+) -> None:
+    root = {"use": "number.close", "args": {"expect": {"$": wrong}}}
+    (here / "s.json").write_text(json.dumps({"agentrl_reward": 1, "name": "s", "root": root}))
+    text = said(capsys, "reward", "lint", "s.json", code=2)
+    told = f"s.json: at /root/args/expect/$: {wrong!r} is no pointer of a spec, which begins with /task, /episode, /turn or /call"
+    assert told in text and text.rstrip().endswith(f"; did you mean {near!r}?" if near else "/call")

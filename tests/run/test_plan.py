@@ -116,3 +116,11 @@ def test_what_is_added_to_an_update_is_in_no_minibatch_of_its_own() -> None:
     assert batches.micros == 2 and plan("algorithm.minibatch=4").batches.micros == 2  # 3 rows of 30 tokens in 100: 6 and 4 rows
     assert "4 optimizer steps, and at most 3 kept and 4 demonstrations beside them" in "\n".join(lines(found))
     assert plan("algorithm.minibatch=9", "algorithm.demonstrations={episodes=5}").batches.micros == 4  # 8 and 3 rows
+
+
+def test_no_more_checkpoints_stay_than_there_are() -> None:
+    def said(steps: int) -> str:
+        return next(line for line in lines(plan(f"steps={steps}", "checkpoint.every=1")) if line.startswith("checkpoints"))
+
+    assert said(2).endswith("after 1, 2 updates, of which all stay")
+    assert said(9).endswith(", of which at most 3 stay"), "two of the newest and the best, which may be one of them"
