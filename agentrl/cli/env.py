@@ -204,12 +204,16 @@ def _parameter_lines(env_class: type) -> list[str]:
 
 def run_new(args: argparse.Namespace) -> int:
     """Write a new environment; returns the exit code."""
+    from agentrl.catalog import list_envs
     from agentrl.cli.env_new import write_template
 
+    hidden = [entry.id for entry in list_envs() if entry.name == args.name]
     folder = write_template(args.name, args.shelf)
     config = folder.parents[1] / f"{args.name}.toml"
     installed = importlib.util.find_spec("pytest") is not None
     say(f"{folder}: env.py, reward.json and test_{args.name}.py; {config}: a first config")
+    if hidden:
+        say(f"in this folder {args.name} is now this one, and no longer {hidden[0]}, which its id still names")
     say(f"next: agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {config}")
     say(f"its test: pytest {folder}{'' if installed else ' (after pip install pytest)'}")
     return 0
