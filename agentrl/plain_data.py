@@ -8,7 +8,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MOST_BITS = 1023
@@ -30,15 +30,29 @@ def read_json(text: str | bytes | bytearray) -> Any:
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """`tomllib.loads`. Raises ValueError, also for what is nested too deep for it, long, or has a key of very many parts."""
+    """`tomllib.loads`. Raises ValueError, also for what is nested too deep for it, long, or has a key of very many parts, and for
+    an integer of more than 64 bits, which TOML need not hold."""
     if len(text) > MOST_TOML:
         raise ValueError(f"{len(text)} characters; at most {MOST_TOML} are read")
     if _DOTTED.search(text):
         raise ValueError(f"a key with more than {MOST_DOTS} dots")
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        large = next(_large(table), None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    if large is not None:
+        raise ValueError(f"{str(large)[:24]}... is beyond the integers of TOML, which have 64 bits")
+    return table
+
+
+def _large(value: Any) -> Iterator[int]:
+    """The integers of more than 64 bits in a TOML value."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _large(item)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        yield value
 
 
 def json_text(

@@ -212,3 +212,14 @@ def test_a_new_environment_says_whose_name_it_takes(here: Path, capsys: pytest.C
     assert said(capsys, "env", "show", "key_value").startswith("my/KeyValue-v0")
     assert said(capsys, "env", "show", "agentrl/KeyValue-v0").startswith("agentrl/KeyValue-v0")
     assert "no longer" not in said(capsys, "env", "new", "shop")
+
+
+@pytest.mark.parametrize("number", ["99999999999999999999999", "-9223372036854775809", "0x8000000000000000"])
+def test_an_integer_that_no_machine_holds_is_no_toml(number: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run ended in numpy's traceback."""
+    (here / "c.toml").write_text(f'[env]\nid = "key_value"\n[rollout]\ngroups = {number}\n')
+    told = said(capsys, "train", "c.toml", "--dry-run", code=2)
+    assert f"c.toml: not valid TOML: {str(int(number, 0))[:24]}... is beyond the integers of TOML, which have 64 bits" in told
+    (here / "c.toml").write_text('[env]\nid = "key_value"\n')
+    told = said(capsys, "train", "c.toml", "--dry-run", f"rollout.groups={number}", code=2)
+    assert "rollout.groups" in told and number in told
