@@ -112,7 +112,7 @@ BRANCH = [
 
 
 UNLUCKY = '''
-"""An environment that fails on one turn in eight, by what the turn says: a retry says something else."""
+"""An environment that fails on one turn in five, by what the turn says: a retry says something else."""
 
 import zlib
 
@@ -127,7 +127,7 @@ class Unlucky(ToolWrapper):
 
     async def astep(self, action):
         sampled = "".join(call.raw for call in action.tool_calls)  # a scripted turn has none
-        if sampled and zlib.crc32(sampled.encode()) % 8 == 0:
+        if sampled and zlib.crc32(sampled.encode()) % 5 == 0:
             raise EnvError("out of luck")
         return await self.env.astep(action)
 '''
