@@ -44,5 +44,6 @@ def test_a_config_on_split_ranks_trains_as_on_one(tmp_path: Path, name: str) -> 
         assert mine.keys() == theirs.keys()
         for key in mine.keys() - {"phase", "engine/tokens_per_s"}:
             if not key.startswith(("time/", "throughput/", "balance", "route")):
-                assert theirs[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5), key
+                wanted = mine[key]  # no rate of errors if nothing was called
+                assert theirs[key] == (None if wanted is None else pytest.approx(wanted, rel=1e-5, abs=1e-5)), key
         assert theirs["grad_norm"] > 0.01 and theirs["mismatch_max"] < 1e-5
