@@ -23,7 +23,10 @@ STAND_INS = {
     "ray": '[ "$1" != get-auth-token ] || printf sesame',
     "ssh": "cat > /dev/null",
     "python": 'case "$*" in *secrets*) echo sesame;; *own_address*) echo 10.0.0.1;; esac',
-    "agentrl": 'trap \'echo told >> "$LOG"; exit 130\' TERM; [ -z "$SLOW" ] || { sleep 20 & wait; }; exit ${CODE:-0}',
+    "agentrl": (
+        'trap \'echo told >> "$LOG"; exit 130\' TERM; echo ready >> "$LOG"; '
+        '[ -z "$SLOW" ] || { sleep 20 & wait; }; exit ${CODE:-0}'
+    ),
 }
 
 
@@ -86,9 +89,8 @@ def test_slurm_tells_the_driver_of_the_end_and_queues_the_job_again(tmp_path: Pa
     shell = Shell(tmp_path, **SLURM, SLOW="1")
     job = shell.start("slurm.sbatch", "my.toml")
     deadline = time.monotonic() + 20
-    while not shell.calls("agentrl") and time.monotonic() < deadline:
+    while not shell.calls("ready") and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)  # until its trap is set
     job.send_signal(signal.SIGTERM)
     assert job.wait(20) == 130
     assert shell.calls("told") and shell.calls("scontrol")[-1] == "scontrol requeue 70001"
