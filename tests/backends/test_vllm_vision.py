@@ -1,5 +1,8 @@
 """Images in real vLLM, by an engine that a config makes: what it samples with them is what transformers alone computes, from its
-own weights and from published ones. Runs from a config are in tests/run/test_vision_run.py."""
+own weights and from published ones. Runs from a config are in tests/run/test_vision_run.py.
+
+A second vLLM beside that of test_vllm.py is half a minute: `make proofs` and continuous integration have it, `make test` has not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from tests.publishing import publish
 from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, reference
 
 __all__ = ["deep", "reference"]  # fixtures
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), proof]
 
 skip_without_vllm()
 
