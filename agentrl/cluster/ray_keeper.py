@@ -23,6 +23,8 @@ import time
 INTERVAL = 0.5
 """Seconds between looks at the driver. Its pipe alone may stay open: processes that it forked hold a copy."""
 QUIET = 3.0
+PATIENCE = 10
+"""Seconds in which a line has to be taken."""
 SCRATCH = "rl-vllm-{}-"
 """How the folder of a driver's replicas begins."""
 
@@ -40,10 +42,20 @@ def main(mark: bytes, driver: int) -> None:
                 return
             said = lines[-1] if lines else said
     if said.strip():
-        os.write(2, said + b"\n")
+        say(said)
     os.close(2)  # who reads it need not wait for the rest
     end_all(mark)
     sweep(SCRATCH.format(driver))
+
+
+def say(text: bytes) -> None:
+    """Write a line on stderr, by a process of its own: it may be a pipe that nobody reads, or whose reader is gone."""
+    if os.fork() == 0:
+        try:
+            signal.alarm(PATIENCE)
+            os.write(2, text + b"\n")
+        finally:
+            os._exit(0)
 
 
 def sweep(prefix: str) -> None:

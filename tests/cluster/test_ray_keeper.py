@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -133,6 +134,27 @@ os._exit(1)
 def test_the_keeper_says_what_a_driver_that_ends_without_a_word_had_told_it(told: str, said: str) -> None:
     words = [sys.executable, "-I", "-c", SAYS, told, ray_keeper.__file__, f"{MARK}={uuid.uuid4().hex}"]
     assert subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=20, check=False).stderr == said
+
+
+@pytest.mark.parametrize("reader", ["gone", "silent"])
+def test_what_it_has_to_say_never_keeps_it_from_ending_its_ray(sleepers: list[subprocess.Popen[bytes]], reader: str) -> None:
+    mine, _ = sleepers
+    ours, theirs = os.pipe()
+    if reader == "gone":
+        os.close(ours)
+    else:
+        os.set_blocking(theirs, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(theirs, bytes(1 << 12))
+        os.set_blocking(theirs, True)
+    words = [sys.executable, "-I", "-c", SAYS, "lost\n", ray_keeper.__file__, f"{MARK}=one"]
+    try:
+        assert subprocess.run(words, stderr=theirs, timeout=20, check=False).returncode == 1
+        assert mine.wait(10) == -signal.SIGKILL
+    finally:
+        for end in (theirs, *([] if reader == "gone" else [ours])):
+            os.close(end)
 
 
 WORDED = """
