@@ -85,7 +85,9 @@ def find_config_file(name: str) -> Path:
         if (file := Path(f"{name}.toml")).is_file():
             raise CatalogError(f"no config {name!r} in a folder configs/; did you mean the file {str(file)!r}?") from None
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")]) if name else ""
-        raise CatalogError(f"{error}; a file here: {near}") from None if near else error
+        if near:
+            raise CatalogError(f"{error}; a file here: {near}") from None
+        raise
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:

@@ -223,3 +223,9 @@ def test_an_integer_that_no_machine_holds_is_no_toml(number: str, here: Path, ca
     (here / "c.toml").write_text('[env]\nid = "key_value"\n')
     told = said(capsys, "train", "c.toml", "--dry-run", f"rollout.groups={number}", code=2)
     assert "rollout.groups" in told and number in told
+
+
+def test_a_config_that_is_nowhere_names_a_file_here_only_if_one_is_near(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "other.toml").write_text('[env]\nid = "key_value"\n')
+    assert said(capsys, "config", "show", "othr", code=2).rstrip().endswith("; a file here: did you mean 'other.toml'?")
+    assert "a file here" not in said(capsys, "config", "show", "zzzz", code=2)
