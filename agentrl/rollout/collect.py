@@ -272,7 +272,7 @@ class Collector:
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
         elif refused and self._accept is not None:
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
-            self._tally.tell_refused(self.version, self.ledger.counts()["complete"])
+            self._tally.tell_refused(self.version, self.ledger.completed)
         else:
             self.ledger.complete(group)
 
@@ -383,7 +383,7 @@ class Collector:
 
     def _check_drops(self) -> None:
         shares = self.tasks.shares() if self.tasks.several else {}
-        self._tally.check(self.version, min(self._names, default=math.inf), self.ledger.counts()["complete"], shares)
+        self._tally.check(self.version, self._names, self.ledger.completed, shares)
 
     def _raise_crashed(self) -> None:
         while self._crashed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from agentrl.config import RolloutConfig
@@ -112,12 +112,12 @@ class Tally:
             counts.clear()
         return row
 
-    def check(self, version: int, oldest: float, complete: int, shares: Mapping[str, float]) -> None:
+    def check(self, version: int, playing: Collection[int], complete: int, shares: Mapping[str, float]) -> None:
         """Raise StalledError if too many groups of an update were lost, or if no group of an environment succeeds any more while
         the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
-        scored. `oldest`: the first group that runs or is complete; `complete`: how many are; `shares`: of several
+        scored. `playing`: the groups that run or are complete; `complete`: how many are; `shares`: of several
         environments."""
-        self._check_dropped(version, oldest, several=bool(shares))
+        self._check_dropped(version, playing, several=bool(shares))
         most = MOST_REFUSED * self._config.groups
         if self._accept is not None and self._refused > most and not complete:
             raise StalledError(
@@ -132,11 +132,11 @@ class Tally:
                     f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
                 )
 
-    def _check_dropped(self, version: int, oldest: float, several: bool) -> None:
+    def _check_dropped(self, version: int, playing: Collection[int], several: bool) -> None:
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
             by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
             dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            if state is GroupState.FAILED and self._nothing_scores(oldest):
+            if state is GroupState.FAILED and self._nothing_scores(playing):
                 raise NothingScoredError(
                     f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
                     f"{f' ({of})' if several else ''} could be scored; the first: "
@@ -151,13 +151,13 @@ class Tally:
     def _most_dropped(self) -> int:
         return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
 
-    def _nothing_scores(self, oldest: float) -> bool:
+    def _nothing_scores(self, playing: Collection[int]) -> bool:
         """Whether no episode was ever scored, though enough groups have ended. Not while an older one still plays: what fails at
         once ends before what is sound and slow."""
         enough = max(MIN_DEAD_GROUPS, self._config.groups)
         if self._any_scored or len(self._dead) < enough:
             return False
-        return oldest > sorted(self._dead)[enough - 1]
+        return min(playing, default=math.inf) > sorted(self._dead)[enough - 1]
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
