@@ -187,6 +187,8 @@ def _turned(picture: Picture) -> Picture:
 
     try:
         return exif_transpose(picture)
+    except MemoryError:
+        raise
     except Exception:  # whatever broken Exif data raises: a page shows such a picture too, as it is stored
         return picture
 

@@ -35,16 +35,9 @@ def takes_images(config: Any) -> bool:
     return getattr(config, "model_type", None) in KINDS
 
 
-def model_takes_images(model: ModelConfig) -> bool:
-    """The same of the model that a config names; False if its transformers config cannot be read, which other checks say."""
-    if model.path is None:
-        return model.init is not None and model.init.vision
-    from transformers import AutoConfig
-
-    try:
-        return takes_images(AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code))
-    except (OSError, ValueError):
-        return False
+def model_takes_images(model: ModelConfig, found: Any) -> bool:
+    """The same of the model that a config names: `found` is its transformers config, None if there is none to read."""
+    return model.init.vision if model.init is not None else takes_images(found)
 
 
 def auto_class(config: Any) -> Any:

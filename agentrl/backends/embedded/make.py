@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.config import TrainConfig
+from agentrl.config import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
@@ -33,12 +33,15 @@ class EmbeddedMaker(EngineMaker):
     def check(self) -> None:
         if self.config.rollout.router_replay and not self.cache:
             raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
-        if self.cache and model_takes_images(self.config.model):
+        if not self.cache:
+            return
+        found = _architecture(self.config.model)
+        if model_takes_images(self.config.model, found):
             raise ConfigError(
                 "engine_args.cache: the model takes images, of which the embedded engine's cache knows nothing; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
             )
-        if self.cache and (others := _others(self.config)):
+        if others := _others(found):
             # Said here too, since the engine itself can only say so once it has read the weights.
             raise ModelError(
                 f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; "
@@ -73,15 +76,16 @@ class EmbeddedMaker(EngineMaker):
         )
 
 
-def _others(config: TrainConfig) -> str:
-    """What layers of the model keep beside keys and values, as far as its config says; empty if nothing."""
+def _architecture(model: ModelConfig) -> Any:
+    """transformers' config of the model in `model.path`; None of one that is built."""
     from transformers import AutoConfig
 
+    return None if model.path is None else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def _others(found: Any) -> str:
+    """What layers of a model keep beside keys and values, as far as its config says; empty if nothing."""
     from agentrl.backends.embedded.model import ATTENDING
 
-    if config.model.path is None:
-        return ""
-    trust = config.model.trust_remote_code
-    text = AutoConfig.from_pretrained(config.model.path, trust_remote_code=trust).get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
-    return f"its layers are of the types {', '.join(kinds)}" if kinds else ""
+    kinds = set() if found is None else set(getattr(found.get_text_config(), "layer_types", None) or ()) - ATTENDING
+    return f"its layers are of the types {', '.join(sorted(kinds))}" if kinds else ""

@@ -75,7 +75,7 @@ class VllmMaker(EngineMaker):
             check_family(family, cuda)
         if self.config.rollout.router_replay:
             check_replay(vllm)
-        if model_takes_images(self.config.model):
+        if model_takes_images(self.config.model, family):
             check_images(vllm, installed())
         check_elastic(self.config)
         check_room(self.config, dtype)
@@ -143,7 +143,7 @@ class VllmMaker(EngineMaker):
             ray_options=ray_options,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
-            images=model_takes_images(self.config.model),
+            images=model_takes_images(self.config.model, family_of(self.config.model)),
         )
 
 
