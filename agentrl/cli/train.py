@@ -26,7 +26,7 @@ EPILOG = """examples:
   agentrl train configs/quickstart.toml --dry-run      what it would be: batches, memory, what is trained; runs nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
-  agentrl train --resume runs/quickstart steps=400     ... for more steps (a decaying optim.schedule is stretched)
+  agentrl train --resume runs/NAME steps=400           ... for more steps (a decaying optim.schedule is stretched)
 
 Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
 """

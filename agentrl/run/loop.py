@@ -28,7 +28,7 @@ from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import Evaluation, evaluate, together
 from agentrl.rollout.meter import EngineMeter
 from agentrl.run.by_env import Row, kinds_of
-from agentrl.run.display import Display
+from agentrl.run.display import Display, percent
 from agentrl.run.feed import fed
 from agentrl.run.frame import Count, nothing
 from agentrl.run.interrupt import Interrupt
@@ -49,8 +49,11 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
     meter = EngineMeter(session.engine)
-    done = collector.ledger.version >= config.steps or interrupt.requested
-    if not done and _is_owed(session, run_log):
+    resumed_at = collector.ledger.version
+    evaluated = _evaluation_of(resumed_at, run_log) if resumed_at else None
+    done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
+    if not done and evaluated is None and _is_due(config, resumed_at):
+        # An unbroken run has it: this one was interrupted, or to end, here.
         owed, done = await _evaluated(session, run_log)
         await session.saver.rate(owed)
     while not done:
@@ -100,18 +103,31 @@ def _is_due(config: TrainConfig, step: int) -> bool:
     return bool(config.eval.every) and 0 < step < config.steps and step % config.eval.every == 0
 
 
-def _is_owed(session: Session, run_log: RunLog) -> bool:
-    """Whether the run was interrupted, or to end, where an evaluation was due, which an unbroken run has."""
-    step = session.collector.ledger.version
-    if not _is_due(session.config, step):
+def _evaluation_of(step: int, run_log: RunLog) -> Row | None:
+    """The row of the evaluation on the way at `step`, of a run that goes on from there."""
+    return next((row for row in run_log.folder.read_metrics() if row["phase"] == "eval" and row["step"] == step), None)
+
+
+def _has_ended(session: Session, evaluated: Row | None) -> bool:
+    """Whether the run had reached `stop_at_success` when it was stopped, or was over: its next update would be one too many."""
+    enough = session.config.stop_at_success
+    if evaluated is None or not _reaches(evaluated["success"], enough):
         return False
-    return step not in {row["step"] for row in run_log.folder.read_metrics() if row["phase"] == "eval"}
+    session.display.say(
+        f"held-out success {percent(evaluated['success'])} has reached stop_at_success = {enough} at update {evaluated['step']}: "
+        "no more updates; to go on: stop_at_success=false, or a higher one"
+    )
+    return True
+
+
+def _reaches(success: float | None, enough: float | None) -> bool:
+    return enough is not None and (success or 0.0) >= enough
 
 
 async def _evaluated(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:
     """An evaluation on the way, and whether its success ends the run."""
-    found, enough = await evaluate_now(session, run_log, "eval"), session.config.stop_at_success
-    return found, enough is not None and (found.success or 0.0) >= enough
+    found = await evaluate_now(session, run_log, "eval")
+    return found, _reaches(found.success, session.config.stop_at_success)
 
 
 @spanned("evaluation", root=True)

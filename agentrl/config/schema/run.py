@@ -108,7 +108,8 @@ class TrainConfig(Frozen):
     steps: Annotated[PositiveInt, Unit("updates")] = 50
     """Updates of the run. A resume may change it; `optim.schedule` then decays over the new number."""
     stop_at_success: Fraction | None = None
-    """The run ends early once an evaluation (`eval.every`) reaches this success; by default it never does."""
+    """The run ends early once an evaluation (`eval.every`) reaches this success; by default it never does. A resume of a run that
+    has reached it makes more updates only with a higher one, or false."""
     next: str | None = None
     """The config that a run which ends solved (success of 0.95 on held-out tasks) says to try next, if it has the same
     environments: a name on a shelf, or a path."""
