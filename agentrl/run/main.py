@@ -33,6 +33,7 @@ from agentrl.errors import (
 )
 from agentrl.executors import in_thread, share_the_lock
 from agentrl.files import full_disk_said
+from agentrl.quiet import quiet_libraries
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.harder import harder
 from agentrl.run.checks.model import model_notes
@@ -50,7 +51,6 @@ from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.offline import only_data, summary_of_data, train_on_data
 from agentrl.run.provenance import check_contents, updates_done
-from agentrl.run.quiet import quiet_libraries
 from agentrl.run.rows import thrown_away
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, open_session, warmed_up

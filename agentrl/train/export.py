@@ -16,6 +16,7 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import LoraSection, TrainConfig
 from agentrl.errors import CheckpointError, ModelError
 from agentrl.files import full_disk_said
+from agentrl.quiet import quiet_libraries
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.lora import adapter_of, merged
 from agentrl.train.pretrained import load_model_config
@@ -46,6 +47,7 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
     Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
     or the run trained no adapters.
     """
+    quiet_libraries()
     return while_chosen(lambda: _export_run(Path(run), Path(out), step, best=best, adapter=adapter), named=step is not None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from train_batches import make_batch, toy_optim
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.cli.main import build_parser
+from agentrl.cli.main import build_parser, main
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
@@ -54,6 +55,13 @@ def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 400
     other = weights(run_folder / f"direct{3 - (step or 2)}")
     assert not all(torch.equal(found[name], other[name]) for name in other)
+
+
+def test_an_export_says_nothing_of_how_torch_reads_a_checkpoint(run_folder: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert main(["export", str(run_folder), str(tmp_path / "out")]) == 0
+    assert not [one for one in said if "torch.distributed" in str(one.message)]
 
 
 def test_the_best_is_the_one_that_was_evaluated_best(run_folder: Path, tmp_path: Path) -> None:

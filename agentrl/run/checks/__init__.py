@@ -13,6 +13,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told, warmed
 from agentrl.config.references import check_references
+from agentrl.quiet import quiet_libraries
 from agentrl.reward import Scorer
 from agentrl.rollout.mixture.base import make_mixture
 from agentrl.run.callbacks import check_callbacks
@@ -44,7 +45,6 @@ from agentrl.run.checks.workers import check_workers
 from agentrl.run.engines import engine_name, resolve_engine
 from agentrl.run.otel import check_traces
 from agentrl.run.profile import check_profile
-from agentrl.run.quiet import quiet_libraries
 from agentrl.run.scrape import check_prometheus
 from agentrl.run.trackers import check_trackers
 from agentrl.train.engines import check_train_engine
@@ -138,6 +138,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
 
 def check_eval(config: TrainConfig) -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
+    quiet_libraries()
     check_references(config)
     check_models(config, False)
     check_vision(config, False)

@@ -7,6 +7,7 @@ from agentrl.config.references import check_references
 from agentrl.config.unread import check_unread
 from agentrl.data.files import sources
 from agentrl.errors import ConfigError
+from agentrl.quiet import quiet_libraries
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks.capacity import check_capacity
 from agentrl.run.checks.model import check_models
@@ -14,7 +15,6 @@ from agentrl.run.checks.parts import check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.vision import check_vision
 from agentrl.run.offline import ENGINE, data_of, only_data
-from agentrl.run.quiet import quiet_libraries
 from agentrl.run.trackers import check_trackers
 from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.engines import check_train_engine
