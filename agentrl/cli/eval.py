@@ -230,7 +230,7 @@ def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: 
         return plan
     differs = [line for env in config.envs for line in differences_from_run(folder, config, env.called)]
     differs += [*changed_files(folder, config), *_other_tasks(args, config), *other_engine(folder, config)]
-    plan.notes = [f"other than in the run: {line}" for line in differs]
+    plan.notes = [*(f"other than in the run: {line}" for line in differs), *_not_paired(args, config)]
     plan.about = {"run": {"folder": str(folder.path), **about, "differs": differs}}
     return plan
 
@@ -243,6 +243,23 @@ def _other_tasks(args: argparse.Namespace, config: TrainConfig) -> list[str]:
     tasks = [f"tasks{at[n]} were {e.tasks}, are {args.tasks}" for n, e in own.items() if args.tasks not in (None, e.tasks)]
     splits = [f"the split{at[n]} was {e.split}, is {args.split}" for n, e in own.items() if args.split not in (None, e.split)]
     return [*tasks, *splits, *([f"{args.samples} episodes a task, not 1"] if (args.samples or 1) > 1 else [])]
+
+
+def _not_paired(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """A note if the options choose other tasks than the run was evaluated on; a reader may hold the figures against the run's."""
+    from agentrl.config.envs import alone
+
+    own = {env.called: alone(config, env).eval for env in config.envs}
+    other = {n: e for n, e in own.items() if args.tasks not in (None, e.tasks) or args.split not in (None, e.split)}
+    if not other:
+        return []
+    were = ", ".join(f"{f'{name}: ' if len(own) > 1 else ''}{one.tasks} of {one.split}" for name, one in other.items())
+    tasks = [f"-n {args.tasks}"] if any(args.tasks not in (None, one.tasks) for one in other.values()) else []
+    splits = [f"--split {args.split}"] if any(args.split not in (None, one.split) for one in other.values()) else []
+    return [
+        f"its tasks are not those of the run's own evaluations ({were}), so its figures are not paired with theirs; for that "
+        f"leave {' and '.join([*tasks, *splits])} out"
+    ]
 
 
 def _name(config: TrainConfig, args: argparse.Namespace, folder: RunFolder | None) -> str:

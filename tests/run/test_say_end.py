@@ -162,7 +162,31 @@ def test_what_differs_from_the_run_is_said_and_is_in_the_report(tmp_path: Path) 
         "tasks were 100, are 7",
         "2 episodes a task, not 1",
     ]
-    assert plan.notes == [f"other than in the run: {line}" for line in plan.about["run"]["differs"]]
+    assert plan.notes[:-1] == [f"other than in the run: {line}" for line in plan.about["run"]["differs"]]
+    assert plan.notes[-1] == (
+        "its tasks are not those of the run's own evaluations (100 of heldout), so its figures are not paired with theirs; for "
+        "that leave -n 7 out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "of", "without"),
+    [
+        (["-n", "100", "--split", "heldout"], None, None),  # what the run has
+        (["-k", "2"], None, None),  # more episodes of the same tasks
+        (["--split", "train"], "100 of heldout", "--split train"),
+        (["-n", "101", "--split", "train"], "100 of heldout", "-n 101 and --split train"),
+    ],
+)
+def test_an_evaluation_of_other_tasks_than_the_runs_says_that_figures_are_not_paired(
+    words: list[str], of: str | None, without: str | None, tmp_path: Path
+) -> None:
+    folder, _ = ended(tmp_path, TABLE)
+    (plan,) = read_plans(_parse(["eval", "--run", str(folder.path), *words]))
+    told = [note for note in plan.notes if "not paired" in note]
+    assert len(told) == (of is not None)
+    for note in told:
+        assert f"({of})" in note and note.endswith(f"leave {without} out")
 
 
 def test_a_model_of_a_run_without_the_run_is_warned_about_with_each_key_and_the_command(tmp_path: Path) -> None:
