@@ -90,6 +90,18 @@ def find_config_file(name: str) -> Path:
         raise
 
 
+def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
+    """Raise what `open_folder` would raise of the place of the run's folder. Makes and removes nothing."""
+    from agentrl.run.folder import check_free
+    from agentrl.run.lock import check_unlocked
+
+    target = Path(config.out) / config.name
+    if overwrite and (target / "config.toml").is_file():
+        check_unlocked(target)
+    else:
+        check_free(config)
+
+
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
     older run of that name is removed first. Raises ConfigError if that is still being written."""

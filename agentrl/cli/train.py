@@ -9,7 +9,15 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.configs import add_config, open_folder, read_config, read_config_origins, read_resumed, resume_overrides
+from agentrl.cli.configs import (
+    add_config,
+    check_folder,
+    open_folder,
+    read_config,
+    read_config_origins,
+    read_resumed,
+    resume_overrides,
+)
 from agentrl.cli.parented import Drive, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
@@ -66,6 +74,7 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.dry_run:
         from agentrl.run.dry_run import dry_run
 
+        _check_place(args, config, before)
         found = dry_run(config, args.gpu_memory)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
@@ -73,6 +82,20 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
         option = "--json" if args.json else "--gpu-memory"
         raise ConfigError(f"{option} is for planning: use it together with --dry-run")
     return _train(args, config, before, restarts)
+
+
+def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> None:
+    """Raise, in its words, what the start would raise of the run's folder, and of a resumed run's files. Changes nothing."""
+    from agentrl.run.lock import check_unlocked
+    from agentrl.run.of_run import run_folder
+    from agentrl.run.provenance import check_unchanged
+
+    if before is None:
+        check_folder(config, overwrite=args.overwrite)
+        return
+    folder = run_folder(args.resume)
+    check_unchanged(before, config, folder)
+    check_unlocked(folder.path)
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:

@@ -15,6 +15,7 @@ exports/           step_NNNNNN/, checkpoints that were evaluated later, as such 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -48,8 +49,13 @@ _RESERVED = 1 << 16
 
 
 def check_free(config: TrainConfig) -> None:
-    """Raise ConfigError if there is something where the run's folder would be."""
+    """Raise ConfigError if there is something where the run's folder would be, ResourceError if it cannot be made there. Makes
+    and changes nothing."""
     path = Path(config.out) / config.name
+    try:
+        _try_path(path.absolute())
+    except OSError as error:
+        raise ResourceError(f"{path.absolute()}: the run folder cannot be written: {error}") from None
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not (path / "config.toml").is_file():
@@ -59,6 +65,23 @@ def check_free(config: TrainConfig) -> None:
         f"{path}: there is a run of that name. Continue it: agentrl {command} --resume {shlex.quote(str(path))}; or choose "
         f"another name: name={config.name}-2; or start over: --overwrite"
     )
+
+
+def _try_path(path: Path) -> None:
+    """Raise the OSError with which the system would refuse a folder at `path`, as far as that can be told without making it: a
+    part of it is too long, or a file, or what is there may not be written."""
+    above = next(there for there in (path, *path.parents) if os.path.lexists(there))
+    if above == path:
+        return
+    for part in path.relative_to(above).parts:  # alone: the system reads no further than the first that is missing
+        try:
+            os.lstat(above / part)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, str(path)) from None
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 class RunFolder:

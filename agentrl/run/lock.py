@@ -46,6 +46,20 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_unlocked(folder: Path) -> None:
+    """Raise ConfigError, as `locked` does, if a process writes the run in a folder. Leaves the folder as it is."""
+    if not (folder / LOCK).is_file():
+        return
+    with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(_held(folder, file)) from None
+        except OSError as error:
+            if error.errno not in _NONE:
+                raise
+
+
 def _note(file: IO[str]) -> None:
     file.seek(0)
     file.truncate()

@@ -58,6 +58,12 @@ def check_resumable(
     return (*said, *notes, *_steps_note(config, folder), *_schedule_note(before, config, folder))
 
 
+def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> None:
+    """What `check_resumable` checks of a run's files, and nothing else. Raises as it does."""
+    _check_own_config(before, folder)
+    check_contents(config, folder)
+
+
 def check_contents(config: TrainConfig, folder: RunFolder) -> None:
     """Raises ConfigError if the reward spec or the model's files changed since the run in `folder` began."""
     if (recorded := _recorded(folder)) is None:

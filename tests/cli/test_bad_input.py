@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.config import load_config
 from agentrl.run.folder import RunFolder
+from agentrl.run.lock import locked
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
 
@@ -120,6 +124,47 @@ def test_a_file_where_the_runs_folder_would_be_is_named(tmp_path: Path, capsys: 
     (tmp_path / "runs" / "quickstart").write_text("mine")
     assert main(["train", QUICKSTART]) == 2
     assert "runs/quickstart: it exists and is no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["name=" + "n" * 300], "runs/" + "n" * 300 + ": the run folder cannot be written: [Errno 36] File name too long"),
+        (["out=there", "name=" + "n" * 300], "File name too long"),
+        (["out=file"], "file/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
+        (["out=file/deeper"], "file/deeper/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
+        (["out=there", "name=run"], "there/run: there is a run of that name. Continue it: agentrl train --resume"),
+        (["out=there", "name=mine"], "there/mine: it exists and is no run; choose another name: name=mine-2"),
+        (["out=there", "name=mine", "--overwrite"], "there/mine: it exists and is no run"),
+        (["out=there", "name=run", "--overwrite"], "there/run: process PID on"),
+        (["--resume", "there/run"], "there/run: process PID on"),
+    ],
+)
+def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
+    args: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("mine")
+    Path("there/mine").mkdir(parents=True)
+    Path("there/mine/notes.txt").write_text("mine")
+    config = ["engine=embedded", "cluster.backend=inline", "sft=false", *(arg for arg in args if arg.startswith("-"))]
+    run = RunFolder.create(load_config(QUICKSTART, ["out=there", "name=run", *config[:3]]))
+    before = sorted(tmp_path.rglob("*"))
+    words = [*args, *config[:3]] if args[0] == "--resume" else [QUICKSTART, *args, *config[:3]]
+    with locked(run.path) if "--overwrite" in args or args[0] == "--resume" else nullcontext():
+        assert main(["train", *words]) == 2
+        refused = capsys.readouterr().err
+        assert main(["train", *words, "--dry-run"]) == 2
+        planned = capsys.readouterr()
+    assert expected.replace("PID", str(os.getpid())) in refused and planned.err == refused and not planned.out
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.name not in (".lock", "provenance.json")] == before
+
+
+def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["engine=embedded", "cluster.backend=inline", "sft=false"]
+    run = RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", QUICKSTART, "name=run", *config, "--overwrite", "--dry-run"]) == 0
+    assert run.config.is_file() and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_word_that_is_in_no_metric_is_said(capsys: pytest.CaptureFixture[str]) -> None:
