@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 GROUP = "agentrl.envs"
 
 
+class ParameterError(CatalogError):
+    """An environment does not take a parameter, or not with this value. `name`: which; None if one that it needs is missing."""
+
+    def __init__(self, text: str, name: str | None = None) -> None:
+        super().__init__(text)
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class EnvEntry:
     """One environment that can be built: its id, short name, location, and the name of its own reward spec."""
@@ -153,6 +161,12 @@ class EnvRef:
             env_class = self.entry.load()
         _check_parameters(self._label, env_class, self.params)
         return env_class
+
+    def check(self) -> None:
+        """Raise CatalogError if there is no such environment or it cannot be loaded, ParameterError if it does not take the
+        parameters. Builds none; what a server of agentrl has is not asked."""
+        if self.at is None or not self.at.ours:
+            _ = self._class
 
     @property
     def _given(self) -> Mapping[str, Any]:
@@ -389,19 +403,19 @@ def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Ma
     known = _parameter_names(env_class)
     for name in params:
         if name == "sandbox" and name not in known:
-            raise CatalogError(f"{env_id} runs nothing in a sandbox, so env.sandbox has no meaning for it; leave it out")
+            raise ParameterError(f"{env_id} runs nothing in a sandbox, so env.sandbox has no meaning for it; leave it out", name)
         if name not in known:
-            raise CatalogError(f"{env_id}: no parameter {name!r}; {nearest(name, sorted(known))}")
+            raise ParameterError(f"{env_id}: no parameter {name!r}; {nearest(name, sorted(known))}", name)
     try:
         inspect.signature(env_class).bind(**params)
     except TypeError as problem:
-        raise CatalogError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
+        raise ParameterError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
     _check_types(env_id, env_class, params)
 
 
 def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
-    """Raise CatalogError for a value that is not of its parameter's annotated type, read as JSON is. A reference, whose value is
-    known later, and what is no JSON (given from Python) are left to the class, and so is an annotation that cannot be read."""
+    """Raise ParameterError for a value that is not of its parameter's annotated type, read as JSON is. A reference, whose value
+    is known later, and what is no JSON (given from Python) are left to the class, and so is an annotation that cannot be read."""
     hints = _hints(env_class)
     for name, value in params.items():
         if name not in hints or any(references(value)):
@@ -414,7 +428,7 @@ def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping
         try:
             adapter.validate_json(text, strict=True)
         except ValidationError as problem:
-            raise CatalogError(f"{env_id}: parameter {name} = {value!r:.80}: {problem.errors()[0]['msg']}") from None
+            raise ParameterError(f"{env_id}: parameter {name} = {value!r:.80}: {problem.errors()[0]['msg']}", name) from None
 
 
 def _hints(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:

@@ -299,14 +299,19 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     from agentrl.config import load_config
     from agentrl.config.envs import alone, entry_of
     from agentrl.config.load import config_from
+    from agentrl.config.origin import read_origins, typed_origins
     from agentrl.config.paths import with_absolute_paths
+    from agentrl.run.checks.named import check_played
 
     names, overrides = _named(args)
     if args.config is None and folder is None:
         if not names:
             raise ConfigError(f"an environment is needed, for example: agentrl eval key_value --model {args.model}")
         env: Any = {"id": names[0]} if len(names) == 1 else [{"id": name} for name in names]
-        return config_from({"name": "eval", "env": env, "model": {"path": args.model}}, overrides), len(names) > 1
+        table = {"name": "eval", "env": env, "model": {"path": args.model}}
+        config = config_from(table, overrides)
+        check_played(config, partial(typed_origins, table, overrides))
+        return config, len(names) > 1
     file = find_config_file(args.config) if folder is None else folder.config
     config = with_absolute_paths(load_config(file, overrides, find_config_file))
     if not config.envs:
@@ -314,10 +319,12 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
             f"{file}: it was trained on data and names no environment; name one, for example: agentrl eval key_value --model "
             f"{file.parent / 'final'}"
         )
+    there = [{"name": env.called} for env in config.envs]
+    chosen = [config.envs[entry_of(there, name)] for name in names] or config.envs
+    check_played(config, partial(read_origins, file, overrides, find_config_file), [env.called for env in chosen])
     update: dict[str, Any] = {"model": config.model.model_copy(update={"path": args.model, "init": None, "lora": None})}
     if names:
-        there = [{"name": env.called} for env in config.envs]
-        update["env"] = [config.envs[entry_of(there, name)] for name in names]
+        update["env"] = chosen
     several, config = len(config.envs) > 1, config.model_copy(update=update)
     return (config if len(config.envs) > 1 else alone(config, config.envs[0])), several
 

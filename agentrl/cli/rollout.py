@@ -96,6 +96,11 @@ def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig,
     if args.max_concurrent is not None:
         overrides.append(f"rollout.max_episodes={args.max_concurrent}")
     config = config_from(base, overrides)
+    if args.replay is None:
+        from agentrl.config.origin import typed_origins
+        from agentrl.run.checks.named import check_played
+
+        check_played(config, partial(typed_origins, base, overrides))
     given = {name: value for name in ("tasks", "samples", "split") if (value := vars(args)[name]) is not None}
     values = {**known, **given}  # options that are given win over those of a replayed record, or over the defaults
     check_counts(args)

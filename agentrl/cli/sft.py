@@ -78,8 +78,10 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if config.sft is None:
         raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
     from agentrl.run.checks import check_train
+    from agentrl.run.checks.named import check_named
     from agentrl.run.main import execute
 
+    check_named(config, partial(read_config_origins, args))
     notes = check_train(config)
     folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
     return execute(config, folder, resumed=False, only_warm_start=True, notes=notes, restarts=restarts)

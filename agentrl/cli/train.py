@@ -21,7 +21,7 @@ from agentrl.cli.configs import (
 from agentrl.cli.parented import Drive, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
-from agentrl.config.origin import read_origins
+from agentrl.config.origin import Origins, read_origins
 from agentrl.errors import ConfigError
 from agentrl.shown import say
 
@@ -72,9 +72,11 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
+        from agentrl.run.checks.named import check_named
         from agentrl.run.dry_run import dry_run
 
         _check_place(args, config, before)
+        check_named(config, partial(_origins, args))
         found = dry_run(config, args.gpu_memory)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
@@ -82,6 +84,13 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
         option = "--json" if args.json else "--gpu-memory"
         raise ConfigError(f"{option} is for planning: use it together with --dry-run")
     return _train(args, config, before, restarts)
+
+
+def _origins(args: argparse.Namespace) -> Origins:
+    """Where the values of the config are from, of a resumed run too."""
+    if args.resume is None:
+        return read_config_origins(args)
+    return read_origins(Path(args.resume) / "config.toml", resume_overrides(args))
 
 
 def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> None:
@@ -100,17 +109,22 @@ def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainCon
 
 def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:
     from agentrl.run.checks import check_train
+    from agentrl.run.checks.named import check_named
     from agentrl.run.folder import RunFolder
     from agentrl.run.main import execute
     from agentrl.run.provenance import check_resumable
 
+    def check(made: TrainConfig) -> list[str]:
+        check_named(made, partial(_origins, args))
+        return check_train(made)
+
     if before is None:
-        notes = check_train(config)
-        folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
+        notes = check(config)
+        folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
         return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
     folder = RunFolder(Path(args.resume))
-    origins = read_origins(folder.config, resume_overrides(args))
-    news = check_resumable(before, config, folder)
+    origins = _origins(args)
+    news = check_resumable(before, config, folder, check)
     return execute(config, folder, resumed=True, notes=news, origins=origins, restarts=restarts)
 
 

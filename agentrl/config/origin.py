@@ -13,6 +13,8 @@ from agentrl.plain_data import toml_table
 
 Keys = tuple[str | int, ...]
 DEFAULT = "default"
+COMMAND_LINE = "command line"
+"""The origin of what an option, or a word that is no override, says."""
 
 
 class _Said:
@@ -55,10 +57,19 @@ class Origins:
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
     """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
     layers = read_layers(Path(path), find)
-    said = [(file, _marked(table, (), _places(file))) for file, table in layers]
+    return _overridden(joined([(file, _marked(table, (), _places(file))) for file, table in layers]), overrides)
+
+
+def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
+    """The origins of a config without a file: of a table that the options of a command make. Raises ConfigError for overrides
+    that cannot be applied."""
+    return _overridden(_everywhere(table, COMMAND_LINE), overrides)
+
+
+def _overridden(table: Table, overrides: Sequence[str]) -> Origins:
     given = [Override(o.keys, o.value if o.value is UNSET else _everywhere(o.value, f"override {o.text}"), o.text)
              for o in parse_overrides(overrides)]  # fmt: skip
-    return Origins(overridden(joined(said), given), [one for one in given if one.value is UNSET])
+    return Origins(overridden(table, given), [one for one in given if one.value is UNSET])
 
 
 def lines_of(text: str) -> dict[Keys, int]:

@@ -27,9 +27,9 @@ TABLE: dict[str, Any] = {
     "name": "a run",
     "env": {
         "id": "key_value",
-        "params": {"calls": [3, 4], "set_share": 0.25, "deep": {"a": "it's", "b": [{"c": True}]}},
+        "params": {"calls": [3, 4], "set_share": 0.25},
         "reward": "re ward.json",
-        "wrappers": [{"name": "noise", "args": {"rate": 0.5}}, {"name": "other"}],
+        "wrappers": [{"name": "noise", "args": {"rate": 0.5, "deep": {"a": "it's", "b": [{"c": True}]}}}, {"name": "other"}],
     },
     "model": {"init": {}},
     "tools": {"sets": ["clock"], "mcp": {"rates": {"url": "http://127.0.0.1:8765/mcp", "env": {"KEY": "sesame"}}}},

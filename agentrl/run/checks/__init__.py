@@ -2,9 +2,9 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process started
 before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`, `judges`,
-`parts`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`, `placement`,
-`workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in `train/`, by the
-file that computes with it.
+`named`, `parts`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`,
+`placement`, `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in
+`train/`, by the file that computes with it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agentrl.run.checks.held_out import check_held_out
 from agentrl.run.checks.judges import check_judges
 from agentrl.run.checks.lint import check_lint
 from agentrl.run.checks.model import check_models, check_other_models, check_prompts
+from agentrl.run.checks.named import check_named
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.checks.preflight import check_preflight
@@ -76,6 +77,7 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_engine(config)
     check_trackers(config)
     check_callbacks(config.callbacks)
+    check_named(config)
     check_next(config)
     check_traces(config)
     check_profile(config)
