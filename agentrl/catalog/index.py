@@ -162,12 +162,6 @@ class EnvRef:
         _check_parameters(self._label, env_class, self.params)
         return env_class
 
-    def check(self) -> None:
-        """Raise CatalogError if there is no such environment or it cannot be loaded, ParameterError if it does not take the
-        parameters. Builds none; what a server of agentrl has is not asked."""
-        if self.at is None or not self.at.ours:
-            _ = self._class
-
     @property
     def _given(self) -> Mapping[str, Any]:
         """The parameters with what they refer to. Raises ConfigError for a variable that is not set."""
@@ -245,6 +239,13 @@ class EnvRef:
 
             env = wrap(env, choice.name, resolved(choice.args, f"env.wrappers.{choice.name}"))
         return env
+
+
+def check_ref(ref: EnvRef) -> None:
+    """Raise CatalogError if there is no such environment or it cannot be loaded, ParameterError if it does not take the
+    parameters. Builds none; what a server of agentrl has is not asked."""
+    if ref.at is None or not ref.at.ours:
+        _ = ref._class
 
 
 def list_envs() -> list[EnvEntry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from agentrl.catalog import EnvRef
-from agentrl.catalog.index import ParameterError
+from agentrl.catalog.index import ParameterError, check_ref
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, entry_name, warmed
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
@@ -27,7 +27,7 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
             own = env.sft is not None and getattr(env.sft, name) is not None
             keys: Keys = (*_at(config, number), "sft", name) if own else ("sft", name)
             try:
-                EnvRef.of(alone(config, env)).with_params(params).check()
+                check_ref(EnvRef.of(alone(config, env)).with_params(params))
             except ParameterError as problem:
                 raise _told(config, problem, (*keys, problem.name or ""), number, origins) from problem
 
@@ -37,7 +37,7 @@ def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, 
     for number, env in enumerate(config.envs):
         if only is None or env.called in only:
             try:
-                EnvRef.of(alone(config, env)).check()
+                check_ref(EnvRef.of(alone(config, env)))
             except CatalogError as problem:
                 raise _told(config, problem, (*_at(config, number), *_key_of(problem, env)), number, origins) from problem
 
