@@ -247,6 +247,37 @@ def subject(cls: type[ToolEnv], **more: Any) -> Subject:
     return Subject(cls, compile_spec(spec), tasks=6, fuzz=120, **more)
 
 
+class MistypedGold(WrongGold):
+    """Its gold names an argument and a tool wrongly, and answers with what it then cannot know."""
+
+    order_free = True
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        calls = [
+            ToolCall("look", {"key": "a"}),
+            ToolCall("look", {"kye": "b"}),
+            ToolCall("lok", {"key": "b"}),
+            ToolCall("lok", {}),
+        ]
+        return [Message("assistant", tool_calls=(call,)) for call in calls] + super().gold_turns(task)[-1:]
+
+
+def test_a_gold_solution_that_fails_says_which_of_its_calls_were_refused() -> None:
+    [finding] = check_all(subject(MistypedGold), ["gold scores most"])
+    assert finding.ok is False and "gold scored 0" in finding.evidence
+    said = "; 3 of its 4 tool calls ended in errors (lok 2, look 1), the first at turn 2 of look: "
+    assert said in finding.evidence
+    first = finding.evidence.partition(said)[2]
+    assert "kye" in first and "lok" not in first
+    [finding] = check_all(subject(MistypedGold), ["free order"])
+    assert finding.ok is False and "; 3 of its 4 tool calls ended in errors (l" in finding.evidence
+
+
+def test_a_gold_solution_without_tool_errors_says_nothing_of_them() -> None:
+    [finding] = check_all(subject(WrongGold), ["gold scores most"])
+    assert finding.ok is False and "tool calls" not in finding.evidence
+
+
 @pytest.mark.parametrize(("cls", "check", "says"), BROKEN, ids=[f"{c.__name__}-{n}" for c, n, _ in BROKEN])
 def test_each_broken_environment_fails_for_its_own_reason(cls: type[ToolEnv], check: str, says: str) -> None:
     if check == "same seed elsewhere":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from agentrl.env.base import ToolEnv
-from agentrl.env.check.report import CheckFailed, Skipped, Subject, describe
+from agentrl.env.check.report import CheckFailed, Skipped, Subject, describe, short_repr
 from agentrl.env.official import played_of
 from agentrl.env.scripts import Script, echo, idle, refuse, spam
 from agentrl.env.suite import Played, SuiteEnv
@@ -33,11 +34,25 @@ def check_gold(subject: Subject) -> str:
                 ended = env.step(turn)[2]
                 if ended != (number == len(turns) - 1):
                     what = "ended early" if ended else "did not end"
-                    raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}")
+                    raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}{_refused(env)}")
             if not subject.won(env):
-                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success")
+                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success{_refused(env)}")
             played += 1
     return f"gold succeeded on {played} tasks{subject.not_judged()}"
+
+
+def _refused(env: ToolEnv) -> str:
+    """For evidence: the running episode's tool calls that ended in errors, by tool, and the first error; nothing without any."""
+    answers = [(turn.index + 1, result) for turn in env.trajectory.turns for result in turn.results]
+    wrong = [(turn, result) for turn, result in answers if result.error is not None]
+    if not wrong:
+        return ""
+    tools = ", ".join(f"{name} {count}" for name, count in Counter(result.name for _, result in wrong).most_common())
+    turn, first = wrong[0]
+    return (
+        f"; {len(wrong)} of its {len(answers)} tool calls ended in errors ({tools}), the first at turn {turn} of {first.name}: "
+        f"{short_repr(first.content)}"
+    )
 
 
 IDLERS: dict[str, Script] = {
@@ -139,7 +154,7 @@ def check_order(subject: Subject) -> str:
             value = subject.play(env, turns, seed)
             if not subject.won(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
-                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is not a success")
+                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is not a success{_refused(env)}")
             tried += 1
     if not tried:
         raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
