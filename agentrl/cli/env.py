@@ -15,6 +15,7 @@ from agentrl.shown import say
 
 if TYPE_CHECKING:
     from agentrl.catalog import EnvRef
+    from agentrl.env import ToolEnv
     from agentrl.env.check import CheckFinding
     from agentrl.tool import Options
 
@@ -157,8 +158,6 @@ def run_show(args: argparse.Namespace) -> int:
     """Describe an environment; returns the exit code."""
     import inspect
 
-    from agentrl.tool.options import MAX_OUTPUT
-
     ref = reference(args.env, args.params)
     entry, env = ref.entry, ref.build()
     say(f"{entry.id}  ({entry.name}, {entry.path or entry.class_name})")
@@ -166,20 +165,31 @@ def run_show(args: argparse.Namespace) -> int:
     say(f"\nreward spec: {ref.default_reward() or 'none'}\nparameters:")
     for line in _parameter_lines(type(env)):
         say(f"  {line}")
+    shown: dict[str, tuple[list[str], list[str]]] = {}
     for split in env.splits:
         observation, _ = env.reset(seed=0, options={"split": split})
-        say(f"\ntask 0 of {split}:")
-        for message in observation:
-            say(f"  {message.role}: {message.content}")
-    say("\ntools:")
-    for tool in env.toolbox:
-        say("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
-        if differs := _called_as(tool.options):
-            say(f"    {differs}")
-    if env.toolbox.max_output != MAX_OUTPUT:
-        say(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
+        shown[split] = [f"  {message.role}: {message.content}" for message in observation], _tool_lines(env)
+    differ = len({tuple(tools) for _, tools in shown.values()}) > 1
+    for split, (messages, tools) in shown.items():
+        say("\n".join([f"\ntask 0 of {split}:", *messages, *(["tools of this task:", *tools] if differ else [])]))
+    if not differ:
+        say("\n".join(["\ntools:", *_tool_lines(env)]))
     env.close()
     return 0
+
+
+def _tool_lines(env: ToolEnv) -> list[str]:
+    """The tools that the running episode offers."""
+    from agentrl.tool.options import MAX_OUTPUT
+
+    lines = []
+    for tool in env.toolbox:
+        lines.append("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
+        if differs := _called_as(tool.options):
+            lines.append(f"    {differs}")
+    if env.toolbox.max_output != MAX_OUTPUT:
+        lines.append(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
+    return lines
 
 
 def _called_as(options: Options) -> str:

@@ -96,6 +96,21 @@ def test_a_spec_that_replays_gold_calls_is_checked_on_the_environment(here: Path
     assert gold["ok"] is True
 
 
+def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_sets(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = here / "elsewhere" / "tools"
+    own.mkdir(parents=True)
+    (own / "mine.py").write_text(
+        'from agentrl.tool import tool\n\n\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n    return \'ring\'\n'
+    )
+    monkeypatch.setenv("AGENTRL_PATH", str(own.parent))
+    assert run("show", "key_value", 'tools.sets=["mine", "calculator"]') == 0
+    out = capsys.readouterr().out
+    names = [json.loads(line)["name"] for line in out.splitlines() if line.startswith('  {"name"')]
+    assert names == ["get", "set", "list", "add", "ring", "calculate"] and out.count("tools:") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -56,6 +56,24 @@ def test_each_episode_offers_its_own_tools_and_those_alone() -> None:
     assert len(seen) > 4, "the tools differ between episodes of one environment"
 
 
+def test_the_environment_is_shown_with_the_tools_of_each_task_that_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {
+        **ROW,
+        "id": "b",
+        "split": "heldout",
+        "prompt": "Where is ann?",
+        "tools": [CITY],
+        "answers": [],
+        "gold": {"answer": "x"},
+    }
+    assert main(["env", "show", "own_tools", f"tasks={file(tmp_path, ROW, held)}"]) == 0
+    train, heldout = capsys.readouterr().out.partition("task 0 of train:")[2].split("task 0 of heldout:")
+    assert [json.loads(line)["name"] for line in train.splitlines() if line.startswith("  {")] == ["age", "city"]
+    assert [json.loads(line)["name"] for line in heldout.splitlines() if line.startswith("  {")] == ["city"]
+
+
 def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: Path) -> None:
     env = make_env("own_tools", tasks=file(tmp_path, ROW))
     env.reset(seed=0)
