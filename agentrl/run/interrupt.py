@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from agentrl.cluster.ray_parent import has_parent
 
@@ -30,6 +31,44 @@ def ended_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class _Signals:
+    """Tells signals apart: of two that come at once the second is none of its own, if a parent passes them on."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def another(self) -> bool:
+        """Whether the one that has come now counts."""
+        before, self._last = self._last, time.monotonic()
+        return self._last - before > TWICE or not has_parent()
+
+
+@contextmanager
+def put_off(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, for the last lines of a run that is over, the first SIGINT or SIGTERM is told that there is nothing more to stop;
+    the second is KeyboardInterrupt, for there may be a tracker that does not end. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals, told = _Signals(), False
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        if not signals.another():
+            return
+        if told:
+            raise KeyboardInterrupt
+        told = True
+        say("interrupted: the run has stopped, its summary is being written (Ctrl-C again leaves that)")
+
+    before = [(number, signal.signal(number, tell)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
 class Interrupt:
     """Set by the first SIGINT or SIGTERM; the loop checks it between steps. A second one cancels.
 
@@ -40,7 +79,7 @@ class Interrupt:
         self.requested = False
         self.in_step = False
         self._say = say
-        self._signalled = -math.inf
+        self._signals = _Signals()
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -61,8 +100,7 @@ class Interrupt:
             self.requested = True
 
     def _signal(self) -> None:
-        before, self._signalled = self._signalled, time.monotonic()
-        if self._signalled - before > TWICE or not has_parent():
+        if self._signals.another():
             self.request()
 
     def request(self) -> None:

@@ -45,7 +45,7 @@ from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
 from agentrl.run.horizon import summary_of
-from agentrl.run.interrupt import Interrupt
+from agentrl.run.interrupt import Interrupt, put_off
 from agentrl.run.lock import locked
 from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
@@ -146,7 +146,8 @@ def execute(
             log.exception("the run failed")
             raise
         finally:
-            _finish(config, folder, outcome, run_log)
+            with put_off(display.say):
+                _finish(config, folder, outcome, run_log)
         if outcome.full is not None:
             raise outcome.full
         _say_end(config, display, folder, outcome, [tracker.look for tracker in run_log.trackers if tracker.look])
