@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.configs import (
     add_config,
+    check_folder,
     find_config_file,
     is_override,
     open_folder,
@@ -81,6 +82,7 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     from agentrl.run.checks.named import check_named
     from agentrl.run.main import execute
 
+    check_folder(config, overwrite=args.overwrite)  # as in `agentrl train`
     check_named(config, partial(read_config_origins, args))
     notes = check_train(config)
     folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))

@@ -119,6 +119,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | 
         return check_train(made)
 
     if before is None:
+        check_folder(config, overwrite=args.overwrite)  # before the checks, which may start servers and ask judges that cost
         notes = check(config)
         folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
         return execute(config, folder, resumed=False, notes=notes, restarts=restarts)

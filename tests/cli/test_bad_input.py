@@ -159,6 +159,21 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     assert [path for path in sorted(tmp_path.rglob("*")) if path.name not in (".lock", "provenance.json")] == before
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_name_that_is_taken_is_told_before_a_server_is_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["engine=embedded", "cluster.backend=inline"]
+    RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
+    begun = tmp_path / "begun"
+    server = f'tools.mcp.shop={{command=["touch","{begun}"]}}'
+    assert main([command, QUICKSTART, "name=free", *config, server]) == 2
+    assert begun.exists() and "shop" in capsys.readouterr().err
+    begun.unlink()
+    assert main([command, QUICKSTART, "name=run", *config, server]) == 2
+    assert "runs/run: there is a run of that name" in capsys.readouterr().err and not begun.exists()
+
+
 def test_a_dry_run_with_overwrite_leaves_the_run_that_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["engine=embedded", "cluster.backend=inline", "sft=false"]
     run = RunFolder.create(load_config(QUICKSTART, ["name=run", *config]))
