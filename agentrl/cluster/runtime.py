@@ -261,12 +261,18 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
 
 @contextmanager
 def _same_sigterm() -> Iterator[None]:
-    """SIGTERM does afterwards what it did before. Ray's own handler ends its processes, and then this one, in the middle of what
-    that is doing; a second one, in C++, prints a stack."""
+    """SIGTERM does what it did before, inside and afterwards. Ray's own handler ends its processes, and then this one, in the
+    middle of what that is doing, with the exit code 15; a second one, in C++, prints a stack. What nobody handles is left to it:
+    the signal would end this process at once, and leave what Ray has begun."""
     before = signal.getsignal(signal.SIGTERM)
+    utils: Any = importlib.import_module("ray._private.utils")
+    install = utils.set_sigterm_handler
+    if callable(before):
+        utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
+        utils.set_sigterm_handler = install
         if threading.current_thread() is threading.main_thread() and before is not None:  # Ray takes it over there alone
             signal.signal(signal.SIGTERM, before)
 

@@ -203,6 +203,32 @@ def test_a_raylet_that_ended_is_started_again_within_the_limit_and_once_if_it_wa
     assert len(begun) == tries
 
 
+def test_a_sigterm_while_ray_starts_is_for_who_started_it() -> None:
+    """Ray's handler, which is there from the beginning of its start, would end this process with code 15."""
+    runtime.stop_ray()
+    got, us = list[int](), psutil.Process()
+    began, over = threading.Event(), threading.Event()
+
+    def strike() -> None:
+        while not over.is_set() and not any("gcs_server" in child.name() for child in us.children()):
+            time.sleep(0.005)
+        began.set()
+        os.kill(us.pid, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    striking = threading.Thread(target=strike)
+    striking.start()
+    try:
+        runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
+        assert began.is_set() and got == [signal.SIGTERM]
+        assert runtime.connected() and runtime.ray_gone() == ""
+    finally:
+        over.set()
+        striking.join()
+        signal.signal(signal.SIGTERM, before)
+        runtime.stop_ray()
+
+
 def _of_the_test(*_: object) -> None: ...
 
 
