@@ -218,6 +218,23 @@ def test_a_changed_record_is_refused(change: str, recorded: Path, tmp_path: Path
     assert "expected sum" in message
 
 
+def test_a_record_that_was_broken_off_says_so_and_goes_on(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut right after the first call of its last episode, as a kill cuts it."""
+    tape = tmp_path / "tape"
+    shutil.copytree("tape", tape)
+    lines = (tape / "calls.jsonl").read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    last = max(index for index, row in enumerate(rows) if row["kind"] == "reset")
+    whole = sum(row["kind"] == "done" for row in rows[: last + 1])
+    (tape / "calls.jsonl").write_text("".join(lines[: last + 1]))
+    assert main(["rollout", "--replay", str(tape), "--out", str(tmp_path / "out"), "--max-concurrent", "1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the record breaks off inside it ({whole} of its episodes are whole)" in said
+    assert "got another one" not in said
+
+
 def test_a_run_is_no_record_whatever_is_left_of_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path / "run", {"step_000003": [episode(3)], "step_000004": [episode(4)]}).path  # older ones rotated away
     (file := tmp_path / "file").write_text("{}")

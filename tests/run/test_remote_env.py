@@ -86,7 +86,7 @@ def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
         (["env.id=key_valeu"], r"this server has agentrl/KeyValue-v0 \(key_value\), not 'key_valeu'; did you mean 'key_value'\?"),
         (["env.params.cals=3"], "no parameter 'cals'; did you mean 'calls'"),
         (["env.token_env=NOT_SET_AT_ALL"], r"env\.token_env: the environment variable NOT_SET_AT_ALL is not set"),
-        (["env.token_env=PATH"], r"wants its token.*env\.token_env"),
+        (["env.token_env=PATH"], r"wants another token than this one.*env\.token_env"),
         (
             ["env.url='http://127.0.0.1:9'"],
             r"env\.url: http://127\.0\.0\.1:9: no answer for 0\.1 s: ConnectError.*agentrl env serve key_value --http",

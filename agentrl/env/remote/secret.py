@@ -34,7 +34,8 @@ class Secret:
     def check(self, authorization: str) -> None:
         """Raises RefusedError unless the header has the token. Compared in constant time: how long it takes tells nothing."""
         if not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
-            raise RefusedError(401, "token", "the server wants its token, as `Authorization: Bearer TOKEN`")
+            how = "wants another token than this one" if authorization else "wants its token"
+            raise RefusedError(401, "token", f"the server {how}, as `Authorization: Bearer TOKEN`")
 
     def check_player(self, shown: str) -> None:
         """The same for the agents' token."""

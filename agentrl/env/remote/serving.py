@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import sys
 from collections.abc import Callable
@@ -75,11 +76,17 @@ def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) ->
         asyncio.run(serve())
 
 
+_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
+"""Error numbers of an address of no interface, and of a name that is not found."""
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=4096)
     except (OSError, OverflowError) as problem:
+        if isinstance(problem, OSError) and problem.errno in _NOT_HERE:
+            raise ConfigError(f"--host {host}: no address of this machine: {problem}") from problem
         raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
     # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
     # two parts, waits 40 ms for the client's acknowledgement of the first.

@@ -173,8 +173,10 @@ def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, 
 def fault_row(fault: BaseException) -> dict[str, Json]:
     """An error as JSON; `fault_of` makes an error of it that an episode treats alike."""
     kinds = (UserError, ToolTimeoutError, EnvError, NotImplementedError, TypeError, ValueError)
-    kind = next((kind.__name__ for kind in kinds if isinstance(fault, kind)), "")
-    return {"type": type(fault).__name__ if kind == UserError.__name__ else kind or type(fault).__name__, "message": str(fault)}
+    kind = next((kind.__name__ for kind in kinds if isinstance(fault, kind)), type(fault).__name__)
+    if isinstance(fault, UserError):  # by the class that a client has: its own, or the one that it is a kind of
+        kind = next(one.__name__ for one in type(fault).__mro__ if getattr(errors, one.__name__, None) is one)
+    return {"type": kind, "message": str(fault)}
 
 
 def fault_of(row: Mapping[str, Json], *also: type[Exception]) -> Exception:

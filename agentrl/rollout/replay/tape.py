@@ -216,6 +216,11 @@ class Recorded:
         ended = self.episodes
         if episode not in ended:
             some = ", ".join(ended[:4]) + (", ..." if len(ended) > 4 else "")
+            if any(_of(key[0], episode) for key in self.rows):
+                raise ReplayError(
+                    f"{self.path}: episode {episode}: the record breaks off inside it ({len(ended)} of its episodes are whole); "
+                    "go on with the recording: the command that made it, again"
+                )
             raise ReplayError(
                 f"{self.path}: episode {episode}: expected one of the {len(ended)} recorded episodes "
                 f"({some or 'none'}), got another one"

@@ -301,9 +301,11 @@ async def test_only_the_token_opens_the_server(toys: ToyServer, monkeypatch: pyt
     compared: list[tuple[bytes, bytes]] = []
     real = hmac.compare_digest
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: [compared.append((a, b)), real(a, b)][1])
-    for wrong in ("", TOKEN[:-1], TOKEN + "x", toys.app.secret.player):
-        with pytest.raises(ConfigError, match=r"wants its token.*env\.token_env"):
+    for wrong in (TOKEN[:-1], TOKEN + "x", toys.app.secret.player):
+        with pytest.raises(ConfigError, match=r"wants another token than this one.*env\.token_env"):
             await toys.env(wrong).areset(seed=0)
+    with pytest.raises(ConfigError, match=r"the server wants its token, as .*env\.token_env"):
+        await toys.env("").areset(seed=0)
     assert len(compared) == 4  # in constant time, the wrong ones too
     assert toys.app.secret.player not in TOKEN and len(toys.app.secret.player) == 32
     with pytest.raises(ConfigError, match="9 characters"):
@@ -547,3 +549,9 @@ def test_wrong_parameters_of_a_teacher_are_a_mistake_of_the_user(key_value: Runn
 
     with pytest.raises(ConfigError, match="stap"):
         asyncio.run(transcript(remote(key_value).build(), make_renderer(packaged_tokenizer(4096)), 0, {"stap": 0.4}))
+
+
+def test_an_address_that_is_not_this_machines_is_no_fault_of_the_port() -> None:
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError, match=rf"^--host {host}: no address of this machine: "):
+            _listen(host, 0)
