@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from agentrl.errors import ConfigError
+    from agentrl.quiet import quiet_libraries
     from agentrl.train.init_model import init_model
 
     sizes = {name: getattr(args, name) for name in InitModelConfig.model_fields}
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{target}: already exists; random weights would replace what is there: give a path that does not exist"
         )
+    quiet_libraries()
     folder = init_model(cfg, args.folder, args.seed)
     say(f"wrote a random model of {cfg.layers} layers, hidden size {cfg.hidden}, to {folder}")
     return 0

@@ -13,7 +13,7 @@ EPILOG = """examples:
   agentrl show runs/quickstart                                  its result, its steps, failures, suspects
   agentrl show runs/quickstart --step 10                        the metrics, groups and episodes of a step
   agentrl show runs/quickstart --episode step_000010.3          one episode, turn by turn, with its reward
-  agentrl show evals/key_value --episode trajectories.0         of an evaluation
+  agentrl show evals/quickstart/final --episode trajectories.0  of an evaluation
   agentrl show runs/quickstart --step 10 --json                 the same for programs
 
 What a policy or a tool wrote is shown as text: escape sequences are written out. docs/viewer.md has the JSON.

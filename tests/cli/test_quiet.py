@@ -25,3 +25,9 @@ def test_no_bar_of_transformers_is_drawn(command: str, tiny: str, tmp_path: Path
     assert main([command, "key_value", "--model", tiny, "-n", "1", "--out", str(tmp_path / "out"), *sizes]) == 0
     shown = capsys.readouterr()
     assert "Loading weights" not in shown.err + shown.out
+
+
+def test_writing_a_random_model_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init-model", str(tmp_path / "model"), "--layers", "1", "--hidden", "32", "--mlp", "32"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and shown.out.startswith("wrote a random model of 1 layers, hidden size 32")
