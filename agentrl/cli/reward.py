@@ -243,6 +243,7 @@ def run_schema(args: argparse.Namespace) -> int:
     if args.out is None:
         say(text, end="")
     else:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
     return 0
 

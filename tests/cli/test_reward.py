@@ -424,3 +424,8 @@ def test_lint_without_an_environment_says_what_it_could_not_try(capsys):
     assert "tau_bench: 0 findings; reward within [0, 1] (what it replays, gold and spam: not tried; --env ID does)" in said
     with pytest.raises(UserError, match="name it with --env ID"):
         agentrl("score", "tau_bench", SHELF / "tau_bench.json")
+
+
+def test_the_grammar_is_written_into_a_folder_that_is_not_there_yet(tmp_path):
+    assert agentrl("schema", "--out", tmp_path / "rewards" / "schema.json") == 0
+    assert json.loads((tmp_path / "rewards" / "schema.json").read_text())["title"] == "agentrl reward spec"
