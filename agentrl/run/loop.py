@@ -93,6 +93,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
             with session.display.doing("checkpoint"):
                 await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
                 await session.saver.save(found)
+            done = done or interrupt.requested  # one that came meanwhile: this step is saved, another may take an hour
         await session.tracing.end()
     await session.saver.wait()
     interrupt.in_step = False
