@@ -104,8 +104,10 @@ def test_a_dozen_episodes_share_three_sandboxes(temporary: Path) -> None:
 
 
 DRIVER = """
-import asyncio, sys
+import asyncio, signal, sys
 from agentrl.sandbox import SANDBOXES, SandboxSpec
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, if a shell runs the tests in the background
 
 async def main():
     provider = SANDBOXES.bind(sys.argv[1], {})()
