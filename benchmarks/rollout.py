@@ -38,7 +38,8 @@ def vllm(quick: bool) -> Results:
     from work import MILLION
 
     results = against_vllm.run(MILLION, 64, 3 if quick else 9)
-    names = {"rollout": "driver", "workers": "worker", "rollout_cpu": "driver_cpu", "workers_cpu": "worker_cpu"}
+    ways = {"rollout": "driver", "workers": "worker", "exact": "raw_exact"}
+    names = ways | {f"{name}_cpu": f"{way}_cpu" for name, way in ways.items()}
     return {f"{name}_over_raw_vllm": round(results["ratios"][key], 4) for name, key in names.items()}, results
 
 

@@ -164,7 +164,23 @@ def shared_against_packed(folder: str, repeats: int) -> dict[str, float]:
         tokens = int(offsets_of(batch["token_ids"])[-1])
         results[f"packed_{prompt}_tokens_per_cpu_second"] = tokens / seconds["off"]
         results[f"shared_over_packed_{prompt}"] = seconds["off"] / seconds["on"]
+        results[f"products_over_shared_{prompt}"] = products(2, prompt, 256, False) / products(2, prompt, 256, True)
     return results
+
+
+def products(groups: int, prompt: int, response: int, shared: bool) -> float:
+    """Multiplications of `shared_against_packed`'s update, forward and backward: three for each weight and token, seven for each
+    pair of tokens of which one sees the other (two products forward, five backward). Nothing else is counted."""
+    one, heads = MILLION, MILLION.heads * MILLION.head_dim
+    keys = MILLION.kv_heads * MILLION.head_dim
+    weights = 2 * one.hidden * heads + 2 * one.hidden * keys + 3 * one.hidden * one.mlp
+    rows, length = 8, prompt + response
+    if shared:
+        tokens = prompt + rows * response
+        pairs = prompt**2 / 2 + rows * (response * prompt + response**2 / 2)
+    else:
+        tokens, pairs = rows * length, rows * length**2 / 2
+    return groups * one.layers * (3 * weights * tokens + 7 * heads * pairs)
 
 
 LOGPROBS = """

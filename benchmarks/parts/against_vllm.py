@@ -20,7 +20,7 @@ import psutil
 from work import CONTEXT, Forced, collector, collector_of, publisher, run_env, vllm_section, workers
 
 from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.options import environment
+from agentrl.backends.vllm.options import PROCESSORS, environment
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
 from agentrl.render import make_renderer
@@ -31,12 +31,14 @@ from agentrl.train.pretrained import load_tokenizer
 from agentrl.trajectory import Trajectory
 
 TURNS, TOKENS = 3, 42
+EXACT = {"logprobs_mode": "processed_logits", "logits_processors": list(PROCESSORS)}
+"""What vLLM needs to report log probabilities as the trainer computes them (agentrl/backends/vllm/logprobs.py)."""
 
 
 class RawVllm:
     """The process of raw_vllm.py, with the engine options and environment variables of agentrl's replica."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, **more: Any) -> None:
         options = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -51,6 +53,7 @@ class RawVllm:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": CONTEXT,
             "distributed_executor_backend": "uni",
+            **more,
         }
         command = [sys.executable, str(Path(__file__).with_name("raw_vllm.py")), json.dumps(options)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
@@ -127,6 +130,10 @@ class Spent:
     rates: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
+    def add(self, rate: float, cpu: float, trajectories: list[Trajectory]) -> None:
+        self.rates.append(rate)
+        self.cpu.append(1000 * cpu / (TURNS * TOKENS * len(trajectories)))
+
 
 class Processor:
     """Processor seconds, since the last reading, of an engine's processes and of others."""
@@ -143,8 +150,8 @@ class Processor:
 
 
 async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str, Any]:
-    """agentrl, with episodes in the driver and with a rollout worker in the replica, against raw vLLM. All live from start to
-    end; those that are not measured are idle."""
+    """agentrl, with episodes in the driver and with a rollout worker in the replica, against raw vLLM, and one that computes
+    exact log probabilities as agentrl's does. All live from start to end; those that are not measured are idle."""
     config = RolloutConfig(
         groups=at_once // 8,
         group_size=8,
@@ -153,48 +160,48 @@ async def compare(sizes: InitModelConfig, at_once: int, rounds: int) -> dict[str
         max_turn_tokens=TOKENS,
         max_episode_tokens=CONTEXT,
     )
-    found = {"raw_vllm": Spent(), "driver": Spent(), "worker": Spent()}
+    found = {"raw_vllm": Spent(), "raw_exact": Spent(), "driver": Spent(), "worker": Spent()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(sizes, Path(scratch) / "model", 0))
-        raw = RawVllm(folder)
+        peers = {"raw_vllm": RawVllm(folder), "raw_exact": RawVllm(folder, **EXACT)}
         engine = VllmEngine(folder, vllm_section(CONTEXT))
         policy = Policy(engine, Forced(make_renderer(load_tokenizer(folder))))
         try:
-            raw.wait("READY")
+            for peer in peers.values():
+                peer.wait("READY")
             await engine.start()
             pool = workers(folder, policy, config, 1)
             await pool.start()
             weights = publisher(folder, engine)
             ways = {"driver": collector(policy, config), "worker": collector_of(pool, run_env(policy, config), config)}
-            processors = {"agentrl": Processor(engine.pids[0], os.getpid()), "raw_vllm": Processor(raw.pid)}
+            agentrl = Processor(engine.pids[0], os.getpid())
+            processors = {name: Processor(peer.pid) for name, peer in peers.items()}
             for number in range(rounds + 1):
                 for way, driver in ways.items():
                     await driver.exchange(weights.send)
-                    processors["agentrl"].read()
+                    agentrl.read()
                     rate, trajectories = await one_round(driver)
-                    cpu = processors["agentrl"].read()
                     if number:  # the first round warms all up
-                        found[way].rates.append(rate)
-                        found[way].cpu.append(1000 * cpu / (TURNS * TOKENS * len(trajectories)))
-                processors["raw_vllm"].read()
-                bare = raw.round([work_of(t) for t in trajectories])
-                cpu = processors["raw_vllm"].read()
-                if number:
-                    found["raw_vllm"].rates.append(bare)
-                    found["raw_vllm"].cpu.append(1000 * cpu / (TURNS * TOKENS * len(trajectories)))
+                        found[way].add(rate, agentrl.read(), trajectories)
+                for name, peer in peers.items():
+                    processors[name].read()
+                    rate = peer.round([work_of(t) for t in trajectories])
+                    if number:
+                        found[name].add(rate, processors[name].read(), trajectories)
             for driver in ways.values():
                 await driver.close()
             await pool.close()
         finally:
             await engine.close()
-            raw.close()
+            for peer in peers.values():
+                peer.close()
     return {name: vars(spent) for name, spent in found.items()} | {"ratios": ratios_of(found)}
 
 
 def ratios_of(found: dict[str, Spent]) -> dict[str, float]:
     """Medians over the rounds: tokens per second over those of raw vLLM, and the same of tokens per processor second."""
     raw, row = found["raw_vllm"], {}
-    for way in ("driver", "worker"):
+    for way in ("driver", "worker", "raw_exact"):
         row[way] = statistics.median(a / b for a, b in zip(found[way].rates, raw.rates, strict=True))
         row[f"{way}_cpu"] = statistics.median(b / a for a, b in zip(found[way].cpu, raw.cpu, strict=True))
     return row
