@@ -225,7 +225,8 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     class Started:
         @staticmethod
         def from_engine_args(args: Any) -> Any:
-            return SimpleNamespace(update_weight_version=nothing, model_config=SimpleNamespace(max_model_len=4096))
+            model = SimpleNamespace(max_model_len=4096)
+            return SimpleNamespace(update_weight_version=nothing, model_config=model, errored=False)
 
     async def nothing(*args: Any) -> None:
         pass
