@@ -93,6 +93,42 @@ async def test_death_of_the_actor_reaches_all_that_wait_and_none_that_were_answe
     assert all(isinstance(answer, RayActorError) for answer in found[1:])
 
 
+async def test_a_stream_that_is_closed_early_ends_its_requests_and_raises_nothing() -> None:
+    ended: list[str] = []
+
+    async def generate(ids: list[int], sampling: Sampling, key: str, request_id: str) -> Generation:
+        try:
+            await asyncio.sleep(0 if ids == [1] else 3600)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return Generation([7], [-1.0], [0], "stop")
+
+    stream = answered(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2, 3)], [False] * 3)
+    [(place, answer)] = await anext(stream)
+    assert place == 0 and isinstance(answer, Generation)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert ended == ["cancelled", "cancelled"]
+
+
+async def test_an_error_that_nobody_foresaw_ends_the_stream_and_its_other_requests() -> None:
+    ended: list[str] = []
+
+    async def generate(ids: list[int], sampling: Sampling, key: str, request_id: str) -> Generation:
+        if ids == [1]:
+            raise ZeroDivisionError
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("ended")
+        raise AssertionError
+
+    stream = answered(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2)], [False] * 2)
+    with pytest.raises(ZeroDivisionError):
+        await anext(stream)
+    assert ended == ["ended"]
+
+
 async def test_answers_that_break_off_are_an_engine_error() -> None:
     class Short(Local):
         async def _parts(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Any]:

@@ -103,14 +103,24 @@ async def answered(
         ready.append((index, result))
         wake.set()
 
-    async with asyncio.TaskGroup() as tasks:
-        for index, request in enumerate(requests):
-            tasks.create_task(one(index, request))
+    # No task group: closed before its end, a stream would raise one's error group in place of GeneratorExit.
+    running = [asyncio.create_task(one(index, request)) for index, request in enumerate(requests)]
+    for task in running:
+        task.add_done_callback(lambda _: wake.set())
+    try:
         left = len(requests)
         while left:
             await wake.wait()
             await asyncio.sleep(0)  # requests that end in the same engine step are sent together
             wake.clear()
+            for task in running:
+                if task.done():
+                    task.result()  # an error that nobody foresaw ends the stream
             part, ready[:] = list(ready), []
             left -= sum(not isinstance(result, FreshTokens) for _, result in part)
-            yield part
+            if part:
+                yield part
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
