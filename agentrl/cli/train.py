@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -74,8 +75,12 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.dry_run:
         from agentrl.run.checks.named import check_named
         from agentrl.run.dry_run import dry_run
+        from agentrl.run.folder import NameTakenError
 
-        _check_place(args, config, before)
+        try:
+            _check_place(args, config, before)
+        except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
+            say(f"warning: the start refuses this: {taken}", file=sys.stderr)
         check_named(config, partial(_origins, args))
         found = dry_run(config, args.gpu_memory)
         say(json.dumps(found.json(), indent=2) if args.json else found.text())

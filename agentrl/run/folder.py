@@ -48,9 +48,13 @@ _ROTATING = ("step", "eval")
 _RESERVED = 1 << 16
 
 
+class NameTakenError(ConfigError):
+    """There is a run of that name already."""
+
+
 def check_free(config: TrainConfig) -> None:
-    """Raise ConfigError if there is something where the run's folder would be, ResourceError if it cannot be made there. Makes
-    and changes nothing."""
+    """Raise ConfigError if there is something where the run's folder would be (NameTakenError: a run), ResourceError if it cannot
+    be made there. Makes and changes nothing."""
     path = Path(config.out) / config.name
     try:
         _try_path(path.absolute())
@@ -61,7 +65,7 @@ def check_free(config: TrainConfig) -> None:
     if not (path / "config.toml").is_file():
         raise ConfigError(f"{path}: it exists and is no run; choose another name: name={config.name}-2, or another folder: out=")
     command = "sft" if (path / "data" / "data.json").is_file() else "train"
-    raise ConfigError(
+    raise NameTakenError(
         f"{path}: there is a run of that name. Continue it: agentrl {command} --resume {shlex.quote(str(path))}; or choose "
         f"another name: name={config.name}-2; or start over: --overwrite"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 from contextlib import nullcontext
@@ -133,7 +134,6 @@ def test_a_file_where_the_runs_folder_would_be_is_named(tmp_path: Path, capsys: 
         (["out=there", "name=" + "n" * 300], "File name too long"),
         (["out=file"], "file/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
         (["out=file/deeper"], "file/deeper/quickstart: the run folder cannot be written: [Errno 20] Not a directory"),
-        (["out=there", "name=run"], "there/run: there is a run of that name. Continue it: agentrl train --resume"),
         (["out=there", "name=mine"], "there/mine: it exists and is no run; choose another name: name=mine-2"),
         (["out=there", "name=mine", "--overwrite"], "there/mine: it exists and is no run"),
         (["out=there", "name=run", "--overwrite"], "there/run: process PID on"),
@@ -157,6 +157,20 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
         planned = capsys.readouterr()
     assert expected.replace("PID", str(os.getpid())) in refused and planned.err == refused and not planned.out
     assert [path for path in sorted(tmp_path.rglob("*")) if path.name not in (".lock", "provenance.json")] == before
+
+
+def test_a_dry_run_of_a_name_that_is_taken_plans_and_says_that_the_start_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
+    config = [QUICKSTART, "engine=embedded", "cluster.backend=inline", "sft=false"]
+    assert main(["train", *config, "--dry-run", "--json"]) == 0
+    free = capsys.readouterr()
+    RunFolder.create(load_config(QUICKSTART, config[1:]))
+    assert main(["train", *config]) == 2
+    refused = capsys.readouterr().err.removeprefix("agentrl: ")
+    assert main(["train", *config, "--dry-run", "--json"]) == 0
+    taken = capsys.readouterr()
+    assert refused.startswith("runs/quickstart: there is a run of that name. Continue it: agentrl train --resume")
+    assert taken.err.replace(refused, "IT") == f"{free.err}warning: the start refuses this: IT"
+    assert json.loads(taken.out)["batches"] == json.loads(free.out)["batches"]
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
