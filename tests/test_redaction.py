@@ -49,7 +49,7 @@ from agentrl.redaction import (
 )  # fmt: skip
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge.client import Judge, VerdictRequest
-from agentrl.reward.judge.load import load_litellm
+from agentrl.litellm_calls import load_litellm
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.replay.tape import Recorded, RecordWriter
 from agentrl.run.checks.preflight import ApiModel, _ask

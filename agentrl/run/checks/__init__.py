@@ -31,7 +31,7 @@ from agentrl.run.checks.model import check_models, check_other_models, check_pro
 from agentrl.run.checks.named import check_named
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
-from agentrl.run.checks.preflight import check_preflight
+from agentrl.run.checks.preflight import Purpose, check_preflight
 from agentrl.run.checks.remote import check_remote
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
@@ -141,7 +141,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     return notes
 
 
-def check_eval(config: TrainConfig) -> None:
+def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
     quiet_libraries()
     check_references(config)
@@ -159,4 +159,4 @@ def check_eval(config: TrainConfig) -> None:
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
     check_judges(config, scorers, False)
-    check_preflight(config, scorers)
+    check_preflight(config, scorers, purpose=purpose)
