@@ -16,9 +16,8 @@ from agentrl.env.users import ModelUser
 from agentrl.errors import ConfigError, EnvError
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
-from agentrl.run.checks.preflight import check_preflight
 from agentrl.trajectory import Message
-from tests.rollout.loopback import Loopback, completion, solve
+from tests.rollout.loopback import Loopback, solve
 from tests.run.preflighted import preflight, with_spec
 
 TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
@@ -83,7 +82,9 @@ class Strict(Loopback):
 
 
 def evaluate(server: Loopback, *more: str, model: str = f"api:{MODEL}", code: int = 0) -> list[dict[str, Any]]:
-    assert main(["eval", "key_value", "--model", model, f"api.base={server.url}", "--out", "out", "-n", "2", *TASKS, *more]) == code
+    assert (
+        main(["eval", "key_value", "--model", model, f"api.base={server.url}", "--out", "out", "-n", "2", *TASKS, *more]) == code
+    )
     rows = Path("out/trajectories.jsonl")
     return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
@@ -114,28 +115,29 @@ def test_a_reasoning_model_is_scored_and_hears_its_reasoning_again(
     fields: dict[str, Any], text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Strict(reasoning(**fields)) as server:
-        rows = evaluate(server, "api.args={drop_params=true, reasoning_effort='low'}")
+        rows = evaluate(server, "eval.temperature=0", "api.args={drop_params=true, reasoning_effort='low'}")
         assert server.refused == [] and all(body["reasoning_effort"] == "low" for body in server.requests)
         assert all("temperature" not in body and body["max_completion_tokens"] > 100 for body in server.requests)
     assert [row["reward"] for row in rows] == [1.0, 1.0]
     turns = [turn["message"] for row in rows for turn in row["turns"] if turn["message"]["tool_calls"]]
     assert len(turns) >= 4 and {turn["reasoning"] for turn in turns} == {text}
-    assert main(["trajectories", "show", "out"]) == 0 if text is not None else True
-    assert text is None or f"({text})" in capsys.readouterr().out
+    assert main(["show", "out", "--episode", "trajectories.0"]) == 0
+    assert (f"({text})" in capsys.readouterr().out) == (text is not None)
 
 
 def test_a_temperature_that_is_refused_is_named_with_the_fix_before_an_episode(capsys: pytest.CaptureFixture[str]) -> None:
     with Strict(solve) as server:
-        assert evaluate(server, code=2) == [] and server.requests == []  # litellm knows the model
+        assert evaluate(server, "eval.temperature=0", code=2) == [] and server.requests == []  # litellm knows the model
         said = " ".join(capsys.readouterr().err.split())
         assert "--model (openai/gpt-5-mini)" in said and "The parameter temperature = 0.0 is refused" in said
         assert "set api.args.drop_params = true or eval.temperature = 1" in said
-        assert evaluate(server, model="api:openai/mine", code=2) == [] and len(server.requests) == 1  # litellm does not
+        mine = "api:openai/mine"  # litellm does not
+        assert evaluate(server, "eval.temperature=0", model=mine, code=2) == [] and len(server.requests) == 1
         said = " ".join(capsys.readouterr().err.split())
         assert 'set api.args.additional_drop_params = ["temperature"] or eval.temperature = 1' in said
         assert not Path("out").exists()
-        assert [row["reward"] for row in evaluate(server, "eval.temperature=1")] == [1.0, 1.0]
-        assert main(["rollout", "key_value", "--model", "api:openai/mine", f"api.base={server.url}", "rollout.temperature=0.5"]) == 2
+        assert [row["reward"] for row in evaluate(server, "eval.temperature=1", model=mine)] == [1.0, 1.0]
+        assert main(["rollout", "key_value", "--model", mine, f"api.base={server.url}", "rollout.temperature=0.5"]) == 2
         assert "or rollout.temperature = 1" in " ".join(capsys.readouterr().err.split())
 
 
@@ -147,6 +149,16 @@ def test_the_preflight_asks_with_the_parameters_of_the_run() -> None:
     assert rest and all(body == first for body in rest)
     assert first["reasoning_effort"] == "high" and first["x"] == 1 and first["max_tokens"] == 77
     assert (first["temperature"], first["top_p"], first["tools"][0]["function"]["name"]) == (0.3, 0.9, "get")
+
+
+def test_an_evaluation_says_at_which_temperature_it_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    with Loopback(solve) as server:
+        evaluate(server, "eval.temperature=0.3", "rollout.top_p=0.9", model="api:openai/mine")
+        assert "[eval] eval.temperature = 0.3, rollout.top_p = 0.9\n" in capsys.readouterr().out
+        evaluate(server, "eval.temperature=0", "--out", "greedy", model="api:openai/mine")
+        assert "[eval] eval.temperature = 0 (greedy)\n" in capsys.readouterr().out
+        evaluate(server, "--out", "gold", model="gold")
+        assert "temperature" not in capsys.readouterr().out
 
 
 def test_a_server_without_tools_is_refused_before_an_episode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +229,7 @@ def test_verdicts_are_kept_by_the_arguments(tmp_path: Path) -> None:
     schema = {"type": "object"}
     request = VerdictRequest("openai/j", ({"role": "user", "content": "q"},), schema, 50)
     with Loopback(lambda body, number: json.dumps({"score": number})) as server:
+
         def ask(**args: Any) -> Any:
             table = {"env": {"id": "key_value"}, "reward": {"judge": {"api_base": server.url, "cache": "kept", "args": args}}}
             return Judge(judge_settings(config_from(table, []).reward.judge)).ask(request.key(), request).value

@@ -159,4 +159,4 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
     check_judges(config, scorers, False)
-    check_preflight(config, scorers, purpose=purpose)
+    check_preflight(config, scorers, False, purpose)
