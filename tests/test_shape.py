@@ -55,6 +55,7 @@ LEVELS = {
     "tool": 1,
     "render": 1,
     "reward": 1,
+    "litellm_calls": 1,
     "experts": 1,
     "algorithm": 1,
     "env": 2,
@@ -103,6 +104,8 @@ SAME = {
     ("registry", "shelves"),
     ("backends", "rollout"),
     ("reward", "sandbox"),
+    ("reward", "litellm_calls"),
+    ("litellm_calls", "render"),
 }
 
 

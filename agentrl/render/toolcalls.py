@@ -77,6 +77,16 @@ def call_of_api(item: Any, index: int) -> ToolCall:
     return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
 
 
+def write_call(call: ToolCall) -> dict[str, Json]:
+    """A call in OpenAI's form, as strict servers take it: of a malformed one the arguments are an object with its text."""
+    arguments = {"malformed": call.raw} if call.arguments is None else call.arguments
+    function = {
+        "name": _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call",
+        "arguments": json.dumps(arguments, ensure_ascii=False),
+    }
+    return {"id": call.id, "type": "function", "function": function}
+
+
 def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
     """The record of a call that cannot be parsed."""
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
@@ -135,6 +145,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _WINDOW = 16_384
 _LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
 _JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")

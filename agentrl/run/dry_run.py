@@ -15,7 +15,7 @@ from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, widest
+from agentrl.config.envs import each, trained, widest
 from agentrl.config.models import other_models
 from agentrl.config.schema import InitModelConfig
 from agentrl.errors import ResourceError
@@ -256,7 +256,7 @@ def _tokens(config: TrainConfig) -> int:
     # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
     if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
         return config.optim.micro_tokens
-    return min(config.optim.micro_tokens, widest(config).rollout.max_episode_tokens)
+    return min(config.optim.micro_tokens, widest(config, trained(config)).rollout.max_episode_tokens)
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:

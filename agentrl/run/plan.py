@@ -13,7 +13,7 @@ from agentrl.batch.schedule import shuffled
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, widest
+from agentrl.config.envs import each, trained, widest
 from agentrl.rollout.grow import largest
 from agentrl.run.checks.reward import evaluations_of
 from agentrl.run.engines import engine_name
@@ -140,7 +140,7 @@ def batches_of(config: TrainConfig) -> Batches:
     greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     ranks = mesh_of(config, None if pool is None else pool.nodes * pool.per_node)["dp"]
-    wide = widest(config).rollout
+    wide = widest(config, trained(config)).rollout
     longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
     at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
     again, gold = algorithm.experience, algorithm.demonstrations

@@ -312,6 +312,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
 KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.py", "train/test_parallel.py"
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
+REASONS = "run/test_api_reasoning.py"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
 ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train/test_experience.py"
 PROGRAMS = "harness/test_programs.py"
@@ -514,6 +515,8 @@ ELSEWHERE: dict[str, str] = {
         f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"
         for key in ("base", "concurrency", "timeout", "retries", "max_wait", "usd_per_million")
     },
+    "ApiConfig.args": f"{REASONS}::test_the_preflight_asks_with_the_parameters_of_the_run",
+    "JudgeConfig.args": f"{REASONS}::test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run",
     "JudgeConfig.api_base": f"{JUDGE}::test_a_verdict_becomes_a_value_with_its_reason",
     "JudgeConfig.cache": f"{JUDGE}::test_the_cache_on_disk_is_keyed_by_content",
     "JudgeConfig.calls": f"{JUDGE}::test_a_budget_in_calls",
