@@ -104,7 +104,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
-    """The optimizers that a config names; `cfg.lr` is set (train/rates.py). Raises DependencyError if their package is missing."""
+    """The optimizers of `cfg.name`; `cfg.lr` is set (train/rates.py). Raises DependencyError if a package is missing."""
     check_installed(cfg.name, "optim.name")
     return MAKERS[cfg.name](named, cfg)
 
@@ -174,7 +174,7 @@ def moves_by_muon(name: str, parameter: Tensor) -> bool:
 
 
 def in_blocks(parameter: Tensor) -> bool:
-    """Whether moments of 8 bits are kept for it: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole blocks."""
+    """Whether its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole blocks."""
     if parameter.ndim < 2 or parameter.numel() < 4096:
         return False
     parts, last = 1, Shard(parameter.ndim - 1)

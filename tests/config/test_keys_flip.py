@@ -368,9 +368,7 @@ ELSEWHERE: dict[str, str] = {
     "TrainConfig.callbacks": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "RolloutConfig.accept": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "ModelConfig.engine": "test_plugins.py::test_a_run_of_plugins_alone",
-    **dict.fromkeys(
-        ("OptimConfig.name", "SftConfig.optimizer"), f"{OPTIMIZERS}::test_a_config_names_the_optimizer_of_every_training"
-    ),
+    **dict.fromkeys(("OptimConfig.name", "SftConfig.optimizer"), f"{OPTIMIZERS}::test_a_config_names_every_optimizer"),
     "OptimConfig.matrix_lr": f"{OPTIMIZERS}::test_muon_steps_by_its_own_rate_or_as_long_as_adamw",
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",

@@ -149,8 +149,8 @@ KINDS_OF = {"adamw": ["AdamW"], "muon": ["AdamW", "Muon"], "sgd": ["SGD"]}
 
 
 @pytest.mark.parametrize(("name", "warm"), [("sgd", "muon"), ("muon", "sgd"), ("adamw", None), ("muon", None)])
-def test_a_config_names_the_optimizer_of_every_training(tiny: str, name: str, warm: str | None) -> None:
-    """Of a policy, its warm start and again after it, a critic, and a reward model."""
+def test_a_config_names_every_optimizer(tiny: str, name: str, warm: str | None) -> None:
+    """Of a policy, a critic, and the warm start."""
     context, optimizer, model = WorkerContext("one", 0, Mesh.of({"dp": 1}, 1)), toy_optim(name=name), ModelConfig()
 
     def kinds(role: Any) -> list[str]:

@@ -185,8 +185,8 @@ class OptimConfig(Frozen):
     """Learning rate of "muon" for matrices inside the layers, as Jordan (2024) scales it; by default a step of theirs is as long
     as AdamW's of `lr` (arXiv:2502.16982), which all other weights take."""
     weight_decay: Annotated[NotNegative, Unit("1")] = 0.0
-    """Each step shrinks matrices by `lr` x `weight_decay`; of "sgd" it is added to the gradient, of "muon" only to matrices inside
-    the layers."""
+    """Each step shrinks matrices by `lr` x `weight_decay`; with "sgd" that goes through the momentum, with "muon" only matrices
+    inside the layers shrink."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     """How slowly AdamW's means of the gradient and of its square forget; the first is the momentum of "sgd"."""
     max_grad_norm: Annotated[Positive, Unit("1")] = 1.0
