@@ -17,7 +17,7 @@ from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsew
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each, trained, widest
 from agentrl.config.models import other_models
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import InitModelConfig, OptimConfig
 from agentrl.errors import ResourceError
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
 from agentrl.run.checks import check_config, check_train
@@ -37,6 +37,7 @@ from agentrl.train.families.choice import packing_of, with_packing
 from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
 from agentrl.train.modules import Role
 from agentrl.train.pretrained import head_dim, model_context
+from agentrl.train.rates import optims_of
 from agentrl.train.role_layout import mesh_of, rests
 from agentrl.train.varlen import varlen_takes_groups
 
@@ -230,7 +231,7 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], path, grouped=grouped)
     engine = TRAIN_ENGINES.entry(model.engine).make
-    memory = engine.memory(module, model, ranks, _tokens(config), trained=role in ("actor", "critic"))
+    memory = engine.memory(module, model, ranks, _tokens(config), _optims(config, role))
     return RolePlacement(role, device, ranks, memory, rests(config, role))
 
 
@@ -249,6 +250,12 @@ def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
     if processes is not None and taken is not None:
         lower = f"reward.judge.engines.{name}.{taken.lower}"
     return RolePlacement(place_of(name), device, ranks, memory, False, lower)
+
+
+def _optims(config: TrainConfig, role: str) -> list[OptimConfig]:
+    """The optimizers of a role: a warm start has one of its own before that of the updates."""
+    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
+    return [optim for section, optim in optims_of(config).items() if section in sections]
 
 
 def _tokens(config: TrainConfig) -> int:

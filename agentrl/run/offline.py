@@ -33,6 +33,7 @@ from agentrl.run.session import model_folder
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.classifier import classifier_of
 from agentrl.train.engines import shares_prefixes
+from agentrl.train.rates import optims_of
 from agentrl.train.role import SavedRole, TrainedRole
 from agentrl.train.seal import seal
 
@@ -127,7 +128,7 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
         await check_shared(group, folder.path, "out")
         with display.doing("loading the model"):
             init: Any = kind.role.init_model  # type: ignore[attr-defined]
-            await group.arun(init, path, config.model, config.optim, total_steps(data_of(config), store))
+            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config), store))
         objective = kind(data_of(config), store, group, _sharing(config))
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
         run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)

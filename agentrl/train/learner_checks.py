@@ -10,6 +10,7 @@ from agentrl.train.distillation import check_distillation
 from agentrl.train.entropy import check_entropy
 from agentrl.train.experience import check_experience
 from agentrl.train.moving import check_moving
+from agentrl.train.rates import check_optims
 from agentrl.train.role_layout import check_offload, mesh_of
 from agentrl.train.update import check_algorithm
 
@@ -19,8 +20,9 @@ def check_learner(config: TrainConfig) -> None:
 
     Reads: algorithm, critic, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel, cluster.actors,
     model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`,
-    `check_experience`, `check_distillation` and `check_moving`.
+    `check_experience`, `check_distillation`, `check_moving` and `check_optims`.
     """
+    check_optims(config)
     check_algorithm(fill_length_norm(config))
     check_entropy(config.algorithm)
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":

@@ -118,6 +118,12 @@ class TrainedRole(SavedRole):
     _optim: OptimConfig
     _total_steps: int | None
 
+    @property
+    def _lr(self) -> float:
+        """The learning rate of which a schedule gives shares."""
+        assert self._optim.lr is not None  # of train/rates.py
+        return self._optim.lr
+
     def _set_rate(self) -> float:
         """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
         factor = self._rate_at(self._updates)

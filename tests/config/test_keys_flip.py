@@ -309,6 +309,7 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
 }
 
 # key -> the test that says what it does
+OPTIMIZERS = "train/test_optimizers.py"
 KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.py", "train/test_parallel.py"
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
@@ -368,6 +369,8 @@ ELSEWHERE: dict[str, str] = {
     "TrainConfig.callbacks": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "RolloutConfig.accept": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "ModelConfig.engine": "test_plugins.py::test_a_run_of_plugins_alone",
+    **dict.fromkeys(("OptimConfig.name", "SftConfig.optimizer"), f"{OPTIMIZERS}::test_a_config_names_every_optimizer"),
+    "OptimConfig.matrix_lr": f"{OPTIMIZERS}::test_muon_steps_by_its_own_rate_or_as_long_as_adamw",
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_prefix_sharing_by_the_config_gives_the_same_step",
