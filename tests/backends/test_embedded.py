@@ -98,7 +98,9 @@ async def test_the_loop_turns_while_a_real_model_computes(tmp_path):
 
     engine._model.forward = watched
     long = asyncio.create_task(engine.generate(prompt_of(1000, seed=1), Sampling(max_tokens=3, seed=1), "long"))
-    gone, aborted = (asyncio.create_task(engine.generate(prompt_of(700, seed=n), Sampling(max_tokens=900), f"{n}")) for n in (2, 3))
+    gone, aborted = (
+        asyncio.create_task(engine.generate(prompt_of(700, seed=n), Sampling(max_tokens=900), f"{n}")) for n in (2, 3)
+    )
     while not where:
         await asyncio.sleep(0)
     gone.cancel()
