@@ -39,6 +39,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "processor": 0,
     "serving": 0,
     "redaction": 0,
     "sandbox": 1,
@@ -80,6 +81,7 @@ LEVELS = {
 SAME = {
     ("config", "errors"),
     ("config", "plain_data"),
+    ("config", "processor"),
     ("config", "redaction"),
     ("registry", "python_source"),
     ("trajectory", "plain_data"),

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from agentrl.cluster.machine import usable_cpus, usable_gpus
+from agentrl.cluster.machine import usable_gpus
 from agentrl.cluster.pool import ClusterNode
 from agentrl.cluster.runtime import connected, start_ray
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
+from agentrl.processor import usable_cpus
 
 
 def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:

@@ -24,12 +24,13 @@ import psutil
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
+from agentrl.cluster.machine import ray_folder, usable_gpus
 from agentrl.cluster.ray_parent import has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
+from agentrl.processor import PASSIVE, usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,13 @@ _last_words = ""
 
 
 def worker_env() -> dict[str, str]:
-    """Environment of every worker process on this machine: one OpenMP thread, and the user's shelf.
+    """Environment of every worker process on this machine: one OpenMP thread (a role asks torch for more), and the user's shelf.
 
     A worker's working directory is not the driver's, which is why the driver's is prepended to AGENTRL_PATH.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **{name: os.environ.get(name, value) for name, value in PASSIVE.items()},
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
         "AGENTRL_PATH": os.pathsep.join(str(root) for root in shelf_roots()),
         # Ray's agents and vLLM's engine cores give themselves a title (setproctitle), and would write it over their environment,

@@ -68,6 +68,11 @@ class EngineMaker(ABC):
         """Whether its processes run on GPUs."""
         return self.on_gpus()
 
+    def threads(self) -> int | None:
+        """That compute in each of its processes on a CPU; None: as many as the model's size is worth."""
+        asked = self.config.model.threads
+        return None if asked == "auto" else asked
+
     @classmethod
     @abstractmethod
     def engine(cls) -> type[Engine]:

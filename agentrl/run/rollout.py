@@ -30,7 +30,7 @@ from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engines import talks_in_messages
+from agentrl.run.engines import computing, engine_of, talks_in_messages
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
@@ -177,6 +177,8 @@ async def _play(
     scored = done
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
+    if request.replay is None and "judges" in engine_of(config).traits:  # it runs models itself
+        display.say(f"the model is {computing(config, 'rollout')} (model.dtype, model.threads)")
     with display.doing("starting the engine"):
         await session.start(config)
     with (request.out / "trajectories.jsonl").open("a") as file:

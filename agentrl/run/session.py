@@ -24,7 +24,7 @@ from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.checkpoint import Saver
 from agentrl.run.demonstrations import Demonstrations
 from agentrl.run.display import Display
-from agentrl.run.engines import needs_ray, resolve_engine
+from agentrl.run.engines import needs_ray, resolve_engine, with_threads
 from agentrl.run.folder import RunFolder
 from agentrl.run.horizon import Bins, run_bins
 from agentrl.run.judges import Judges, place_of
@@ -140,6 +140,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
     """Start every part; `callbacks`: beside those that the config names. If one fails, the parts that were already started are
     closed."""
+    config = with_threads(config)
     accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
     display.phase("start", 1)
     with display.doing("making the model"):

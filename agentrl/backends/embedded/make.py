@@ -58,6 +58,8 @@ class EmbeddedMaker(EngineMaker):
         return EngineMemory(weights, cache, f"rollout.max_episodes = {rollout.max_episodes}")
 
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        import torch
+
         from agentrl.backends.embedded.engine import EmbeddedEngine
 
         rollout = self.config.rollout
@@ -65,7 +67,8 @@ class EmbeddedMaker(EngineMaker):
         # model's positions: an episode whose conversation is rewritten may have more tokens in total than any one prompt.
         return EmbeddedEngine(
             model,
-            dtype=self.config.model.dtype,
+            dtype=self.config.model.computes_in(torch.cuda.is_available()),  # in this process, wherever the actors are
+            threads=self.threads(),
             max_slots=rollout.max_episodes,
             max_context=min(rollout.max_episode_tokens, positions),
             kv_cache_mib=KV_CACHE_MIB,

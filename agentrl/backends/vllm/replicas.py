@@ -63,13 +63,14 @@ class Replicas:
         cfg: VllmConfig,
         *,
         cuda: bool,
+        threads: int = 1,
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM; `cuda`: whether it runs on GPUs. `catch_up` brings a new replica to the current weights and then
+        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new replica to the current weights and then
         calls `join`. `ray_options`: Ray options of each replica, if a pool says where it runs."""
         self._options, self._cfg = options, cfg
-        self._cuda, self._respawns = cuda, 0
+        self._cuda, self._threads, self._respawns = cuda, threads, 0
         self._catch_up, self._ray_options = catch_up, ray_options
         self._replicas: list[Replica] = []
         self._started = False
@@ -292,7 +293,7 @@ class Replicas:
         options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
-        variables = {"env_vars": {**environment(self._cuda), **self._scratch.environment(), **given}}
+        variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
         actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 
