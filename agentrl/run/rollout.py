@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import tell, unsaid
+from agentrl.cluster.ray_parent import error_told, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
@@ -159,7 +159,7 @@ async def _play(
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
     with display.doing("starting the engine"):
         await session.start(config)
-    with (request.out / "trajectories.jsonl").open("a") as file:
+    with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored
