@@ -74,8 +74,8 @@ def worker_env() -> dict[str, str]:
     }
 
 
-def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. If Ray is already running, it is used as it is.
+def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> bool:
+    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False.
 
     An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
     shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
@@ -106,6 +106,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+    return started_here
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
@@ -237,8 +238,7 @@ def connected() -> bool:
 @contextmanager
 def ray_of(cluster: ClusterConfig) -> Iterator[None]:
     """Ray for the body, as `start_ray`; it is stopped afterwards, unless it was already running."""
-    began = not connected()
-    start_ray(cluster)
+    began = start_ray(cluster)
     try:
         yield
     finally:
@@ -328,6 +328,7 @@ def stop_ray() -> None:
     """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
     import ray
 
+    tell(ray="")  # from now on an end of this process has another cause
     ray.shutdown()
     while _own is not None and ray_keeper.kill_all(_own.mark):
         time.sleep(0.02)

@@ -15,6 +15,7 @@ An `EpisodeIO` stands between these parts and the outside. A recorded run, or a 
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,13 +89,14 @@ class Assembly:
         await self.player.start()
 
     async def close(self) -> None:
-        """End who plays, then the engines."""
-        await self.player.close()
+        """End who plays, then the engines, the others also if one of them fails."""
         policy = self.policy
-        await policy.engine.close()
-        if policy.writer is not None:
-            await policy.writer.engine.close()
-        await self.judges.close()
+        async with AsyncExitStack() as closing:  # from the last to the first
+            closing.push_async_callback(self.judges.close)
+            if policy.writer is not None:
+                closing.push_async_callback(policy.writer.engine.close)
+            closing.push_async_callback(policy.engine.close)
+            closing.push_async_callback(self.player.close)
 
 
 def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:

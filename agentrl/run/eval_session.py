@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
@@ -22,23 +23,24 @@ class EvalSession:
     io: EpisodeIO
     ray: bool = False
     started: bool = False
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.opened.callback(self.io.close)
 
     async def start(self, config: TrainConfig) -> None:
         """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
         if self.started:
             return
         self.started = True
-        if self.ray:
-            start_ray(config.cluster)
+        if self.ray and start_ray(config.cluster):
+            self.opened.callback(stop_ray)
+        self.opened.push_async_callback(self.parts.close)
         await self.parts.start()
 
     async def close(self) -> None:
-        """Close everything."""
-        if self.started:
-            await self.parts.close()
-        self.io.close()
-        if self.ray and self.started:
-            stop_ray()
+        """Close everything, the others also if one of them fails."""
+        await self.opened.aclose()
 
 
 def untrained(config: TrainConfig) -> TrainConfig:

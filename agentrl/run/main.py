@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import restarting, tell, unsaid
+from agentrl.cluster.ray_parent import error_told, restarting, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
@@ -216,7 +216,8 @@ async def _attempt(
     outcome.engine = session.engine_name
     run_log.live(session)
     try:
-        await _phases(session, run_log, outcome, interrupt)
+        with error_told():
+            await _phases(session, run_log, outcome, interrupt)
     finally:
         run_log.live(None)
         await session.close()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from agentrl.backends.api.make import api_name
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import tell, unsaid
+from agentrl.cluster.ray_parent import error_told, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
@@ -181,7 +181,7 @@ async def _play(
         display.say(f"the model is {computing(config, 'rollout')} (model.dtype, model.threads)")
     with display.doing("starting the engine"):
         await session.start(config)
-    with (request.out / "trajectories.jsonl").open("a") as file:
+    with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored

@@ -165,7 +165,7 @@ class VllmEngine(Engine, WeightTarget):
             answer = await self._replicas.generate(replica, request, told)
             return answer
         except asyncio.CancelledError:
-            replica.actor.cancel.remote(request[-1])
+            replica.request_batcher.cancel(request[-1])
             raise
         finally:
             self._replicas.ended(request[-1], answer)
@@ -312,7 +312,7 @@ class VllmEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
-        self._paces.close()
+        await self._paces.close()
         if self._elastic is not None:  # before the replicas, which it would replace
             await self._elastic.close()
         await self._replicas.close()
