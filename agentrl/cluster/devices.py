@@ -99,6 +99,15 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
     return found
 
 
+def driver_card() -> int | None:
+    """Bytes of the GPU of this process that other programs leave free; None if it has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
+
+
 def _smallest_card() -> int | None:
     import torch
 

@@ -124,9 +124,11 @@ def assemble(
     pools: Pools | None = None,
     connected: Engine | None = None,
     asks: bool = True,
+    room: int | None = None,
 ) -> Assembly:
     """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
-    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`.
+    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`;
+    `room`: as of `make_engine`.
 
     Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
@@ -138,7 +140,7 @@ def assemble(
         seen = config.model if inputs.model is None else config.model.model_copy(update={"path": inputs.model})
         renderer = renderer_of(seen, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
-        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
+        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused(), room))
     policy = make_policy(config, engine, renderer, temperature, io)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):

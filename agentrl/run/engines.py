@@ -156,11 +156,19 @@ def computing(config: TrainConfig, role: str) -> str:
     return computed(config.model.computes_in(cuda), None if cuda else with_threads(config).model.threads)
 
 
-def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None, unused: Sequence[int] = ()) -> Engine:
+def make_engine(
+    name: str,
+    model: str,
+    config: TrainConfig,
+    pools: Pools | None = None,
+    unused: Sequence[int] = (),
+    room: int | None = None,
+) -> Engine:
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
-    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn."""
+    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
+    `room`: bytes of its GPU for it (run/memory.py)."""
     maker = maker_of(name, config)
-    maker.unused = unused
+    maker.unused, maker.room = unused, room
     processes = maker.processes()
     ray_options: Sequence[Mapping[str, Any]] = ()
     if pools is not None and processes is not None and "rollout" in pools:

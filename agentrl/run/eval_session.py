@@ -11,6 +11,7 @@ from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, read_inputs
 from agentrl.run.engines import samples_on_ray
+from agentrl.run.memory import engine_room
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.workers import with_workers
 
@@ -53,7 +54,8 @@ def open_live(config: TrainConfig, temperature: float, record: RecordFolder | No
     config = untrained(config)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
-    parts = assemble(config, inputs, io=io, temperature=temperature)
+    room = engine_room(config, trains=False)
+    parts = assemble(config, inputs, io=io, temperature=temperature, room=room)
     workers = config.rollout.workers > 0
     if workers:
         assert config.model.path is not None

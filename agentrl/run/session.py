@@ -30,6 +30,7 @@ from agentrl.run.engines import needs_ray, resolve_engine, with_threads
 from agentrl.run.folder import RunFolder
 from agentrl.run.horizon import Bins, run_bins
 from agentrl.run.judges import Judges, place_of
+from agentrl.run.memory import engine_room
 from agentrl.run.placement import open_pools, start_actors
 from agentrl.run.profile import profile_of
 from agentrl.run.tracing import Tracing
@@ -147,6 +148,7 @@ async def _opened(
             if start_ray(config.cluster):
                 opened.callback(stop_ray)
     horizons = run_bins(config, folder.path)
+    room = engine_room(config, trains=True)  # before the processes that take the rest
     inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
     # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
     with display.doing("starting the training processes"):
@@ -159,7 +161,7 @@ async def _opened(
     learner = Learner(config, actors, pools)
     opened.callback(learner.close)
     await check_shared(actors, folder.path, "out")
-    parts = assemble(config, inputs, model=path, pools=pools)
+    parts = assemble(config, inputs, model=path, pools=pools, room=room)
     if config.rollout.workers:
         parts = with_workers(config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say)
     opened.push_async_callback(parts.close)

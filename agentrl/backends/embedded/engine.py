@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from agentrl.backends.embedded.kv_cache import Slots
+from agentrl.backends.embedded.make import cache_limit
 from agentrl.backends.embedded.model import EmbeddedModel, Writing
 from agentrl.backends.embedded.scheduler import Batcher, Drawn, Request
 from agentrl.backends.embedded.vision import kind_of
@@ -46,7 +47,8 @@ class EmbeddedEngine(Engine, WeightTarget):
         threads: int | None = None,
         max_slots: int = 256,
         max_context: int | None = None,
-        kv_cache_mib: int = 2048,
+        kv_cache_mib: int | None = None,
+        room: int | None = None,
         step_tokens: int = 2048,
         device: str | None = None,
         trust: bool = False,
@@ -56,7 +58,8 @@ class EmbeddedEngine(Engine, WeightTarget):
     ) -> None:
         """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
         default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
-        cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
+        cache, which grows on demand; by default what the weights leave of `room` bytes of a GPU, or a part of host memory.
+        `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
         (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `threads`: of a pass on a
         CPU, by default as many as the model's size is worth here. `trust`: code of the model's own may run. `unused`: ids that
         are never drawn, for want of a token (`unused_ids`).
@@ -66,7 +69,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._words = Words(model_path, trust=trust)
         self._max_slots, self._max_context = max_slots, max_context
-        self._limit = kv_cache_mib << 20
+        self._kv_cache_mib, self._room = kv_cache_mib, room
         self._step_tokens, self._router_replay = step_tokens, router_replay
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
@@ -89,10 +92,9 @@ class EmbeddedEngine(Engine, WeightTarget):
         own_threads(self._threads)  # the probe below is tiny
         kind = kind_of(self._path, self._cache, self._trust)
         model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
-        cache_tokens = self._limit // model.shape.token_bytes
-        context = self._max_context or min(model.positions, cache_tokens)
-        if context > cache_tokens:
-            raise ResourceError(f"one episode of {context} tokens does not fit in kv_cache_mib = {self._limit >> 20}")
+        weights, token = sum(p.nbytes for p in model.module.parameters()), model.shape.token_bytes
+        limit = cache_limit(self._kv_cache_mib, self._room, weights, token, self._max_context or 1)
+        context = self._max_context or min(model.positions, limit // token)
         if context > model.positions:
             raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
         self._context = context
@@ -100,7 +102,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         # A thread's way there and back takes 0.1 ms, a pass of a tiny model 2 ms and of a real one from 30 ms to seconds.
         self._apart, self._threads = size > TINY, self._threads or threads_for(size)
         own_threads(self._threads)
-        slots = Slots(model.shape, context, self._limit)
+        slots = Slots(model.shape, context, limit)
         self._model = model
         self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
