@@ -2,7 +2,7 @@
 
     environments  config.envs, config.tools                      EnvRef.of
     scorers       their reward, config.reward                    catalog/scoring
-    renderer      tokenizer, config.model.tool_parser            `make_renderer`
+    renderer      tokenizer (with config.model.chat_template), config.model.tool_parser    `make_renderer`
     engine        config.engine or an API model                  run/engines
     policy        all of these, config.rollout                   `make_policy`: sampling, context policy, writer of summaries
     limits        config.rollout, the model's context length     rollout/course
@@ -25,6 +25,7 @@ from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone, the_env, told
 from agentrl.config.temperature import temperature_at
+from agentrl.config.unread import check_unread
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
@@ -110,6 +111,7 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
             specs.append(find_spec(EnvRef.of(alone(config, env)), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
+        check_unread("model", config.model, ("chat_template",), "a model whose tokens are sampled here")
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
     return Inputs(tuple(specs), tokenizer_of(config, model), context_length(config, entry.name, model))
 
@@ -247,9 +249,9 @@ def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
     """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError if there is none."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
-        return load_tokenizer(path, config.model.trust_remote_code)
+        return load_tokenizer(path, config.model.trust_remote_code, config.model.chat_template)
     assert init is not None
-    return packaged_tokenizer(init.context, init.vision)
+    return packaged_tokenizer(init.context, init.vision, config.model.chat_template)
 
 
 def model_length(config: TrainConfig, model: str | None = None) -> int:

@@ -121,7 +121,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
     if os.path.lexists(folder.model / MANIFEST):
         check_model(folder.model)
     elif not (folder.model / "config.json").is_file() or not folder.checkpoints.is_dir():  # else an older version's, without one
-        init_model(config.model.init, folder.model, config.seed)
+        init_model(config.model.init, folder.model, config.seed, config.model.chat_template)
         seal(folder.model, 0)
     return str(folder.model)
 

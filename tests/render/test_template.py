@@ -214,14 +214,17 @@ def test_templates_that_do_not_append_are_refused():
 def test_what_is_wrong_with_a_template_is_said_with_what_to_do():
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     for template, reason in [
-        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*save another chat template"),
-        ("{{ functions.parts.first }}", "a question and its answer cannot be rendered.*'functions' is undefined.*save another"),
-        ("{{ messages[3].content.x }}", "cannot be rendered.*save another"),
+        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*model.chat_template"),
+        (
+            "{{ functions.parts.first }}",
+            "a question and its answer cannot be rendered.*'functions' is undefined.*model.chat_template",
+        ),
+        ("{{ messages[3].content.x }}", "cannot be rendered.*model.chat_template"),
         (
             {"default": QWEN25, "tool_use": QWEN25},
-            r"has several chat templates \('default', 'tool_use'\): save it with the one to use",
+            r"has several chat templates \('default', 'tool_use'\): write the one to use to a file that model",
         ),
-        (None, "has no chat template; save one with it"),
+        (None, "has no chat template; set model.chat_template to"),
     ]:
         with pytest.raises(ModelError, match=reason):
             make_renderer(build_tokenizer(IM, template))

@@ -56,6 +56,9 @@ class ModelConfig(Frozen):
     """Code that the model at `path` (and those of other roles, as `critic.path`) brings along may run in every process of a run.
     Without it a model that needs such code is refused, and one whose family transformers has is loaded by transformers' own
     classes. Read the code first: it can do whatever you can."""
+    chat_template: str | None = None
+    """The chat template, in place of the tokenizer's own: "hermes", "chatml", "llama3", "gemma" or "phi3" (docs/templates.md), or
+    a Jinja file. For a model whose template knows no tools; it is saved with the trained model."""
     tool_parser: str = "auto"
     """The parser of the model's tool calls, by name: one of agentrl's ("hermes", "glm", ...: docs/templates.md), or "vllm:NAME"
     for one of vLLM's own; "auto" picks the one that fits the chat template."""
