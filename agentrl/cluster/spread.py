@@ -86,9 +86,12 @@ def _obstacle(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nod
     wanted = sum(one.count * one.gpus for one in unpooled)
     left = sum(node.gpus for node in nodes) - sum(need(pool)[1] * pool.nodes for pool in pools.values())
     keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
+    # Else the GPUs suffice, but not in the right sizes, or not with CPU slots.
+    problem = f"{keys} take {wanted:g} GPUs, and {left:g} are left" if wanted > left else f"{keys} do not divide among the nodes"
+    turns = ", or set rollout.colocate = true (both then use the same)" if len(unpooled) > 1 else ""
     return (
-        f"{keys} take {wanted:g} GPUs, and the pools leave {left:g}, of which those of one process must be on one node. Lower "
-        "one, add nodes, or set rollout.colocate = true (actors and engine then use the same GPUs)"
+        f"{problem}: without a pool each actor takes a GPU of its own, and so does each process of the engine. Lower one, or add "
+        f"nodes{turns}"
     )
 
 

@@ -53,10 +53,10 @@ REFUSED: dict[str, tuple[str, tuple[int, int] | None, str, str]] = {
     "a replica over nodes": ("async_2x8", (4, 8), "vllm.tensor_parallel=16 vllm.replicas=1",
                              r"vllm\.tensor_parallel = 16: these GPUs are on one node, and the largest has 8\. Lower it"),
     "nine colocated": ("colocated_8", (1, 8), "cluster.actors=9 vllm.replicas=9 vllm.tensor_parallel=1",
-                       r"cluster\.actors = 9 take 9 GPUs, and the pools leave 8"),
+                       r"cluster\.actors = 9 take 9 GPUs, and 8 are left"),
     "colocated over nodes": ("colocated_8", (4, 4), "cluster.actors=8 vllm.replicas=1 vllm.tensor_parallel=8",
                              r"vllm\.tensor_parallel = 8: these GPUs are on one node, and the largest has 4"),
-    "too few cards": ("async_2x8", (1, 8), "", r"cluster\.actors = 8 and vllm\.replicas = 8 take 16 GPUs, and the pools leave 8"),
+    "too few cards": ("async_2x8", (1, 8), "", r"cluster\.actors = 8 and vllm\.replicas = 8 take 16 GPUs, and 8 are left"),
     "too few nodes": ("multi_node", (2, 8), "", r"the pools do not fit the cluster"),
     "a pool of more nodes": ("multi_node", (1, 64), "", r"cluster\.pools\.train\.nodes = 2, and the number of nodes is 1"),
     "one node, not said": ("multi_node", None, "", r"cluster\.pools\.train\.nodes = 2, .* is 1\. Lower it, add nodes, or plan "
