@@ -209,8 +209,8 @@ def user_call(
 ) -> dict[str, Any]:
     """The keyword arguments of a call of litellm's by a user whose `options` these are; its temperature is 0 by default."""
     args = {key: value for key, value in options.items() if key != "api_base"}
-    where = {"base": options.get("api_base"), "base_key": "api_base", "args": args, "args_key": "options"}
-    return request_of(model, messages, tools=tools, timeout=timeout, **where, temperature=0.0)
+    own = {"model": model, "messages": list(messages), "tools": list(tools), "timeout": timeout, "temperature": 0.0}
+    return request_of(own, args, options.get("api_base"), args_key="options", base_key="api_base")
 
 
 def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:

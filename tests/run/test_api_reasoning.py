@@ -157,7 +157,7 @@ def test_an_evaluation_says_at_which_temperature_it_samples(capsys: pytest.Captu
         assert "[eval] eval.temperature = 0.3, rollout.top_p = 0.9\n" in capsys.readouterr().out
         evaluate(server, "eval.temperature=0", "--out", "greedy", model="api:openai/mine")
         assert "[eval] eval.temperature = 0 (greedy)\n" in capsys.readouterr().out
-        evaluate(server, "--out", "gold", model="gold")
+        evaluate(server, "--out", "gold", model="policy:gold")
         assert "temperature" not in capsys.readouterr().out
 
 

@@ -200,11 +200,19 @@ class LiteLlmEngine(Engine):
         self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
     ) -> dict[str, Any]:
         """The keyword arguments of one call of litellm's."""
-        own = {**self._options, **ONCE, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+        own = {
+            **self._options,
+            **ONCE,
+            "model": self._model,
+            "messages": list(messages),
+            "tools": list(tools),
+            "timeout": self._cfg.timeout,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }
         if sampling.top_p < 1:
             own["top_p"] = sampling.top_p
-        where = {"base": self._cfg.base, "base_key": "api.base", "args": self._cfg.args, "args_key": "api.args"}
-        return request_of(self._model, messages, tools=tools, timeout=self._cfg.timeout, **where, **own)
+        return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
     async def _ask(self, request: dict[str, Any], key: str) -> Any:
         """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
