@@ -150,10 +150,20 @@ def computed(dtype: str, threads: int | str | None) -> str:
     return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
 
 
-def computing(config: TrainConfig, role: str) -> str:
-    """`computed`, of the model in the processes of a role."""
+def trained(config: TrainConfig) -> str:
+    """The line of a run's start that says how its model is computed."""
+    return _said(config, "actor")
+
+
+def sampled(config: TrainConfig) -> str:
+    """That of a command which trains nothing; empty if the engine computes no model itself."""
+    return _said(config, "rollout") if "judges" in engine_of(config).traits else ""
+
+
+def _said(config: TrainConfig, role: str) -> str:
     cuda = has_gpus(config.cluster, role)
-    return computed(config.model.computes_in(cuda), None if cuda else with_threads(config).model.threads)
+    how = computed(config.model.computes_in(cuda), None if cuda else with_threads(config).model.threads)
+    return f"the model is {how} (model.dtype, model.threads)"
 
 
 def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None, unused: Sequence[int] = ()) -> Engine:

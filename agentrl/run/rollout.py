@@ -29,7 +29,7 @@ from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engines import computing, engine_of
+from agentrl.run.engines import sampled
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
@@ -104,6 +104,8 @@ async def run_rollout(
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
+        if request.replay is None and (said := sampled(config)):
+            display.say(said)
         interrupt = Interrupt(display.say)
         interrupt.install()
         try:
@@ -158,8 +160,6 @@ async def _play(
     scored = done
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
-    if request.replay is None and "judges" in engine_of(config).traits:  # it runs models itself
-        display.say(f"the model is {computing(config, 'rollout')} (model.dtype, model.threads)")
     with display.doing("starting the engine"):
         await session.start(config)
     with (request.out / "trajectories.jsonl").open("a") as file:

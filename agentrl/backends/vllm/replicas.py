@@ -67,8 +67,9 @@ class Replicas:
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new replica to the current weights and then
-        calls `join`. `ray_options`: Ray options of each replica, if a pool says where it runs."""
+        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new
+        replica to the current weights and then calls `join`. `ray_options`: Ray options of each replica, if a pool says where it
+        runs."""
         self._options, self._cfg = options, cfg
         self._cuda, self._threads, self._respawns = cuda, threads, 0
         self._catch_up, self._ray_options = catch_up, ray_options
