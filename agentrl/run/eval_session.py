@@ -9,7 +9,7 @@ from agentrl.config import TrainConfig
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, read_inputs
-from agentrl.run.engines import samples_on_ray
+from agentrl.run.engines import samples_on_ray, with_threads
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.workers import with_workers
 
@@ -48,7 +48,7 @@ def untrained(config: TrainConfig) -> TrainConfig:
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
     """The parts, live; with `record` every answer is recorded there."""
-    config = untrained(config)
+    config = with_threads(untrained(config), trains=False)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
     parts = assemble(config, inputs, io=io, temperature=temperature)
