@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from math import gcd
 
@@ -159,6 +160,20 @@ def numeral(text: str) -> Numeral | None:
     text = re.sub(rf"^({_SIGN})\s+", r"\1", text).translate(_FULL)
     found = _TOKEN.fullmatch(text) or _TOKEN.fullmatch(text.removesuffix("."))
     return None if found is None else _bounded(found.string, found)[0]
+
+
+def digits(text: str) -> str | None:
+    """Return a text that is a plain number without signs of thousands or money, or None; leading zeros are those of a name."""
+    found = numeral(text)
+    if found is None or found.percent or re.search(r"[^-+\u2212$€£¥₹₩0-9., '\u2019\u00a0\u202f]|^0[0-9]", found.text):
+        return None
+    return f"{'-' * (found.value < 0)}{re.sub('[^0-9.]', '', found.text)}"
+
+
+def amounts(text: str) -> set[str]:
+    """Return the amounts of money of a text, as 12.34: numbers with two decimals, or behind a sign of money."""
+    found = (number for number in numerals(text) if re.search(rf"{_MONEY}|\.[0-9]{{2}}(?![0-9])", number.text))
+    return {f"{Decimal(number.value.numerator) / Decimal(number.value.denominator):.2f}" for number in found}
 
 
 def is_letter(character: str) -> bool:

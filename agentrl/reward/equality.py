@@ -77,10 +77,8 @@ def fault_of(gold: Sequence[str], seconds: int) -> str | None:
 
 
 def _unread(text: str) -> str:
-    return (
-        f"the gold answer {text[:80]!r} is no mathematics that is read as a whole. Give a number, an expression, or LaTeX, with at most "
-        "a unit"
-    )
+    what = "is no mathematics that is read as a whole"
+    return f"the gold answer {text[:80]!r} {what}. Give a number, an expression or LaTeX, with at most a unit behind it"
 
 
 class _Worker:

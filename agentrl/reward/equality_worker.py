@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,27 @@ PLACES = Fraction(1, 10**6)
 
 # -- a text as a whole ---------------------------------------------------------------------------------
 
-NAMES = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt max min mod gcd lcm det pi inf infinity".split()  # noqa: SIM905
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NAMES = _words(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt max min mod gcd lcm det pi inf infinity"
 )
-_NO_UNIT = frozenset(
+_NO_UNIT = _words(
     "or and to through half third thirds quarter quarters dozen hundred thousand million billion trillion times squared cubed "
     "minus plus over by divided factorial mod remainder base point negative not no than more less at least most about if is are "
-    "was equals equal either neither nor between from sum product difference true false yes none".split()  # noqa: SIM905
+    "was equals equal either neither nor between from sum product difference true false yes none"
 )
 """Words behind a number that make another number of it, or no answer."""
-_SHORT_UNITS = frozenset(
-    "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s m/min "
-    "L/min g/L mol/L".split()  # noqa: SIM905
+_SHORT_UNITS = _words(
+    "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s "
+    "m/min L/min g/L mol/L"
 )
-_SYMBOLS = frozenset("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb".split())  # noqa: SIM905
+_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb")
 """Units of which another one is another answer: 5 km is not 5 m."""
-_SHORT_WORDS = frozenset("is or to no in if it at of on by as an so we he up do go my me us be am pm".split())  # noqa: SIM905
+_SHORT_WORDS = _words("is or to no in if it at of on by as an so we he up do go my me us be am pm")
 _TEXT = r"\\(?:text|mathrm|mbox|textrm|textit|textbf|mathbf|mathit|operatorname)\s?\{([^{}\\]*)\}"
 _UNIT = re.compile(
     r"(?<=[\d)}!%])(?:\s|\\[,;: ]|~)*(?P<degree>(?:\^\s?\{?\s?\\circ\s?\}?|°|\\degree\b)\s*(?:[CFK](?![A-Za-z]))?)?\s*"
@@ -160,7 +166,7 @@ def _is_product(letters: str) -> bool:
     if len(letters) < 2 or letters.lower() in _SHORT_WORDS or letters in _SHORT_UNITS:
         return len(letters) < 2
     codes = sorted(map(ord, letters))
-    return len(letters) == 2 or all(b - a == 1 for a, b in zip(codes, codes[1:], strict=False))
+    return len(letters) == 2 or all(b - a == 1 for a, b in pairwise(codes))
 
 
 def _expression(bare: str) -> Read | None:
@@ -191,7 +197,7 @@ def _rational(value: Fraction) -> sympy.Rational:
 
 
 def _is_name(text: str) -> bool:
-    return re.fullmatch(rf"\s*(?:\\?[A-Za-z]+'?(?:_\{{?\w+\}}?)?(?:\([^()]*\))?)\s*", text) is not None
+    return re.fullmatch(r"\s*(?:\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\([^()]*\))?)\s*", text) is not None
 
 
 def _latex(bare: str) -> str | None:
@@ -371,7 +377,7 @@ def _same_number(wanted: Numeral, said: Numeral) -> bool:
 
 def _complex(value: Any) -> Any:
     """A number whose only letter is i."""
-    return value.subs({symbol: sympy.I for symbol in value.free_symbols})
+    return value.subs(dict.fromkeys(value.free_symbols, sympy.I))
 
 
 def _close(wanted: Any, said: Any, inexact: bool | None = None) -> bool:

@@ -250,7 +250,8 @@ WRONG = [
     (r"\boxed{\gcd(4,6)}", "2"), (r"\boxed{\sqrt{2}+\sqrt{2}}", r"2\sqrt{2}"), (r"\boxed{\sqrt2\cdot\sqrt3}", r"\sqrt{6}"),
     (r"\boxed{|-5|}", "5"), (r"\boxed{17 \mod 5}", "2"), (r"\boxed{3\times4}", "12"), (r"\boxed{3\times 10^2}", "300"),
     (r"\boxed{\{1+1,3\}}", r"\{2,3\}"),
-    (r"\boxed{\begin{pmatrix}1&1\\0&1\end{pmatrix}\begin{pmatrix}1&1\\0&1\end{pmatrix}}", r"\begin{pmatrix}1&2\\0&1\end{pmatrix}"),
+    (r"\boxed{\begin{pmatrix}1&1\\0&1\end{pmatrix}\begin{pmatrix}1&1\\0&1\end{pmatrix}}",
+     r"\begin{pmatrix}1&2\\0&1\end{pmatrix}"),
     (r"\boxed{\begin{pmatrix}1+1&2\\0&1\end{pmatrix}}", r"\begin{pmatrix}2&2\\0&1\end{pmatrix}"),
     (r"\boxed{[0,2]\cap[1,3]}", "[1,2]"), ("1", "1 1/2"), ("0", "1 000 000"), ("1", "1 000 000"), ("5", "5√2"), ("2", "5√2"),
     ("10", "10³"), ("103", "10³"), ("0", r"0.\overline{3}"), ("4", '\\begin{pmatrix}\n1&2\\\\\n3&4\n\\end{pmatrix}'),
@@ -271,8 +272,9 @@ WRONG = [
 ]  # fmt: skip
 """An answer that is another one, a part, a copy of the question, a guess of several, or not worked out."""
 UNREAD = [
-    "", "$", "the cat sat", "n/a", "N/A", "None", "yes", "5 million", "2 dozen", "5 and a half", "2 3", "1.234.567", "101_2", "6 R 2",
-    "2024-05-06", "0.333...", r"1,2,\ldots,10", "about 5", "5 or more", "more than 5", "5 (five)", r"\frac{1}", "3 +", "#",
+    "", "$", "the cat sat", "n/a", "N/A", "None", "yes", "5 million", "2 dozen", "5 and a half", "2 3", "1.234.567", "101_2",
+    "6 R 2", "2024-05-06", "0.333...", r"1,2,\ldots,10", "about 5", "5 or more", "more than 5", "5 (five)", r"\frac{1}", "3 +",
+    "#",
 ]  # fmt: skip
 
 

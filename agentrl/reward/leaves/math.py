@@ -25,9 +25,9 @@ class MathEqual(Leaf):
 
     kind: ClassVar[str] = "math.equal"
     formula: ClassVar[str] = (
-        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify: expressions, sets, "
-        "intervals, equations) and is worked out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of "
-        "processor time; null if `expect` is no mathematics as a whole"
+        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
+        "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "
+        "no mathematics as a whole"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import regex
 
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
-from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
 from agentrl.numerals import Numeral, is_letter, numeral, numerals
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, as_number, brief, numbers_close, shown
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
