@@ -47,7 +47,6 @@ from agentrl.train.export import export_run
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.init_model import init_model
 from agentrl.train.loading import local_of, region_of
-from agentrl.train.optim import adamw
 from agentrl.train.state import BackgroundSave, load_state, save_state
 from agentrl.train.tokenizer import packaged_tokenizer
 from agentrl.train.weight_files import WeightFiles
@@ -93,7 +92,7 @@ def anonymous(pid: int | str = "self") -> int:
 
 def engine_of(path: str) -> FsdpEngine:
     engine = FsdpEngine(path, ModelConfig(), 1.0)
-    engine.optimizers = adamw(engine.named(), OptimConfig())
+    engine.use_optimizer(OptimConfig(lr=1e-6))
     return engine
 
 

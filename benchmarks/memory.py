@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.schema import LoraSection, ModelConfig
+from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig
 from agentrl.train.memory import RoleMemory, count, numbers, shell
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ def architecture(kind: str, name: str, hidden: int, layers: int, mlp: int, heads
 
 def counted(folder: Path, ranks: int, tokens: int, **keys: Any) -> RoleMemory:
     cfg = ModelConfig(path=str(folder), dtype="bfloat16", **keys)
-    return count(shell(cfg), cfg, ranks, tokens, trained=True)
+    return count(shell(cfg), cfg, ranks, tokens, [OptimConfig()])
 
 
 def main() -> None:

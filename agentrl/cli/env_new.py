@@ -110,6 +110,7 @@ gate = 0.0
 gate_every = 120
 gate_tasks = 8
 teacher = {{ stop = 0.1 }}
+optimizer = "muon"           # of a model of random weights; leave these three out for a real one
 lr = 3e-3
 matrix_lr = 0.02
 
@@ -123,7 +124,7 @@ max_turn_tokens = 32
 minibatch = 8
 
 [optim]
-lr = 1e-3                    # for a tiny model; the default, 1e-6, is for a real one
+lr = 1e-3                    # for a tiny model; a real one has 1e-6
 
 [cluster]
 backend = "inline"

@@ -33,7 +33,7 @@ EPILOG = """examples:
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
   agentrl train configs/quickstart.toml sft=false model.path=runs/warm/warm_start    train from there
 
-  agentrl sft --data chats.jsonl model.path=Qwen/Qwen3-0.6B name=chats optim.lr=1e-5
+  agentrl sft --data chats.jsonl model.path=Qwen/Qwen3-0.6B name=chats
                                                      conversations of OpenAI's layout, Hermes or ToolACE; Parquet too
   agentrl sft configs/quickstart.toml --data runs/quickstart --success --per-task 2 name=better
                                                      rejection sampling: the best two successes of each task

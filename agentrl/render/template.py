@@ -8,6 +8,7 @@ turn that the template rewrites once more messages follow: `keeps` then says so,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -24,7 +25,7 @@ from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Shape, S
 from agentrl.render.streaming import ProseReader, TurnReader
 from agentrl.render.template_text import Placeholders, TemplateText
 from agentrl.render.turns import TurnText
-from agentrl.trajectory import Json, Message
+from agentrl.trajectory import Json, Message, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
 _SHAPES_REMEMBERED = 4096
+_TOOLS_REMEMBERED = 4096
 
 
 class TemplateRenderer(Renderer):
@@ -49,6 +51,7 @@ class TemplateRenderer(Renderer):
         self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
         self._tools_offered = False
+        self._callable: set[str] = set()
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
         known = SYNTAXES.get(self.syntax)
@@ -79,6 +82,8 @@ class TemplateRenderer(Renderer):
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
+        for tool in tools:
+            self._check_callable(tool)
         return self._with_images(self._text.encode(text, Place.START), messages)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
@@ -220,6 +225,25 @@ class TemplateRenderer(Renderer):
                 raise ModelError(problem)
             self.no_tools = f"{problem}; {self._what_to_do}"
 
+    def _check_callable(self, tool: Mapping[str, Any]) -> None:
+        """Raises RenderError if a call of the tool, as the template writes it, is not read back with its name and arguments."""
+        key = json.dumps(tool, sort_keys=True, default=str)
+        if key in self._callable:
+            return
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        call = ToolCall(function["name"], {name: _probe_value(schema) for name, schema in properties.items()}, id="call_0")
+        ids = self.assistant(Message("assistant", "", (call,)))
+        found = self.with_tools([tool]).parse(ids, "stop").tool_calls
+        if [(one.name, set(one.arguments or ())) for one in found] != [(call.name, set(properties))]:
+            raise RenderError(
+                f"tool {call.name!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it writes "
+                f"{self._text.decode(ids)[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
+            )
+        if len(self._callable) >= _TOOLS_REMEMBERED:
+            self._callable.clear()
+        self._callable.add(key)
+
     def _verify(self, shape: Skeleton) -> None:
         """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
         only, and only if what comes before and after it stays: such a turn is never appended to (`keeps`)."""
@@ -237,3 +261,10 @@ class TemplateRenderer(Renderer):
         # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
         if self._text.encode(whole, Place.START) != self._text.direct(whole):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
+
+
+def _probe_value(schema: Json) -> Json:
+    """A value of the first type that a parameter declares."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    first = declared[0] if isinstance(declared, list) and declared else declared
+    return {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}.get(str(first), "a")

@@ -15,6 +15,7 @@ An `EpisodeIO` stands between these parts and the outside. A recorded run, or a 
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,13 +90,14 @@ class Assembly:
         await self.player.start()
 
     async def close(self) -> None:
-        """End who plays, then the engines."""
-        await self.player.close()
+        """End who plays, then the engines, the others also if one of them fails."""
         policy = self.policy
-        await policy.engine.close()
-        if policy.writer is not None:
-            await policy.writer.engine.close()
-        await self.judges.close()
+        async with AsyncExitStack() as closing:  # from the last to the first
+            closing.push_async_callback(self.judges.close)
+            if policy.writer is not None:
+                closing.push_async_callback(policy.writer.engine.close)
+            closing.push_async_callback(policy.engine.close)
+            closing.push_async_callback(self.player.close)
 
 
 def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
@@ -124,9 +126,11 @@ def assemble(
     pools: Pools | None = None,
     connected: Engine | None = None,
     asks: bool = True,
+    room: int | None = None,
 ) -> Assembly:
     """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
-    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`.
+    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`;
+    `room`: as of `make_engine`.
 
     Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
@@ -138,7 +142,7 @@ def assemble(
         seen = config.model if inputs.model is None else config.model.model_copy(update={"path": inputs.model})
         renderer = renderer_of(seen, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
-        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
+        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused(), room))
     policy = make_policy(config, engine, renderer, temperature, io)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):

@@ -24,6 +24,7 @@ from agentrl.executors import in_thread
 from agentrl.plain_data import json_text, read_json
 from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
 from agentrl.run.display import Display
+from agentrl.run.engines import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.objectives import OBJECTIVES, Found, Objective
@@ -33,6 +34,7 @@ from agentrl.run.session import model_folder
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.classifier import classifier_of
 from agentrl.train.engines import shares_prefixes
+from agentrl.train.rates import optims_of
 from agentrl.train.role import SavedRole, TrainedRole
 from agentrl.train.seal import seal
 
@@ -110,7 +112,7 @@ def total_steps(data: DataConfig, store: RowStore) -> int:
 
 async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
     """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
-    identity, config = identity_of(config, "train"), only_data(config)
+    identity, config = identity_of(config, "train"), with_threads(only_data(config))
     store = await in_thread("files", RowStore, folder.data)
     with display.doing("making the model"):
         path = await in_thread("files", _start_model, config, folder)
@@ -127,7 +129,7 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
         await check_shared(group, folder.path, "out")
         with display.doing("loading the model"):
             init: Any = kind.role.init_model  # type: ignore[attr-defined]
-            await group.arun(init, path, config.model, config.optim, total_steps(data_of(config), store))
+            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config), store))
         objective = kind(data_of(config), store, group, _sharing(config))
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
         run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)

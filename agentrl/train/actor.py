@@ -20,6 +20,7 @@ from agentrl.train.minibatch import RowsShard, StepsShard, UpdateShard
 from agentrl.train.moving import POLICIES
 from agentrl.train.optim import rate
 from agentrl.train.pairs import Dpo, pair_step, policy_totals
+from agentrl.train.rates import optim_of, sft_optim
 from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.sft import sft_rate, sft_steps
 from agentrl.train.source import WeightSource
@@ -72,9 +73,9 @@ class Actor(TrainedRole):
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
-        self._optim, self._total_steps = optim, total_steps
+        self._optim, self._total_steps = optim_of(optim, model), total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm)
-        self._engine.use_adamw(optim)
+        self._engine.use_optimizer(self._optim)
 
     def show(self, name: str) -> None:
         """Let a reference in this process follow the policy, under `name`."""
@@ -116,7 +117,7 @@ class Actor(TrainedRole):
         self._visits = Visits() if SOURCE in batch.keys() else None  # noqa: SIM118 - `in` of a batch asks for an item
         metrics = update_policy(engine, Ragged.of(batch), algorithm, settings, self._visits)
         self._updates += 1
-        return {**metrics, "lr": factor * self._optim.lr}
+        return {**metrics, "lr": factor * self._lr}
 
     def visited(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
@@ -155,9 +156,9 @@ class Actor(TrainedRole):
             raise AgentrlError("optim_step: no gradients wait; call forward_backward first")
         engine, waiting = self._ready(), self._waiting
         if lr is None:
-            lr = self._set_rate() * self._optim.lr
+            lr = self._set_rate() * self._lr
         else:
-            engine.set_rate(lr / self._optim.lr)
+            engine.set_rate(lr / self._lr)
         norm = engine.step(waiting.sound)
         self._waiting, self._stepped = None, True
         if not engine.finite():
@@ -178,10 +179,10 @@ class Actor(TrainedRole):
         self._stepped = False
 
     def begin_sft(self, cfg: SftConfig) -> None:
-        """Start a supervised phase with its own optimizers."""
+        """Start a supervised phase with its own optimizer."""
         engine = self._ready()
         self._sft, self._sft_done = cfg, 0
-        engine.use_muon(cfg)
+        engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
     def sft_steps(self, batch: TensorDict, count: int) -> dict[str, float]:
         """`count` supervised optimizer steps over equal parts of the rows, in order."""
@@ -197,7 +198,7 @@ class Actor(TrainedRole):
         engine = self._ready()
         engine.export(Path(folder))
         self._sft = None
-        engine.use_adamw(self._optim)
+        engine.use_optimizer(self._optim)
 
     # -- data that is there already --------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class Actor(TrainedRole):
         """`count` supervised optimizer steps over equal parts of the rows, with the optimizer and the schedule of [optim]."""
         metrics = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
         self._updates += count
-        return {**metrics, "lr": metrics["lr_factor"] * self._optim.lr}
+        return {**metrics, "lr": metrics["lr_factor"] * self._lr}
 
     def prefer(self, batch: TensorDict, count: int, pairs: int, loss: Dpo) -> dict[str, float]:
         """One optimizer step (`count` is 1) of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
@@ -213,7 +214,7 @@ class Actor(TrainedRole):
         engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
         metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
         self._updates += count
-        return {**metrics, "lr": factor * self._optim.lr}
+        return {**metrics, "lr": factor * self._lr}
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
         """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError

@@ -19,6 +19,7 @@ from agentrl.train.forward import compute_values
 from agentrl.train.meter import Meter
 from agentrl.train.minibatch import RowsShard, UpdateShard, counts_of, minibatches
 from agentrl.train.optim import rate
+from agentrl.train.rates import critic_optim
 from agentrl.train.role import TrainedRole, open_engine
 from agentrl.train.update import Pack, Steps, UpdateSettings, visit_order
 
@@ -41,9 +42,9 @@ class Critic(TrainedRole):
         Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
         """
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
-        self._optim, self._total_steps = optim, total_steps
+        self._optim, self._total_steps = critic_optim(optim, critic, model), total_steps
         engine = open_engine(self, path, model, optim.max_grad_norm, "value")
-        engine.use_adamw(optim.model_copy(update={"lr": critic.lr}))
+        engine.use_optimizer(self._optim)
         self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
@@ -60,7 +61,7 @@ class Critic(TrainedRole):
         settings = UpdateSettings(1.0, self._cap, seed, step)
         metrics = update_critic(engine, Ragged.of(batch), algorithm, self._critic, settings)
         self._updates += 1
-        return {**metrics, "critic/lr": factor * self._critic.lr}
+        return {**metrics, "critic/lr": factor * self._lr}
 
 
 def update_critic(

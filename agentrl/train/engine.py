@@ -13,7 +13,7 @@ docs/training_engines.md says how to write one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
@@ -21,12 +21,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from agentrl.config.schema import ModelConfig, OptimConfig, SftConfig
+from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.registry import Registry
 from agentrl.train.memory import RoleMemory
 from agentrl.train.modules import Micro, Role
-from agentrl.train.optim import Named, Optimizers, adamw, muon
+from agentrl.train.optim import Named, Optimizers, make_optimizers
 from agentrl.weights.conversions import Saving
 from agentrl.weights.joined import RowShard
 
@@ -34,7 +34,7 @@ from agentrl.weights.joined import RowShard
 class BaseEngine(ABC):
     """One rank's part of a sharded causal language model, with its optimizer.
 
-    `cfg`: the config it was made from. `device`: where the caller puts a micro-batch. `optimizers`: None until `use_adamw`.
+    `cfg`: the config it was made from. `device`: where the caller puts a micro-batch. `optimizers`: None until `use_optimizer`.
     """
 
     cfg: ModelConfig
@@ -59,10 +59,10 @@ class BaseEngine(ABC):
         return None
 
     @classmethod
-    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
+    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
         """For `--dry-run`: bytes of a role on one of its ranks. `module`: train/memory.py's `shell` of it, on the meta device;
-        `tokens`: of a micro-batch; `trained`: whether it has gradients and an optimizer. Raises ConfigError if the engine
-        does not say, ModelError if the model cannot be counted."""
+        `tokens`: of a micro-batch; `optims`: the optimizers that it has, one after the other; none of a role that does not learn.
+        Raises ConfigError if the engine does not say, ModelError if the model cannot be counted."""
         raise ConfigError(f'model.engine = "{cfg.engine}" does not count its memory, so --dry-run cannot')
 
     @property
@@ -97,13 +97,10 @@ class BaseEngine(ABC):
         """Trained parameters by Hugging Face name, as they are on this rank: what an optimizer takes. After the last
         `backward` their `grad` is the summed gradient. A tied output embedding appears once, under the input's name."""
 
-    def use_adamw(self, cfg: OptimConfig) -> None:
-        """A fresh AdamW over `named`, in place of the optimizer that there was."""
-        self.optimizers = adamw(self.named(), cfg)
-
-    def use_muon(self, cfg: SftConfig) -> None:
-        """The optimizers of a supervised warm start: Muon for the matrices inside the layers, AdamW for the rest."""
-        self.optimizers = muon(self.named(), cfg)
+    def use_optimizer(self, cfg: OptimConfig) -> None:
+        """A fresh optimizer `cfg.name` over `named`, in place of the one that there was; `cfg.lr` is set (train/rates.py)."""
+        self.optimizers = None  # its memory goes before another's is taken
+        self.optimizers = make_optimizers(self.named(), cfg)
 
     def freeze(self) -> None:
         """Make it a model that is only asked: no parameter has a gradient from now on."""
@@ -221,7 +218,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "lora": "trains adapters: `adapter`, `frozen_base`",
         "critic": 'has the role "value": `values`',
         "reward_model": 'has the role "score": `scores`',
-        "sft": "has the optimizers of a supervised warm start: `use_muon`",
+        "sft": "takes the steps of a supervised warm start",
         "moving_reference": 'algorithm.kl.reference = "moving": `approach`',
         "prefix_sharing": "computes a prefix that rows share once (PackedSequences.spans)",
         "router_replay": "rollout.router_replay: sends tokens to the experts that a micro-batch names (Micro.experts)",

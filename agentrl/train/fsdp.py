@@ -8,7 +8,7 @@ on how rows are distributed over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
@@ -311,8 +311,8 @@ class FsdpEngine(BaseEngine):
             check_plans(cfg, meta_model(cfg), ranks)
 
     @classmethod
-    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
-        return count(module, cfg, ranks, tokens, trained=trained)
+    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
+        return count(module, cfg, ranks, tokens, optims)
 
     def adapter(self) -> dict[str, Tensor]:
         held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}

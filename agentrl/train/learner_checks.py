@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from agentrl.algorithm import ADVANTAGES, advantages
-from agentrl.config.envs import alone, longest_sample, told
+from agentrl.config.envs import alone, longest_sample, told, trained
 from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.distillation import check_distillation
 from agentrl.train.entropy import check_entropy
 from agentrl.train.experience import check_experience
 from agentrl.train.moving import check_moving
+from agentrl.train.rates import check_optims
 from agentrl.train.role_layout import check_offload, mesh_of
 from agentrl.train.update import check_algorithm
 
@@ -19,8 +20,9 @@ def check_learner(config: TrainConfig) -> None:
 
     Reads: algorithm, critic, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel, cluster.actors,
     model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as `check_offload`,
-    `check_experience`, `check_distillation` and `check_moving`.
+    `check_experience`, `check_distillation`, `check_moving` and `check_optims`.
     """
+    check_optims(config)
     check_algorithm(fill_length_norm(config))
     check_entropy(config.algorithm)
     if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
@@ -33,10 +35,10 @@ def check_learner(config: TrainConfig) -> None:
     mesh_of(config)
     check_offload(config)
     check_moving(config)
-    for env in config.envs:
+    for env in trained(config):
         with told(config, env):
             _check_estimator(alone(config, env))
-    names = {alone(config, env).algorithm.advantage.name for env in config.envs}
+    names = {alone(config, env).algorithm.advantage.name for env in trained(config)}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(

@@ -8,25 +8,25 @@ after the model's plans have split what tensor and expert parallelism split (tra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from agentrl.config.schema import ModelConfig
+from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ModelError
 from agentrl.train.activations import count_activations, counted_attention, heads_of
 from agentrl.train.by_size import by_size
 from agentrl.train.lora import inject
 from agentrl.train.modules import MODULES, PolicyModule, Role, layers_of
+from agentrl.train.optim import state_bytes
 from agentrl.train.plans import Share, shares
 from agentrl.train.pretrained import meta_model
 
 MASTER = 4
-"""Bytes of a number of the weights, of their gradients and of each of AdamW's two moments: all float32."""
-ADAMW = 2 * MASTER
+"""Bytes of a number of the weights and of their gradients: float32. What an optimizer keeps is in train/optim.py."""
 GATHERED = 3
 """Layers that FSDP2 has gathered at once: the one that computes, the next one, and the buffer that one arrives in."""
 
@@ -72,16 +72,19 @@ def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, g
         return MODULES[role](model).train()
 
 
-def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, trained: bool) -> RoleMemory:
-    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `trained`: whether
-    the role has gradients and an optimizer. Raises ModelError if the model's forward pass cannot be counted."""
-    held = shares_of(module, cfg, ranks)
+def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
+    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: the
+    optimizers that it has, one after the other, of which the largest counts; none of a role that does not learn. Raises
+    ModelError if the model's forward pass cannot be counted."""
+    held, trained = shares_of(module, cfg, ranks), bool(optims)
     parameters = list(module.parameters())
-    learning = [p for p in parameters if p.requires_grad] if trained else []
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad] if trained else []
+    learning = [p for _, p in named]
     # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
     size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
     checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
-    own = {"weights": MASTER * _local(parameters, held), "optimizer": ADAMW * _local(learning, held)}
+    states = [sum(state_bytes(name, p, optim) * held[id(p)].held for name, p in named) for optim in optims]
+    own = {"weights": MASTER * _local(parameters, held), "optimizer": math.ceil(max(states, default=0.0))}
     sharded = MASTER * _local(learning, held)
     whole = MASTER * sum(held[id(p)].whole for p in learning)
     gathered = _gathered(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
@@ -90,7 +93,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, *, train
         own, sharded = {"host": sum(own.values()) + sharded}, 0
     _cut(module, held)
     try:
-        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
+        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
     except RuntimeError as error:
         raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
     kept = found.checkpointed if checkpoints else found.saved

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from agentrl.config.schema import OptimConfig, SftConfig
-from agentrl.errors import ConfigError
+from agentrl.config.schema import OptimConfig
+from agentrl.errors import ConfigError, DependencyError
 
 Named = list[tuple[str, nn.Parameter]]
 Schedule = Literal["constant", "linear", "cosine"]
+BLOCK = 64
+"""Numbers of a row that share a scale in 8 bits. Within rows, so that ranks hold the same however many share the rows; as many as
+divide the widths of models."""
 
 
 def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
@@ -41,12 +46,15 @@ class Optimizers:
     def __init__(self, parts: Iterable[torch.optim.Optimizer], names: Named) -> None:
         self.parts = list(parts)
         self._names = {id(parameter): name for name, parameter in names}
-        self._base = [[group["lr"] for group in part.param_groups] for part in self.parts]
+        self._base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
 
     def set_rate(self, factor: float) -> None:
         for part, base in zip(self.parts, self._base, strict=True):
             for group, lr in zip(part.param_groups, base, strict=True):
-                group["lr"] = lr * factor
+                if isinstance(group["lr"], Tensor):  # torchao compiles its step for the tensor
+                    group["lr"].fill_(lr * factor)
+                else:
+                    group["lr"] = lr * factor
 
     def step(self) -> None:
         for part in self.parts:
@@ -61,8 +69,8 @@ class Optimizers:
 
     def tensors(self) -> list[Tensor]:
         """The state that exists so far, without the counts of steps."""
-        states = [held for part in self.parts for held in part.state.values()]
-        return [value for held in states for value in held.values() if isinstance(value, Tensor) and value.ndim]
+        states = [(part, *pair) for part in self.parts for pair in part.state.items()]
+        return [value for state in states for value in _plain(*state).values() if value.ndim]
 
     def state(self) -> dict[str, Tensor]:
         """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
@@ -74,12 +82,14 @@ class Optimizers:
                     if not held:  # torch creates them at the first step, but a load before it needs tensors to write into
                         held.update(_fresh(part, parameter))
                     name = self._names[id(parameter)]
-                    tensors.update({f"{name}.{key}": value for key, value in held.items()})
+                    tensors.update({f"{name}.{key}": value for key, value in _plain(part, parameter, held).items()})
         return tensors
 
 
 def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    if not isinstance(part, torch.optim.AdamW):
+    if isinstance(part, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(parameter)} if part.defaults["momentum"] else {}
+    if isinstance(part, torch.optim.Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -93,26 +103,134 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
+def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
+    """The optimizers of `cfg.name`; `cfg.lr` is set (train/rates.py). Raises DependencyError if a package is missing."""
+    check_installed(cfg.name, "optim.name")
+    return MAKERS[cfg.name](named, cfg)
+
+
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
     """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
-    matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
-    decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
-    chosen = [{"params": part, "weight_decay": decay} for held, decay in decays for part in by_mesh(held)]
     # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
-    return Optimizers([torch.optim.AdamW(chosen, lr=cfg.lr, betas=cfg.betas, fused=True)], named)
+    return Optimizers([torch.optim.AdamW(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, fused=True)], named)
 
 
-def muon(named: Named, cfg: SftConfig) -> Optimizers:
-    """Muon (Jordan 2024) on the matrices inside the layers, AdamW on embeddings and vectors."""
-    inner = [(n, p) for n, p in named if p.ndim == 2 and not _is_embedding(n)]
-    chosen = {id(p) for _, p in inner}
-    rest = [p for _, p in named if id(p) not in chosen]
-    groups = [{"params": part} for part in by_mesh(rest)]
-    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
+    """Stochastic gradient descent with momentum, without weight decay for vectors."""
+    return Optimizers([torch.optim.SGD(_decayed(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
+
+
+def adamw_8bit(named: Named, cfg: OptimConfig) -> Optimizers:
+    """torchao's AdamW with moments of 8 bits (arXiv:2110.02861); those of vectors and of narrow matrices stay float32."""
+    from torchao.optim import AdamW8bit
+
+    part = AdamW8bit(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
+    for _, parameter in named:
+        # Made here: torchao decides by what a rank holds, so that another number of ranks could not load it.
+        part.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": _moment(parameter, signed=True),
+            "exp_avg_sq": _moment(parameter, signed=False),
+        }
+    return Optimizers([part], named)
+
+
+def muon(named: Named, cfg: OptimConfig) -> Optimizers:
+    """Muon (Jordan 2024) on the matrices inside the layers, AdamW without weight decay on embeddings, heads and vectors."""
+    inner = [p for n, p in named if moves_by_muon(n, p)]
+    chosen = {id(p) for p in inner}
+    groups = [{"params": part} for part in by_mesh(p for _, p in named if id(p) not in chosen)]
+    parts: list[torch.optim.Optimizer] = []
+    if groups:
+        parts.append(torch.optim.AdamW(groups, lr=_lr(cfg), betas=cfg.betas, weight_decay=0.0, fused=True))
     if inner:
-        parts.append(torch.optim.Muon([p for _, p in inner], lr=cfg.matrix_lr, weight_decay=0.1))
+        lr, scale = (_lr(cfg), "match_rms_adamw") if cfg.matrix_lr is None else (cfg.matrix_lr, "original")
+        parts.append(torch.optim.Muon(inner, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn=scale))
     return Optimizers(parts, named)
 
 
-def _is_embedding(name: str) -> bool:
-    return "embed" in name or "lm_head" in name
+MAKERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "muon": muon,
+    "sgd": sgd,
+}
+
+
+def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
+    """Bytes of optimizer state for each number of a parameter."""
+    if cfg.name == "sgd":
+        return 4.0 if cfg.betas[0] else 0.0
+    if cfg.name == "muon" and moves_by_muon(name, parameter):
+        return 4.0
+    if cfg.name == "adamw_8bit" and in_blocks(parameter):
+        return 2 * (1 + 4 / BLOCK)
+    return 8.0
+
+
+def moves_by_muon(name: str, parameter: Tensor) -> bool:
+    """Whether Muon moves it: a matrix, and neither an embedding nor a head."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and "embed" not in name and "lm_head" not in name
+
+
+def in_blocks(parameter: Tensor) -> bool:
+    """Whether its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole blocks."""
+    if parameter.ndim < 2 or parameter.numel() < 4096:
+        return False
+    parts, last = 1, Shard(parameter.ndim - 1)
+    if isinstance(parameter, DTensor):
+        parts = math.prod(parameter.device_mesh.size(at) for at, place in enumerate(parameter.placements) if place == last)
+    return parameter.shape[-1] % (parts * BLOCK) == 0
+
+
+def check_installed(name: str, key: str) -> None:
+    """Raise DependencyError if the package of an optimizer is missing."""
+    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
+
+
+def _decayed(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
+    matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
+    decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
+    return [{"params": part, "weight_decay": decay} for held, decay in decays for part in by_mesh(held)]
+
+
+def _lr(cfg: OptimConfig) -> float:
+    if cfg.lr is None:
+        raise ConfigError("optim.lr: no learning rate. Set one, or take that of train/rates.py")
+    return cfg.lr
+
+
+def _moment(parameter: Tensor, signed: bool) -> Tensor:
+    """Zeros for a moment of a parameter, in 8 bits if its rows are whole blocks; sharded as it is."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not in_blocks(parameter) or not local.numel():
+        return torch.zeros_like(parameter)
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    made: Tensor = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
+    return _sharded_as(parameter, made, parameter.shape)
+
+
+def _plain(part: torch.optim.Optimizer, parameter: Tensor, held: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's state as tensors that have memory of their own: of 8 bits the codes and the scales, row by row."""
+    if type(part).__name__ != "AdamW8bit" or not in_blocks(parameter):
+        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    found: dict[str, Tensor] = {"step": held["step"]}
+    for key in ("exp_avg", "exp_avg_sq"):
+        local: Any = held[key].to_local() if isinstance(held[key], DTensor) else held[key]
+        # A rank without a row of it has nothing of either.
+        codes, scale = (local.codes, local.scale) if local.numel() else (local.to(torch.uint8), local)
+        blocks = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // BLOCK])
+        found[f"{key}.codes"] = _sharded_as(parameter, codes, parameter.shape)
+        found[f"{key}.scale"] = _sharded_as(parameter, scale.view(*codes.shape[:-1], codes.shape[-1] // BLOCK), blocks)
+    return found
+
+
+def _sharded_as(like: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """This rank's part of a tensor of that shape, placed over the ranks as `like`."""
+    if not isinstance(like, DTensor):
+        return local
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
+    return make(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)

@@ -13,6 +13,7 @@ from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.minibatch import RowsShard, StepsShard
 from agentrl.train.optim import rate
 from agentrl.train.pairs import BradleyTerry, pair_step, scores
+from agentrl.train.rates import optim_of
 from agentrl.train.reward_model import compute_scores
 from agentrl.train.role import TrainedRole, open_engine
 
@@ -31,9 +32,9 @@ class RewardTrainer(TrainedRole):
         """Load the classifier from a folder; `total_steps`: length of the run, for the schedule. Raises ModelError if it is none,
         ConfigError for a schedule without a length."""
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
-        self._optim, self._total_steps = optim, total_steps
+        self._optim, self._total_steps = optim_of(optim, model, "reward"), total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm, "score")
-        self._engine.use_adamw(optim)
+        self._engine.use_optimizer(self._optim)
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Row column `score` float32 [N], read at each row's last token."""
@@ -44,7 +45,7 @@ class RewardTrainer(TrainedRole):
         engine, factor = self._ready(), self._set_rate()
         metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, scores, BradleyTerry())
         self._updates += count
-        return {**metrics, "lr": factor * self._optim.lr}
+        return {**metrics, "lr": factor * self._lr}
 
     def export_hf(self, folder: str) -> None:
         """Write a folder that plain transformers loads, and [reward_model]."""

@@ -12,7 +12,7 @@ from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.executors import own_threads
+from agentrl.processor import own_threads
 from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.train.modules import Role
 from agentrl.train.offload import free_cached
@@ -33,7 +33,8 @@ def open_engine(
     rank a GPU that torch does not find.
     """
     device = own_device()
-    own_threads()
+    worker.threads = None if model.threads == "auto" else model.threads
+    own_threads(worker.threads)
     entry = TRAIN_ENGINES.entry(model.engine)
     if worker.world_size > 1 or compute_dtype(model, device) != torch.float32 or "alone" not in entry.traits:
         worker.init_process_group()
@@ -117,6 +118,12 @@ class TrainedRole(SavedRole):
 
     _optim: OptimConfig
     _total_steps: int | None
+
+    @property
+    def _lr(self) -> float:
+        """The learning rate of which a schedule gives shares."""
+        assert self._optim.lr is not None  # of train/rates.py
+        return self._optim.lr
 
     def _set_rate(self) -> float:
         """Set the learning rate of the next training step; returns it as a fraction of the configured one."""

@@ -20,7 +20,6 @@ from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.train.attention import packed_rows
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.modules import Micro
-from agentrl.train.optim import adamw
 
 GIB = 2**30
 
@@ -96,7 +95,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 def trainer(folder: str, device: torch.device, **model: Any) -> FsdpEngine:
     """A training engine with its optimizer, in bfloat16 with float32 master weights. Needs a process group (`one_rank`)."""
     engine = FsdpEngine(folder, ModelConfig(dtype="bfloat16", **model), 1.0, device=device)
-    engine.optimizers = adamw(engine.named(), OptimConfig(lr=1e-6))
+    engine.use_optimizer(OptimConfig(lr=1e-6))
     return engine
 
 

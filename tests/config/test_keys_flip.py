@@ -309,9 +309,11 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
 }
 
 # key -> the test that says what it does
+OPTIMIZERS = "train/test_optimizers.py"
 KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.py", "train/test_parallel.py"
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
+REASONS = "run/test_api_reasoning.py"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
 ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train/test_experience.py"
 PROGRAMS = "harness/test_programs.py"
@@ -367,6 +369,8 @@ ELSEWHERE: dict[str, str] = {
     "TrainConfig.callbacks": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "RolloutConfig.accept": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "ModelConfig.engine": "test_plugins.py::test_a_run_of_plugins_alone",
+    **dict.fromkeys(("OptimConfig.name", "SftConfig.optimizer"), f"{OPTIMIZERS}::test_a_config_names_every_optimizer"),
+    "OptimConfig.matrix_lr": f"{OPTIMIZERS}::test_muon_steps_by_its_own_rate_or_as_long_as_adamw",
     **{f"OptimConfig.{key}": ACTOR for key in ("lr", "weight_decay", "betas", "max_grad_norm", "warmup", "schedule")},
     "OptimConfig.micro_tokens": f"{KEYS}::test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight",
     "OptimConfig.prefix_sharing": "train/test_prefix_training.py::test_prefix_sharing_by_the_config_gives_the_same_step",
@@ -398,6 +402,7 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.worker_respawns": "rollout/test_workers.py::test_with_no_worker_left_the_run_ends_with_a_typed_error",
     "ModelConfig.chat_template": "run/test_chat_template.py::test_a_name_or_a_file_makes_tools_usable",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
+    "ModelConfig.threads": "test_processor.py::test_the_threads_of_a_run",
     "ModelConfig.dtype": f"{RANKS}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
     "ModelConfig.activation_checkpointing": f"{PARALLEL}::test_activation_checkpointing_keeps_less",
     "ModelConfig.shard_gradients": "train/test_ranks.py::test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share",  # noqa: E501
@@ -515,6 +520,8 @@ ELSEWHERE: dict[str, str] = {
         f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"
         for key in ("base", "concurrency", "timeout", "retries", "max_wait", "usd_per_million")
     },
+    "ApiConfig.args": f"{REASONS}::test_the_preflight_asks_with_the_parameters_of_the_run",
+    "JudgeConfig.args": f"{REASONS}::test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run",
     "JudgeConfig.api_base": f"{JUDGE}::test_a_verdict_becomes_a_value_with_its_reason",
     "JudgeConfig.cache": f"{JUDGE}::test_the_cache_on_disk_is_keyed_by_content",
     "JudgeConfig.calls": f"{JUDGE}::test_a_budget_in_calls",

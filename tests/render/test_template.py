@@ -241,3 +241,12 @@ def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
         renderer.start([Message("user", "x")], TOOLS)
     for part in ("does not write tool calls in a syntax", "'<|im_end|>'", '<call>{"tool": "probe_tool"', "model.tool_parser"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [{"name": "a>b"}, {"name": "get", "parameters": {"type": "object", "properties": {"x>y": {}}}}])
+def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
+    """Its calls would never be read: the policy could not do right."""
+    template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]
+    renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    with pytest.raises(RenderError, match=f"tool '{function['name']}': the syntax 'qwen_xml' cannot write a call of it"):
+        renderer.start([Message("user", "Hello")], [{"type": "function", "function": {"parameters": {}, **function}}])

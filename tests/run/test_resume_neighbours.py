@@ -260,7 +260,14 @@ SHOWN: dict[str, Any] = {
 
 
 MAY = ["steps=3", "eval.every=2", "trajectories_every=1", "keep={trajectories=9}", "rollout.max_episodes=8"]
-MAY_NOT = {"rollout.groups": "16", "rollout.group_size": "8", "optim.lr": "0.5", "seed": "9", "rollout.max_turns": "9"}
+MAY_NOT = {
+    "rollout.groups": "16",
+    "rollout.group_size": "8",
+    "optim.lr": "0.5",
+    "optim.name": "sgd",
+    "seed": "9",
+    "rollout.max_turns": "9",
+}
 
 
 @proof

@@ -22,6 +22,7 @@ from agentrl.config.schema import LoraSection
 from agentrl.errors import ConfigError
 from agentrl.train.engine import BaseEngine
 from agentrl.train.modules import Micro
+from agentrl.train.rates import sft_optim
 from agentrl.train.state import load_state, save_state
 from agentrl.train.update import Pack
 
@@ -102,7 +103,7 @@ class TrainEngineContract:
     def test_a_step_clips_by_the_norm_and_is_adamws(self, made: Made) -> None:
         """In float64: the norm before clipping is returned; `set_rate` scales the rate; then there are no gradients."""
         engine = made()
-        engine.use_adamw(toy_optim(lr=0.01, weight_decay=0.1))
+        engine.use_optimizer(toy_optim(lr=0.01, weight_decay=0.1))
         engine.set_rate(0.5)
         before = parameters_of(engine)
         engine.backward(loss_of(engine, micro_of(ROWS)), last=True)
@@ -121,7 +122,7 @@ class TrainEngineContract:
 
     def test_a_step_that_is_not_finite_or_not_sound_is_not_taken(self, made: Made) -> None:
         engine = made()
-        engine.use_adamw(toy_optim())
+        engine.use_optimizer(toy_optim())
         updated(engine)
         before, state = parameters_of(engine), {name: whole(tensor) for name, tensor in engine.state().items()}
         engine.backward(loss_of(engine, micro_of(ROWS)) * math.inf, last=True)
@@ -144,7 +145,7 @@ class TrainEngineContract:
         assert held.keys() - before.keys() == {"lm_head.weight"} and before.keys() <= held.keys()
         assert all(torch.equal(tensor, held[name]) for name, tensor in before.items())
         assert engine.largest() == max(tensor.nbytes for tensor in before.values())
-        engine.use_adamw(toy_optim())
+        engine.use_optimizer(toy_optim())
         updated(engine)
         after = {name: tensor.clone() for name, tensor in engine.tensors()}
         assert after.keys() == before.keys() and all(not torch.equal(after[name], before[name]) for name in after)
@@ -159,7 +160,7 @@ class TrainEngineContract:
     def test_a_resumed_engine_goes_on_to_the_bit(self, made: Made, tmp_path: Path) -> None:
         engine, again = made(), made()
         for one in (engine, again):
-            one.use_adamw(toy_optim())
+            one.use_optimizer(toy_optim())
         updated(engine)
         save_state(engine, tmp_path / "state", {"updates": 1})
         assert load_state(again, tmp_path / "state") == {"updates": 1}
@@ -177,7 +178,7 @@ class TrainEngineContract:
         monkeypatch.setattr(agentrl.train.layout, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
         engine, again = made(offload="idle"), made()
         for one in (engine, again):
-            one.use_adamw(toy_optim())
+            one.use_optimizer(toy_optim())
             updated(one)
         engine.offload()
         assert all(local_bytes(parameter) == 0 for _, parameter in engine.named())
@@ -209,7 +210,7 @@ class TrainEngineContract:
                 made(role="value").values(micro)
         if "sft" in traits:
             engine = made()
-            engine.use_muon(toy_sft())
+            engine.use_optimizer(sft_optim(toy_optim(), toy_sft(), engine.cfg))
             before = parameters_of(engine)
             updated(engine)
             assert all(not torch.equal(tensor, before[name]) for name, tensor in parameters_of(engine).items())
@@ -218,7 +219,7 @@ class TrainEngineContract:
                 made().adapter()
             return
         engine, plain = made(lora=LoraSection(rank=2)), made()
-        engine.use_adamw(toy_optim(lr=0.02))
+        engine.use_optimizer(toy_optim(lr=0.02))
         updated(engine)
         updated(engine)
         with torch.no_grad():

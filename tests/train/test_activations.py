@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from train_batches import toy_optim
 
 from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
 from agentrl.train.activations import count_activations
@@ -111,15 +112,15 @@ def test_the_activations_of_real_models_are_those_that_were_measured(tmp_path: P
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
     (tmp_path / "config.json").write_text(json.dumps({**kind, **shape, **more}))
     cfg = ModelConfig(path=str(tmp_path), dtype="bfloat16", activation_checkpointing=False)
-    memory = count(shell(cfg, grouped=False), cfg, 8, 8192, trained=True)
+    memory = count(shell(cfg, grouped=False), cfg, 8, 8192, [toy_optim()])
     assert memory.activations / 1e9 == pytest.approx(gigabytes, rel=0.03)
     # Checkpointed, what each layer starts from is left, beside the head's: two bytes a number.
     inputs = layers * 8192 * hidden * 2
     thin = cfg.model_copy(update={"activation_checkpointing": True})
-    assert count(shell(thin), thin, 8, 8192, trained=True).activations == pytest.approx(inputs, rel=0.2)
+    assert count(shell(thin), thin, 8, 8192, [toy_optim()]).activations == pytest.approx(inputs, rel=0.2)
     # A kernel that reads a key head once for its whole group saves the difference, in each layer and for keys and values.
     repeated = layers * 8192 * 2 * (heads - 8) * 128 * 2
-    assert memory.activations - count(shell(cfg), cfg, 8, 8192, trained=True).activations == repeated
+    assert memory.activations - count(shell(cfg), cfg, 8, 8192, [toy_optim()]).activations == repeated
 
 
 def test_the_count_of_a_mixture_of_experts_is_what_a_real_pass_saves(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.train.actor import Actor
 from agentrl.train.optim import muon
+from agentrl.train.rates import sft_optim
 from tests.publishing import weights_of
 
 # -- the warm start --------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_muon_moves_the_matrices_inside_the_layers_and_neither_embeddings_nor_an
     of = {id(parameter): name for name, parameter in named}
     moved = {
         type(part).__name__: [of[id(p)] for group in part.param_groups for p in group["params"]]
-        for part in muon(named, toy_sft()).parts
+        for part in muon(named, sft_optim(toy_optim(), toy_sft(), ModelConfig())).parts
     }
     assert moved == {
         "AdamW": ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],

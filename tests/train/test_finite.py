@@ -34,7 +34,6 @@ from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.critic import Critic
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.learner import MAX_SKIPPED, Learner
-from agentrl.train.optim import adamw
 from agentrl.train.update import Pack, Steps
 from tests.config.observed import Course
 from tests.config.test_keys_flip import made
@@ -145,7 +144,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is(tin
     """An infinite constant in the second of two micro-batches; its rows are named, the other's are not."""
     view = Ragged.of(make_batch(8))
     engine = FsdpEngine(tiny, ModelConfig(), 1.0)
-    engine.optimizers = adamw(engine.named(), toy_optim())
+    engine.use_optimizer(toy_optim())
     steps = Steps(engine, view, "here")
 
     def loss(rows: list[int], shift: float) -> torch.Tensor:

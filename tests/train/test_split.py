@@ -128,13 +128,13 @@ def test_the_memory_that_is_counted_is_what_each_rank_holds(out: Path, name: str
     case, _, many = results(out, name)
     cfg = case.cfg.model_copy(update={"path": str(out / "models" / case.model), "dtype": "bfloat16"})  # of the computation
     world = case.mesh["dp"] * case.mesh["sp"] * case.mesh.get("tp", 1)
-    counted = count(shell(cfg), cfg, world, 128, trained=True)
+    counted = count(shell(cfg), cfg, world, 128, [toy_optim()])
     held = {key: 4 * torch.Size(shape).numel() for key, shape in many["held"].items()}
     weights = {key: size for key, size in held.items() if key.startswith("model.")}
     moments = sum(size for key, size in held.items() if key.endswith(("exp_avg", "exp_avg_sq")))
     assert counted.weights == sum(weights.values()) and counted.optimizer == moments
     plain = cfg.model_copy(update={"tensor_parallel": 1, "expert_parallel": 1, "sequence_parallel": 1})
-    whole = count(shell(plain), plain, world, 128, trained=True)
+    whole = count(shell(plain), plain, world, 128, [toy_optim()])
     kept, split = counted.activations / whole.activations * cfg.sequence_parallel, cfg.tensor_parallel > 1
     if split and not cfg.activation_checkpointing:  # half of the heads and of the MLP is computed, and kept, on a rank
         assert kept < 0.9

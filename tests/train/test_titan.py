@@ -167,7 +167,7 @@ def test_a_config_with_the_one_engine_trains_as_with_the_other(tmp_path: Path) -
     assert max((mine[name] - theirs[name]).abs().max() for name in theirs) < 1e-5
     assert max((mine[name] - start[name]).abs().max() for name in theirs) > 1e-3
     resumed = FsdpEngine(str(tmp_path / "titan" / "model"), ModelConfig(), 1.0, device=CPU)
-    resumed.use_adamw(toy_optim())
+    resumed.use_optimizer(toy_optim())
     load_state(resumed, tmp_path / "titan" / "checkpoints" / "step_000002" / "actor")
     found = {name: (tensor - mine[name]).abs().max().item() for name, tensor in resumed.tensors()}
     assert found == dict.fromkeys(found, 0.0)

@@ -20,6 +20,8 @@ from agentrl.config.schema.base import (
     Unit,
 )
 
+OptimizerName = Literal["adamw", "adamw_8bit", "muon", "sgd"]
+
 
 class SftConfig(Frozen):
     """Supervised warm start on transcripts of the environment's scripted teacher.
@@ -37,10 +39,12 @@ class SftConfig(Frozen):
     """The gate is measured from this step on; the learning rate falls until here."""
     batch: Annotated[PositiveInt, Unit("transcripts")] = 8
     """Transcripts of each step."""
-    lr: Rate = 1e-5
-    """Learning rate of AdamW, for embeddings and vectors."""
-    matrix_lr: Rate = 1e-4
-    """Learning rate of Muon, for the matrices inside the layers."""
+    optimizer: OptimizerName | None = None
+    """Its optimizer (as `optim.name`); by default "muon" if `matrix_lr` is set, and else `optim.name`."""
+    lr: Rate | None = None
+    """Learning rate; by default 2e-5, with `[model.lora]` 2e-4, and 3e-3 for a model of random weights."""
+    matrix_lr: Rate | None = None
+    """Learning rate of Muon (as `optim.matrix_lr`)."""
     warmup: Annotated[NotNegativeInt, Unit("optimizer steps")] = 30
     """The learning rate rises over so many steps."""
     teacher: dict[str, Any] = Field(default_factory=dict)
@@ -168,15 +172,23 @@ class AlgorithmConfig(Frozen):
 
 
 class OptimConfig(Frozen):
-    """Optimizer and micro-batching. Defaults are for full fine-tuning of a real model; docs/hyperparameters.md has LoRA's, and
-    others by size."""
+    """Optimizer and micro-batching. docs/hyperparameters.md has rates by the size of a model, and their sources."""
 
-    lr: Rate = 1e-6
-    """Learning rate of AdamW."""
+    name: OptimizerName = "adamw"
+    """The optimizer of every training. "adamw" keeps 8 bytes for each number that is trained; "adamw_8bit" about 2 (needs the
+    extra `torchao`); "muon" 4 for matrices inside the layers, for which it computes several products a step; "sgd" 4, or 0 if the
+    first of `betas` is 0."""
+    lr: Rate | None = None
+    """Learning rate; by default of reinforcement learning and pairs 1e-6, of transcripts 2e-5, of a reward model 1e-5, ten times
+    that with `[model.lora]`, and 1e-3 for a model of random weights (transcripts 3e-3). "sgd" has no default."""
+    matrix_lr: Rate | None = None
+    """Learning rate of "muon" for matrices inside the layers, as Jordan (2024) scales it; by default a step of theirs is as long
+    as AdamW's of `lr` (arXiv:2502.16982), which all other weights take."""
     weight_decay: Annotated[NotNegative, Unit("1")] = 0.0
-    """Of AdamW: each step shrinks the weights by `lr` x `weight_decay`."""
+    """Each step shrinks matrices by `lr` x `weight_decay`; with "sgd" that goes through the momentum, with "muon" only matrices
+    inside the layers shrink."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
-    """Of AdamW: how slowly its means of the gradient and of its square forget."""
+    """How slowly AdamW's means of the gradient and of its square forget; the first is the momentum of "sgd"."""
     max_grad_norm: Annotated[Positive, Unit("1")] = 1.0
     """Gradients with a longer norm (over all parameters) are scaled down to it."""
     warmup: Annotated[NotNegativeInt, Unit("updates")] = 0
@@ -195,8 +207,9 @@ class CriticConfig(Frozen):
 
     path: str | None = None
     """Its model, a folder or hub name; by default the policy's."""
-    lr: Rate = 1e-5
-    """Its learning rate, which follows `optim.warmup` and `optim.schedule`."""
+    lr: Rate | None = None
+    """Its learning rate, which follows `optim.warmup` and `optim.schedule`; by default 1e-5, with `[model.lora]` 1e-4, and 1e-3
+    for a model of random weights."""
     clip: Annotated[Positive, Unit("1")] | None = 0.5
     """How far a value may move from the one used for the advantages."""
     epochs: Annotated[PositiveInt, Unit("passes")] = 1

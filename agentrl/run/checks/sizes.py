@@ -12,19 +12,23 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
+from agentrl.run.memory import engine_memory
 from agentrl.train.engines import check_on_host
-from agentrl.train.memory import width
 from agentrl.train.pretrained import count_parameters, head_dim, load_model_config
+from agentrl.train.rates import MATRIX, Task, optims_of, usual_rate
 
 LARGE = 100_000_000
 """Models with at least this many parameters get a warning about learning rates meant for tiny models."""
 
-RATES = {"optim.lr": 1e-6, "critic.lr": 1e-5, "sft.lr": 1e-5, "sft.matrix_lr": 1e-4}
-LORA_RATES = {"optim.lr": 1e-5, "critic.lr": 1e-4, "sft.lr": 1e-4}
-"""Learning rates for models of that size (docs/hyperparameters.md has the sources)."""
-
-FAR = 30.0
-"""A rate above the recommended one by more than this factor gives a warning; working recipes are within a factor of ten."""
+HIGH, LOW = 30.0, 10.0
+"""A rate that is so many times the usual one, or a part of it, gives a warning; working recipes are within a factor of ten."""
+WORDS: dict[Task, str] = {
+    "rl": "reinforcement learning",
+    "critic": "a critic",
+    "sft": "supervised training",
+    "dpo": "training on pairs",
+    "reward": "a reward model",
+}
 
 
 def check_sizes(config: TrainConfig, engine_name: str) -> None:
@@ -116,35 +120,39 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
 
 
 def check_cache(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if this machine's GPUs hold no sequence beside the engine's weights. A cluster's are not asked: they may
-    be in use until the run has them.
+    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: beside its weights on this machine's GPUs, or
+    as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
 
-    Reads: engine_args, vllm, model.path, model.dtype, cluster.
+    Reads: engine_args, vllm, model, cluster, and on a GPU that the engine fills what the trainer's memory depends on.
     """
-    if config.model.path is None or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
-        return
-    if (card := card_bytes(config.cluster)) is not None:
-        weights = count_parameters(config.model.path, config.model.trust_remote_code) * width(config.model.computes_in(True))
-        maker_of(engine_name, config).memory(weights, 0, card)
+    cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
+    if cards or "kv_cache_mib" in config.engine_args:
+        engine_memory(config, card_bytes(config.cluster) if cards else None)
 
 
 def advice(config: TrainConfig) -> list[str]:
-    """Warnings (key, value, recommendation) for learning rates that suit a tiny model but not the one at `model.path`."""
-    if config.model.path is None:
+    """Warnings (key, value, recommendation) for learning rates that are far from those usual for what is trained."""
+    model, scratch = config.model, config.model.init is not None
+    if not scratch and model.path is None:
         return []
-    given = {"optim.lr": config.optim.lr}
-    if config.critic is not None:
-        given["critic.lr"] = config.critic.lr
-    if config.sft is not None:
-        given |= {"sft.lr": config.sft.lr, "sft.matrix_lr": config.sft.matrix_lr}
-    rates = RATES if config.model.lora is None else LORA_RATES
-    high = {key: value for key, value in given.items() if key in rates and value > FAR * rates[key]}
-    # Only then, because counting builds the model's skeleton.
-    if not high or (size := count_parameters(config.model.path, config.model.trust_remote_code)) < LARGE:
+    task: Task = "rl" if config.data is None else config.data.loss
+    tasks: dict[str, Task] = {"optim": task, "critic": "critic", "sft": "sft"}
+    rates = [
+        (f"{at}.{key}", lr, tasks[at], usual_rate(tasks[at], model) * (1.0 if key == "lr" else MATRIX))
+        for at, optim in optims_of(config).items()
+        if optim.name != "sgd"  # whose steps are as long as the gradient
+        for key, lr in (("lr", optim.lr), ("matrix_lr", optim.matrix_lr))
+        if lr is not None
+    ]
+    far = [one for one in rates if one[1] > HIGH * one[3] or one[1] < one[3] / LOW]
+    size = 0
+    # Only then, because counting builds the model's skeleton. Between a tiny model and LARGE, rates of either kind are right.
+    if not far or (not scratch and (size := count_parameters(str(model.path), model.trust_remote_code)) < LARGE):
         return []
-    kind = "" if config.model.lora is None else " with LoRA"
+    kind = "" if model.lora is None else " with LoRA"
+    what = f"a model of random weights{kind}" if scratch else f"{size / 1e6:,.0f}M parameters{kind}"
     return [
-        f"{key} = {value:g} is a learning rate for tiny models; for {size / 1e6:,.0f}M parameters{kind}, {rates[key]:g} is "
-        "a good start (docs/hyperparameters.md)"
-        for key, value in high.items()
+        f"{key} = {lr:g} is {'high' if lr > usual else 'low'} for {WORDS[task]} of {what}: {usual:g} is a good start "
+        "(docs/hyperparameters.md)"
+        for key, lr, task, usual in far
     ]
