@@ -87,7 +87,7 @@ def _write(folder: Path, chosen: Path, target: Path, config: TrainConfig, adapte
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
     trust, template = config.model.trust_remote_code, config.model.chat_template
     tensors = saved_weights(chosen / "actor", config.model.lora)
-    with full_disk_said(target, "repeat the command"), _made_or_removed(target):
+    with full_disk_said(target, "repeat the command"), made_or_removed(target):
         if adapter and config.model.lora is not None:
             write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
             if template is not None:  # else the base model's own serves it
@@ -114,7 +114,7 @@ def _while_there(chosen: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _made_or_removed(folder: Path) -> Iterator[None]:
+def made_or_removed(folder: Path) -> Iterator[None]:
     """What is half of a model has no weights or no tokenizer, and would keep the command from being repeated."""
     try:
         yield

@@ -170,6 +170,8 @@ def _files(folder: Path, config_named: str | None) -> list[Path]:
         raise ModelError(
             "it holds adapters alone: merge them into their base model first (peft: merge_and_unload, save_pretrained)"
         )
+    if ggufs := [name for name in others if name.endswith(".gguf")]:
+        raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {folder / ggufs[0]}")
     raise ModelError(
         f"it has no weights: expected {SINGLE} or {INDEX}"
         + (f", found {named(others)}; convert it with the script of the model's family" if others else "; fetch the whole model")

@@ -148,6 +148,10 @@ def check_path(path: str, trust: bool = False) -> None:
     folder = Path(path)
     if folder.is_dir():
         _check_folder(path)
+    elif folder.suffix == ".gguf" and folder.exists():
+        raise ModelError(
+            f"{path}: expected a model folder, found a GGUF file; agentrl init-model FOLDER --from {path} writes one"
+        )
     elif folder.exists():
         raise ModelError(f"{path}: expected a model folder, found a file")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1 or (folder.parent.is_dir() and "/" in path):

@@ -55,7 +55,15 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "mcp": {"shop": {"command": ["serve"], "env": {"KEY": "k"}, "tools": ["t"], "url": "http://a", "max_output": 9}},
     },
     "agent": {"command": ["a"], "python": "m:f", "url": "http://a", "pass_env": ["P"], "env": {"KEY": "k"}},
-    "model": {"path": "m", "init": {}, "lora": {}, "dtype": "float32", "activation_checkpointing": True, "shard_gradients": True},
+    "model": {
+        "path": "m",
+        "init": {},
+        "lora": {},
+        "chat_template": "hermes",
+        "dtype": "float32",
+        "activation_checkpointing": True,
+        "shard_gradients": True,
+    },
     "sft": {
         "envs": ["kv"],
         "teacher": {"stop": 0.1},
