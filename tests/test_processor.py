@@ -144,7 +144,7 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
     assert engine_computes(api) == ""
     monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
-    assert trained(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
+    assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 
 async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

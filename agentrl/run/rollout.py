@@ -172,7 +172,7 @@ async def _play(
     scored = done
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
-    with display.doing("starting the engine"):
+    with display.doing("starting the engine", parts.starting):
         await session.start(config)
     with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
