@@ -71,6 +71,36 @@ def loop_clock() -> LoopClock:
     return _CLOCKS[loop]
 
 
+class OwnedTasks:
+    """Own tasks that no caller awaits to their end; `close` cancels them and waits. Also an async context manager."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` in a task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait until it has ended; idempotent."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> OwnedTasks:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
 async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
     """The result of `work`. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
     false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""

@@ -26,8 +26,8 @@ from agentrl.errors import HungError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Purpose = Literal["batch", "files", "load", "sandbox", "text", "update", "weights"]
-_THREADS: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2, "sandbox": 4, "text": 4, "update": 4, "weights": 4}
+Purpose = Literal["batch", "engine", "files", "load", "sandbox", "text", "update", "weights"]
+_FEW: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2}
 
 LONG_TEXT = 10_000
 """Characters from which on a text is worked on in a thread: rendering so many takes about 4 ms, the way there and back 0.1."""
@@ -109,20 +109,9 @@ def share_the_lock() -> None:
         sys.setswitchinterval(SWITCH_S)
 
 
-def own_threads() -> None:
-    """On a CPU: what the calling thread computes, it computes with OMP_NUM_THREADS threads, or alone.
-
-    torch's number of threads is that of the thread which sets it. Another one multiplies matrices on all cores, and small ones
-    then cost twice as much: threads that wait for each other spin.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-
-
 @cache
 def _pool(purpose: Purpose) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS[purpose], thread_name_prefix=f"agentrl-{purpose}")
+    return ThreadPoolExecutor(_FEW.get(purpose, 4), thread_name_prefix=f"agentrl-{purpose}")
 
 
 class DaemonThreads:

@@ -53,7 +53,8 @@ class BadSchemaError(ValueError):
 
 
 Kind = Literal["schema", "map", "data"]
-_DATA = frozenset({"const", "default", "enum", "examples"})
+DATA = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are data, and no schemas."""
 _MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
@@ -116,7 +117,7 @@ class _Walk:
                     self.schemas[id(node)] = node, place
                     self._look_at(node, place)
                 for key, value in node.items():
-                    inner: Kind = "data" if kind == "data" or (kind == "schema" and key in _DATA) else "schema"
+                    inner: Kind = "data" if kind == "data" or (kind == "schema" and key in DATA) else "schema"
                     if kind == "schema" and key in _MAPS:
                         inner = "map"
                     stack.append((value, f"{place}/{_escaped(key)}", depth + 1, inner))
@@ -175,23 +176,40 @@ class _Walk:
                 f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
                 "put that schema under $defs and refer to it by '#/$defs/NAME'",
             )
-        name = unquote(reference[1:])
-        target = self._pointed(name) if name.startswith("/") or not name else self.anchors.get(name)
+        target = referred(reference, self.root, self.anchors)
         if not isinstance(target, dict | bool):
             raise BadSchemaError(place, f"a reference to {_short(reference)}, where there is no schema", "define it under $defs")
         return target
 
-    def _pointed(self, pointer: str) -> Any:
-        found = self.root
-        for part in pointer.split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = found.get(name)
-            elif isinstance(found, list) and name.isdecimal() and len(name) < 7 and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return None
-        return found
+
+def referred(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
+    """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if there
+    is none. `anchors`: the parts by anchor, if they are known; else they are looked for."""
+    name = unquote(reference.removeprefix("#"))
+    if name and not name.startswith("/"):
+        return next(_anchored(name, root), None) if anchors is None else anchors.get(name)
+    found = root
+    for part in name.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(key)
+        elif isinstance(found, list | tuple) and key.isdecimal() and len(key) < 7 and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+def _anchored(name: str, root: Any) -> Iterator[Any]:
+    rest = [root]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            if name in (part.get("$anchor"), part.get("$dynamicAnchor")):
+                yield part
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
 
 
 def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:

@@ -46,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = shown
 
 
+@pytest.fixture(autouse=True)
+def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor of one whose processor would make it bfloat16."""
+    monkeypatch.setattr("agentrl.config.schema.model.has_amx", lambda: False)
+
+
 PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
 """Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
 proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")

@@ -31,10 +31,11 @@ from agentrl.config.references import check_references
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.env import ToolEnv
 from agentrl.env.remote.wire import Asked
-from agentrl.env.users import ModelUser
+from agentrl.env.users import ModelUser, user_call
 from agentrl.errors import CatalogError, ConfigError, EnvError, ReplayError
 from agentrl.given import give
 from agentrl.harness.programs import Remote
+from agentrl.litellm_calls import load_litellm
 from agentrl.redaction import (
     GONE,
     guard_process,
@@ -49,7 +50,6 @@ from agentrl.redaction import (
 )  # fmt: skip
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge.client import Judge, VerdictRequest
-from agentrl.reward.judge.load import load_litellm
 from agentrl.rollout.engine import Sampling
 from agentrl.rollout.replay.tape import Recorded, RecordWriter
 from agentrl.run.checks.preflight import ApiModel, _ask
@@ -242,7 +242,7 @@ def test_names_that_are_no_secrets() -> None:
 
 
 def _api(value: str) -> object:
-    return LiteLlmEngine("openai/x", ApiConfig(base=value))._options["api_base"]
+    return LiteLlmEngine("openai/x", ApiConfig(base=value)).request([], [], Sampling(max_tokens=1))["api_base"]
 
 
 def _agent(value: str) -> object:
@@ -393,7 +393,7 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
         judge._complete(load_litellm(), VerdictRequest("openai/x", ({"role": "user", "content": "a"},), {"type": "object"}, 4))
         user = ModelUser("tea", model="openai/x", api_base=base)
         assert await user.reply([Message("assistant", "hello")]) == "hi"
-        _ask(ApiModel("k", "openai/x", "api.base", base), 10.0)
+        _ask(ApiModel("k", "api.base", base, user_call("openai/x", [], {"api_base": base})), 10.0)
     said = "Basic " + b64encode(f"me:{password}".encode()).decode()
     assert server.who == [said] * 4
     assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"

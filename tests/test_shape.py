@@ -39,6 +39,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "processor": 0,
     "serving": 0,
     "redaction": 0,
     "sandbox": 1,
@@ -55,6 +56,7 @@ LEVELS = {
     "tool": 1,
     "render": 1,
     "reward": 1,
+    "litellm_calls": 1,
     "experts": 1,
     "algorithm": 1,
     "env": 2,
@@ -79,6 +81,7 @@ LEVELS = {
 SAME = {
     ("config", "errors"),
     ("config", "plain_data"),
+    ("config", "processor"),
     ("config", "redaction"),
     ("registry", "python_source"),
     ("trajectory", "plain_data"),
@@ -103,6 +106,8 @@ SAME = {
     ("registry", "shelves"),
     ("backends", "rollout"),
     ("reward", "sandbox"),
+    ("reward", "litellm_calls"),
+    ("litellm_calls", "render"),
 }
 
 

@@ -16,6 +16,7 @@ from agentrl.cli.configs import is_override
 from agentrl.cli.parser import Parser
 from agentrl.errors import AgentrlError, UserError
 from agentrl.files import disk_full, full_text
+from agentrl.processor import PASSIVE
 from agentrl.redaction import guarded_output
 from agentrl.shown import say
 
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from agentrl.cli.complete import complete
 
         complete(build_parser())
+    if argv is None:  # before anything imports torch, which reads it once
+        os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
     with guarded_output():
         args = _parse(argv)
         args.program = argv is None  # this process is the command, and not one that calls it

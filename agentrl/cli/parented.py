@@ -31,10 +31,15 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], D
                 name = signal.Signals(-end.code).name
                 say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {end.told['then']}", file=sys.stderr)
             return die_of(-end.code)
+        error = end.told.get("error", "")
+        if end.silent and error:
+            say(f"agentrl: {error}", file=sys.stderr)
         if not end.by_ray:
+            if end.silent and not error:
+                say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.told['then']}", file=sys.stderr)
             return end.code
         restarts, limit = end.told["restarts"] + 1, end.told["max_restarts"]
-        if again is None or restarts > limit or end.stopping:
+        if again is None or restarts > limit or end.stopping or error:
             raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
         say(restarting(end.by_ray, restarts, limit))
         drive = again(end.told["folder"])

@@ -152,7 +152,7 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
         from agentrl.run.engines import without_trainer
 
         config = without_trainer(config)
-        check_eval(config)
+        check_eval(config, request.purpose)
     return config
 
 

@@ -22,11 +22,11 @@ from agentrl.cluster.machine import (
     memory_available,
     network_interfaces,
     ray_folder,
-    usable_cpus,
 )
 from agentrl.cluster.spread import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import AgentrlError
+from agentrl.processor import usable_cpus
 from agentrl.sandbox.choice import preferred
 from agentrl.sandbox.local import WHAT_HELPS
 from agentrl.sandbox.reach import reach

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from agentrl.cluster.machine import usable_cpus, usable_gpus
+from agentrl.cluster.machine import usable_gpus
 from agentrl.cluster.pool import ClusterNode
 from agentrl.cluster.runtime import connected, start_ray
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
+from agentrl.processor import usable_cpus
 
 
 def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
@@ -96,6 +97,15 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
             "the GPUs of the cluster do not say how much memory they have, or are all in use: set --gpu-memory GIB"
         )
     return found
+
+
+def driver_card() -> int | None:
+    """Bytes of the GPU of this process that other programs leave free; None if it has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
 
 
 def _smallest_card() -> int | None:

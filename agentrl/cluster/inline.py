@@ -16,7 +16,8 @@ from agentrl.cluster.shipment import GatherPlan, RowsOfPart, Shipment, Stored
 from agentrl.cluster.watched import watched
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.errors import ResourceError, UserError, WorkerError
-from agentrl.executors import in_thread, own_threads
+from agentrl.executors import in_thread
+from agentrl.processor import own_threads
 
 
 class InlinePending(Pending):
@@ -84,7 +85,7 @@ class InlineBackend(Backend):
         kwargs = {**shipment.kwargs, **shipment.own.get(rank, {})}
         if shipment.parameter is not None:
             kwargs[shipment.parameter] = self._rows(shipment, rank)
-        own_threads()  # this thread may be another one than that of the last call
+        own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
         try:
             with watched(self._workers[rank], method):
                 return getattr(self._workers[rank], method)(*shipment.args, **kwargs)

@@ -27,11 +27,6 @@ LONGEST_RAY_FOLDER = 40
 """Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes, of which Ray needs about 65."""
 
 
-def usable_cpus() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def usable_gpus() -> int:
     """GPUs that torch can compute on here."""
     import torch

@@ -13,11 +13,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.errors import EngineError, ResourceError, StalledError, WorkerDiedError, WorkerError
 from agentrl.shown import console
 
 PR_SET_PDEATHSIG = 1
@@ -38,9 +39,14 @@ class DriverEnd:
     @property
     def by_ray(self) -> str:
         """That Ray has ended it, as a user should read it; "" if it ended by itself."""
-        if self.code != 1 or "over" in self.told or not {"ray", "folder"} <= self.told.keys():
+        if self.code != 1 or "over" in self.told or not (self.told.get("ray") and "folder" in self.told):
             return ""
         return f"Ray has ended the driver (pid {self.pid}) from within, as it does where it finds {self.told['ray']} gone"
+
+    @property
+    def silent(self) -> bool:
+        """Whether its run has failed and it has not said why: Ray, or something else, ended it first."""
+        return self.code != 0 and "over" not in self.told and "folder" in self.told
 
 
 def restarting(why: object, restarts: int, limit: int) -> str:
@@ -63,9 +69,25 @@ def has_parent() -> bool:
 
 def tell(**facts: object) -> None:
     """From a driver to its parent, if it has one: `folder`, `restarts` and `max_restarts` of its run, `then`: how a user goes
-    on with that, `ray`: the processes that Ray cannot do without, `over`: from now on it ends by itself."""
+    on with that, `ray`: the processes that Ray cannot do without ("": it has stopped Ray), `error`: why its run failed, `over`:
+    from now on it ends by itself."""
     if _to_parent is not None:
         os.write(_to_parent, json.dumps(facts).encode() + b"\n")
+
+
+@contextmanager
+def error_told() -> Iterator[None]:
+    """Tell the parent what the body raises, before anything is closed: closing may end this process. But not what a loss of Ray
+    may have led to."""
+    tell(error="")
+    try:
+        yield
+    except (WorkerDiedError, WorkerError, EngineError, ResourceError, StalledError):
+        raise
+    except Exception as error:
+        if not type(error).__module__.startswith("ray."):
+            tell(error=f"{type(error).__name__}: {error}")
+        raise
 
 
 def end_of_driver() -> DriverEnd | None:

@@ -24,12 +24,13 @@ import psutil
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.machine import ray_folder, usable_cpus, usable_gpus
+from agentrl.cluster.machine import ray_folder, usable_gpus
 from agentrl.cluster.ray_parent import has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
+from agentrl.processor import PASSIVE, usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,13 @@ _last_words = ""
 
 
 def worker_env() -> dict[str, str]:
-    """Environment of every worker process on this machine: one OpenMP thread, and the user's shelf.
+    """Environment of every worker process on this machine: one OpenMP thread (a role asks torch for more), and the user's shelf.
 
     A worker's working directory is not the driver's, which is why the driver's is prepended to AGENTRL_PATH.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **{name: os.environ.get(name, value) for name, value in PASSIVE.items()},
         "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),
         "AGENTRL_PATH": os.pathsep.join(str(root) for root in shelf_roots()),
         # Ray's agents and vLLM's engine cores give themselves a title (setproctitle), and would write it over their environment,
@@ -72,8 +74,8 @@ def worker_env() -> dict[str, str]:
     }
 
 
-def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`. If Ray is already running, it is used as it is.
+def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> bool:
+    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False.
 
     An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
     shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
@@ -104,6 +106,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             f"the run needs {need_cpus:g} CPU slots, the cluster has {have:g}: lower cluster.actors or "
             'vllm.replicas, or set cluster.backend = "inline"'
         )
+    return started_here
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
@@ -235,8 +238,7 @@ def connected() -> bool:
 @contextmanager
 def ray_of(cluster: ClusterConfig) -> Iterator[None]:
     """Ray for the body, as `start_ray`; it is stopped afterwards, unless it was already running."""
-    began = not connected()
-    start_ray(cluster)
+    began = start_ray(cluster)
     try:
         yield
     finally:
@@ -326,6 +328,7 @@ def stop_ray() -> None:
     """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
     import ray
 
+    tell(ray="")  # from now on an end of this process has another cause
     ray.shutdown()
     while _own is not None and ray_keeper.kill_all(_own.mark):
         time.sleep(0.02)

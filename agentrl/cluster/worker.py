@@ -40,6 +40,8 @@ class Worker:
 
     dispatch_table: ClassVar[Mapping[str, Strategy]] = {}
     collective: ClassVar[bool] = True
+    threads: int | None = None
+    """That compute its model on a CPU; None: as many as OMP_NUM_THREADS says, or one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -23,8 +23,8 @@ def alone(config: TrainConfig, env: EnvConfig) -> TrainConfig:
     rest = env.model_copy(update={**dict.fromkeys((*own, "eval", "sft"), None), "weight": weight})
     if weight is None:
         drawn: dict[str, Any] = {"sampler": env.sampler or config.rollout.sampler}
-    else:  # it is only evaluated: the run's curriculum is not of its tasks
-        drawn = {"sampler": env.sampler or type(config.rollout)().sampler, "start": None}
+    else:  # it is only evaluated: neither the run's curriculum nor its forks are of its tasks
+        drawn = {"sampler": env.sampler or type(config.rollout)().sampler, "start": None, "branch": None}
     rollout = _with(config.rollout, env.limits).model_copy(update=drawn)
     algorithm = config.algorithm.model_copy(update={"advantage": env.advantage or config.algorithm.advantage})
     update = {
@@ -44,25 +44,31 @@ def each(config: TrainConfig) -> list[TrainConfig]:
     return [alone(config, env) for env in config.envs]
 
 
-def widest(config: TrainConfig) -> TrainConfig:
-    """The config with the widest limits of all environments in [rollout], for what all share, such as the engine's cache."""
+def trained(config: TrainConfig) -> list[EnvConfig]:
+    """The environments that some update of a run draws tasks of; the others are only evaluated."""
+    return [env for env in config.envs if trained_at_all(env.weight)]
+
+
+def widest(config: TrainConfig, of: Sequence[EnvConfig] | None = None) -> TrainConfig:
+    """The config with the widest limits of the environments `of`, by default all, in [rollout], for what they share, such as the
+    engine's cache."""
     if not config.envs:
         return config
-    rollouts = [one.rollout for one in each(config)]
+    rollouts = [alone(config, env).rollout for env in of or config.envs]
     names = ("max_turns", "max_turn_tokens", "max_episode_tokens")
     limits = {name: max(getattr(rollout, name) for rollout in rollouts) for name in names}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=limits)})
 
 
 def longest_sample(config: TrainConfig) -> int:
-    """The most tokens that an episode may sample in any of the environments."""
-    rollouts = [one.rollout for one in each(config)]
+    """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
+    rollouts = [alone(config, env).rollout for env in trained(config)]
     return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
 
 
 def own_advantages(config: TrainConfig) -> dict[str, Choice]:
-    """The environments with an advantage estimator of their own, by name."""
-    return {env.called: env.advantage for env in config.envs if env.advantage is not None}
+    """The environments with an advantage estimator of their own, by name, of those that updates draw tasks of."""
+    return {env.called: env.advantage for env in trained(config) if env.advantage is not None}
 
 
 def eval_weights(config: TrainConfig) -> dict[str, float]:

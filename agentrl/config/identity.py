@@ -50,6 +50,7 @@ _ANYWHERE = {
     "env.token_env": "says where a password is",
     "model.activation_checkpointing": "computes the same numbers in less memory",
     "model.shard_gradients": "computes the same numbers in less memory",
+    "model.threads": "spreads the same computation over cores",
     "model.replicas": "spreads the same computation over ranks",
     "model.sequence_parallel": "spreads the same computation over ranks",
     "model.packing": "computes the same numbers, more or fewer rows at once",

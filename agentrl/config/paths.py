@@ -22,6 +22,7 @@ READ = (
     ("env", "tools", "sets"),
     ("tools", "sets"),
     ("model", "path"),
+    ("model", "chat_template"),
     ("data", "path"),
     ("critic", "path"),
     ("reward_model", "path"),
@@ -59,7 +60,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     folder. Names on a shelf or a hub stay names."""
 
     def there(path: str, key: str) -> str:
-        return str(Path(path).absolute()) if Path(path).exists() else path
+        named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's, whatever else has that name
+        return path if named or not Path(path).exists() else str(Path(path).absolute())
 
     def marked(word: str, key: str) -> str:
         return there(word, key) if word.startswith(("./", "../")) else word

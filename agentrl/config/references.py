@@ -12,7 +12,7 @@ from agentrl.redaction import references, resolved
 TAKEN = (
     "env.params", "env.system", "env.wrappers", "env.tools.args", "env.tools.mcp", "env.sandbox.args", "env.sft.params",
     "env.sft.gate_params", "tools.args", "tools.mcp", "sft.params", "sft.gate_params", "agent.command", "agent.env", "agent.url",
-    "api.base", "reward.judge.api_base", "trackers.args",
+    "api.base", "api.args", "reward.judge.api_base", "reward.judge.args", "trackers.args",
 )  # fmt: skip
 """Keys whose texts, or those below them, are resolved where they are used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.env.patterns import Unsupported, sample_pattern
+from agentrl.schemas import referred
 from agentrl.trajectory import Json
 
 _MAX_DEPTH = 6
@@ -30,7 +32,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
     if not isinstance(schema, Mapping) or not schema:
         return int(rng.integers(0, 10))
     if "$ref" in schema:
-        return sample_value(_resolve(str(schema["$ref"]), root), rng, root, depth + 1)
+        return sample_value(referred(str(schema["$ref"]), root), rng, root, depth + 1)
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:
@@ -78,46 +80,65 @@ def _patterned(schema: Mapping[str, Json], rng: np.random.Generator) -> str | No
 
 
 def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
-    step = 1 if kind == "integer" else 0
-    low = schema.get("minimum", schema["exclusiveMinimum"] + step if "exclusiveMinimum" in schema else None)
-    high = schema.get("maximum", schema["exclusiveMaximum"] - step if "exclusiveMaximum" in schema else None)
-    low = low if low is not None else (high - 99 if high is not None else 0)
-    high = high if high is not None else low + 99
+    low, high = _bounds(kind, schema)
     if multiple := schema.get("multipleOf"):
-        steps = rng.integers(int(np.ceil(low / multiple)), int(np.floor(max(high, low + multiple) / multiple)) + 1)
-        return int(steps) * (int(multiple) if kind == "integer" else float(multiple))
+        first, last = math.ceil(low / multiple), math.floor(max(high, low + multiple) / multiple)
+        for _ in range(_TRIES):
+            value = _between(first, last, rng) * multiple
+            if (value / multiple).is_integer():  # in floating point 7 * 0.01 is no multiple of 0.01
+                break
+        return int(value) if kind == "integer" else float(value)
     if kind == "integer":
-        return int(rng.integers(int(np.ceil(low)), int(np.floor(high)) + 1))
-    return round(float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99)), 6)
+        return _between(math.ceil(low), math.floor(high), rng)
+    value = float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99))
+    short = round(value, 6)
+    return short if low < short < high else value
+
+
+def _bounds(kind: str, schema: Mapping[str, Json]) -> tuple[int | float, int | float]:
+    step = 1 if kind == "integer" else 0
+    lows = [schema[key] + by for key, by in (("minimum", 0), ("exclusiveMinimum", step)) if key in schema]
+    highs = [schema[key] - by for key, by in (("maximum", 0), ("exclusiveMaximum", step)) if key in schema]
+    low = max(lows) if lows else min(highs) - 99 if highs else 0
+    return low, min(highs) if highs else low + 99
+
+
+def _between(low: int, high: int, rng: np.random.Generator) -> int:
+    """A whole number from `low` to `high`, both of any size."""
+    return low + int(rng.integers(min(high - low, 2**62) + 1))
 
 
 def _array(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> list[Any]:
     prefix = schema.get("prefixItems", [])
     low = int(schema.get("minItems", 0))
     high = min(int(schema.get("maxItems", low + 3)), low + 3)
-    size = len(prefix) or (low if depth > _MAX_DEPTH else int(rng.integers(low, high + 1)))
-    parts = [prefix[i] if i < len(prefix) else schema.get("items", {}) for i in range(size)]
-    values = [sample_value(part, rng, root, depth + 1) for part in parts]
-    if schema.get("uniqueItems"):
-        values = [value for i, value in enumerate(values) if value not in values[:i]]
+    size = max(len(prefix), low if depth > _MAX_DEPTH else int(rng.integers(low, high + 1)))
+    values: list[Any] = []
+    for _ in range(size * _TRIES):
+        if len(values) == size:
+            break
+        part = prefix[len(values)] if len(values) < len(prefix) else schema.get("items", {})
+        value = sample_value(part, rng, root, depth + 1)
+        if not schema.get("uniqueItems") or value not in values:
+            values.append(value)
     return values
 
 
 def _object(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> dict[str, Any]:
     required = set(schema.get("required", ()))
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for name, part in schema.get("properties", {}).items():
         if name in required or (depth <= _MAX_DEPTH and rng.integers(2)):
             chosen[name] = sample_value(part, rng, root, depth + 1)
     extra = schema.get("additionalProperties")
-    if isinstance(extra, Mapping) and depth <= _MAX_DEPTH:
-        for index in range(int(rng.integers(3))):
-            chosen[f"k{index}"] = sample_value(extra, rng, root, depth + 1)
+    if isinstance(extra, Mapping):
+        low = int(schema.get("minProperties", 0))
+        high = int(schema.get("maxProperties", max(low, len(chosen)) + 2))
+        size = max(low, min(high, len(chosen) + int(rng.integers(3)))) if depth <= _MAX_DEPTH else low
+        names = schema.get("propertyNames", {})
+        for index in range(size * _TRIES):
+            if len(chosen) >= size:
+                break
+            name = str(sample_value({"type": "string", **names}, rng, root, depth + 1)) if names else f"k{index}"
+            chosen.setdefault(name, sample_value(extra, rng, root, depth + 1))
     return chosen
-
-
-def _resolve(reference: str, root: Mapping[str, Json]) -> Json:
-    node: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        node = node[part]
-    return node

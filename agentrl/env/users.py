@@ -7,14 +7,15 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import regex
 
 from agentrl.errors import DependencyError, EnvError
 from agentrl.executors import by_size, in_thread
+from agentrl.litellm_calls import addressed, answer_row, load_litellm, read_answer, request_of
 from agentrl.matching import compile_pattern, within_seconds
-from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.trajectory import Message, ToolCall
 
 PATTERN_S = 1.0
@@ -24,6 +25,9 @@ GOLD = "gold"
 """In place of a user in a reset's options: that of the environment's gold solution (`ToolEnv.gold_user`)."""
 
 Complete = Callable[[Sequence[Mapping[str, Any]]], Awaitable["str | Message"]]
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,9 @@ class ModelUser:
         """`system`: the whole system prompt, in place of the one that is made of `goal`. `stop`: the words, or one of several,
         with which the model ends the conversation; a message that makes calls does not. `tools`: schemas of the user's own tools
         (`env.user_toolbox.schemas()`). `complete` replaces litellm. `options` go to `litellm.acompletion`, as does `seed`;
-        temperature is 0 by default. Raises DependencyError if there is neither `complete` nor litellm, ValueError without a stop
-        word that a system prompt made of `goal` could name, and for an empty one, which every text contains."""
+        temperature is 0 by default, and `drop_params` leaves out what the model does not take. Raises DependencyError if there is
+        neither `complete` nor litellm, ValueError without a stop word that a system prompt made of `goal` could name, and for an
+        empty one, which every text contains."""
         if complete is None and find_spec("litellm") is None:
             raise DependencyError("a model as user needs litellm: pip install 'agentrl[litellm]'")
         self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -147,9 +152,10 @@ class ModelUser:
         self.system = INSTRUCTIONS.format(goal=goal, stop=self.stops[0]) if system is None else system
         self.goal, self.model, self.timeout = goal, model, timeout
         self.tools = [dict(schema) for schema in tools]
-        self.options = {"temperature": 0.0, **({} if seed is None else {"seed": seed}), **options}
-        self.options |= addressed(options.get("api_base"), "api_base")
+        self.options = {**({} if seed is None else {"seed": seed}), **options}
+        addressed(options.get("api_base"), "api_base")  # so that one that cannot be asked is refused now
         self.complete = complete
+        self.came: dict[str, dict[str, Any]] = {}
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
         """With a stop word it leaves, and what else it said are its last words. Raises EnvError if the model does not answer: the
@@ -166,7 +172,7 @@ class ModelUser:
 
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
         """What the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may set `tools`."""
-        return [{"role": "system", "content": self.system}, *turned(conversation)]
+        return [{"role": "system", "content": self.system}, *turned(conversation, self.came)]
 
     def leaves(self, said: Message) -> bool:
         """Whether a message ends the conversation."""
@@ -181,41 +187,57 @@ class ModelUser:
         if self.complete is not None:
             return await self.complete(messages)
         litellm = await in_thread("load", load_litellm)
-        options = {**self.options, **({"tools": self.tools} if self.tools else {})}
         try:
-            answer = await litellm.acompletion(model=self.model, messages=list(messages), timeout=self.timeout, **options)
+            answer = await litellm.acompletion(**user_call(self.model, messages, self.options, self.timeout, self.tools))
         except Exception as fault:  # litellm's exceptions have no common base class
             raise EnvError(f"the model that plays the user ({self.model}): {fault}") from fault
         if not answer.choices:
             raise EnvError(f"the model that plays the user ({self.model}): the response has no choices")
-        # Late: an environment whose user is no model needs no parser.
-        from agentrl.render.toolcalls import call_of_api
+        content, reasoning, calls = read_answer(answer.choices[0].message)
+        said = Message("user", content, calls, reasoning=reasoning)
+        if calls:
+            self.came[_called(said)] = answer_row(self.model, answer.choices[0].message, calls)
+        return said
 
-        said = answer.choices[0].message
-        calls = tuple(call_of_api(item, place) for place, item in enumerate(said.tool_calls or ()))
-        return Message("user", said.content or "", calls)
+
+def user_call(
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    timeout: float = 60.0,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The keyword arguments of a call of litellm's by a user whose `options` these are; its temperature is 0 by default."""
+    args = {key: value for key, value in options.items() if key != "api_base"}
+    where = {"base": options.get("api_base"), "base_key": "api_base", "args": args, "args_key": "options"}
+    return request_of(model, messages, tools=tools, timeout=timeout, **where, temperature=0.0)
 
 
-def turned(conversation: Sequence[Message]) -> list[dict[str, Any]]:
+def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
     """The conversation as the model that plays the user gets it, in OpenAI's form: what the policy said as role "user", what the
-    user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls."""
-    own = {call.id for message in conversation if message.role == "user" for call in message.tool_calls}
+    user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls. `came`: messages with
+    calls as the model wrote them, by `_called`."""
+    # Late: an environment whose user is no model needs no parser.
+    from agentrl.render.toolcalls import write_call
+
+    ids: dict[str | None, str] = {}
     found: list[dict[str, Any]] = []
     for message in conversation:
         if message.role == "assistant" and message.content and not message.tool_calls:
             found.append({"role": "user", "content": message.content})
         elif message.role == "user" and message.tool_calls:
-            calls = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _text(call)}}
-                for call in message.tool_calls
-            ]
-            found.append({"role": "assistant", "content": message.content or None, "tool_calls": calls})
+            written = {"role": "assistant", "content": message.content or None, "tool_calls": map(write_call, message.tool_calls)}
+            row = {**(came.get(_called(message)) or written)}
+            row["tool_calls"] = list(row["tool_calls"])
+            ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
+            found.append(row)
         elif message.role == "user" and message.content:
             found.append({"role": "assistant", "content": message.content})
-        elif message.role == "tool" and message.tool_call_id in own:
-            found.append({"role": "tool", "tool_call_id": message.tool_call_id, "content": message.content})
+        elif message.role == "tool" and message.tool_call_id in ids:
+            found.append({"role": "tool", "tool_call_id": ids[message.tool_call_id], "content": message.content})
     return found
 
 
-def _text(call: ToolCall) -> str:
-    return call.raw or json.dumps(call.arguments or {})
+def _called(message: Message) -> str:
+    """The key of a message with calls, whatever ids these have."""
+    return json.dumps([message.content, [(call.name, call.raw) for call in message.tool_calls]])

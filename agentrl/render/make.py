@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import ModelError, RenderError
 from agentrl.render.base import Renderer
+from agentrl.render.chat_templates import advice
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.render.parsers import ForTools, Parser, Syntax
 from agentrl.render.template import TemplateRenderer
 from agentrl.render.template_text import Placeholders
-from agentrl.render.turns import SAVE_ANOTHER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,18 +30,15 @@ def make_renderer(
     if isinstance(template, dict):
         names = ", ".join(map(repr, template))
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has several chat templates ({names}): save it with "
-            "the one to use (tokenizer.chat_template = tokenizer.chat_template['tool_use'], for example)"
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has several chat templates ({names}): write the one to "
+            f"use to a file that model.chat_template names, or {advice(tokenizer)}"
         )
     if not isinstance(template, str) or not template:
-        raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
-            "save one with it (agentrl.render.chatml.CHATML_TEMPLATE, for example)"
-        )
+        raise ModelError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {advice(tokenizer)}")
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:
         made = TemplateRenderer(tokenizer, parser)
         return made if pictures is None else made.sees(pictures)
     except RenderError as problem:
-        raise ModelError(f"a question and its answer cannot be rendered: {problem}; {SAVE_ANOTHER}") from problem
+        raise ModelError(f"a question and its answer cannot be rendered: {problem}; {advice(tokenizer)}") from problem

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.plain_data import unbounded
 from agentrl.render.toolcalls import strict_json
+from agentrl.schemas import referred
 from agentrl.trajectory import Json
 
 
@@ -64,16 +65,8 @@ def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
         for key in ("anyOf", "oneOf", "allOf"):
             rest += part.get(key) or ()
         if isinstance(part.get("$ref"), str):
-            rest.append(_target(part["$ref"], root))
+            rest.append(referred(part["$ref"], root))
     return found
-
-
-def _target(reference: str, root: Mapping[str, Any]) -> Json:
-    """The target of a reference within the same schema; None if there is none."""
-    place: Json = root
-    for part in reference.removeprefix("#/").split("/"):
-        place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-    return place
 
 
 def _null(text: str) -> None:

@@ -8,6 +8,7 @@ turn that the template rewrites once more messages follow: `keeps` then says so,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -23,8 +24,8 @@ from agentrl.render.parsers.harmony import HARMONY, harmony_parts
 from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Shape, Skeleton, shape_of, skeleton
 from agentrl.render.streaming import ProseReader, TurnReader
 from agentrl.render.template_text import Placeholders, TemplateText
-from agentrl.render.turns import SAVE_ANOTHER, TurnText
-from agentrl.trajectory import Json, Message
+from agentrl.render.turns import TurnText
+from agentrl.trajectory import Json, Message, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,10 +33,7 @@ if TYPE_CHECKING:
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
 _SHAPES_REMEMBERED = 4096
-WHAT_TO_DO = (
-    "name the parser of the model's calls if it has one ('model.tool_parser', docs/templates.md), or save a chat template for "
-    "tools with the tokenizer"
-)
+_TOOLS_REMEMBERED = 4096
 
 
 class TemplateRenderer(Renderer):
@@ -50,8 +48,10 @@ class TemplateRenderer(Renderer):
         rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer)
         self._turns = TurnText(self._text)
+        self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
         self._tools_offered = False
+        self._callable: set[str] = set()
         self._verify(_SAID)
         self.syntax, self.no_tools = self._find_syntax(parser)
         known = SYNTAXES.get(self.syntax)
@@ -81,7 +81,9 @@ class TemplateRenderer(Renderer):
             raise RenderError(self.no_tools)
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
-            raise RenderError(f"the chat template ignores tools; {WHAT_TO_DO}")
+            raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
+        for tool in tools:
+            self._check_callable(tool)
         return self._with_images(self._text.encode(text, Place.START), messages)
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
@@ -208,7 +210,7 @@ class TemplateRenderer(Renderer):
         except (RenderError, ModelError) as problem:
             wrote = f", and writes a call and its answer as {written[:160]!r}" if written else ""
             about = f"it ends a turn with {self._turns.stop!r}{wrote}"
-            return "hermes", f"the chat template cannot be used with tools: {problem} ({about}); {WHAT_TO_DO}"
+            return "hermes", f"the chat template cannot be used with tools: {problem} ({about}); {self._what_to_do}"
         return (syntax.name if syntax is not None and (named or parser is None) else "custom"), ""
 
     def _bound(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
@@ -221,7 +223,26 @@ class TemplateRenderer(Renderer):
             problem = f"the tool-call parser does not read what the chat template writes for a call: {self._text.decode(ids)!r}"
             if named:
                 raise ModelError(problem)
-            self.no_tools = f"{problem}; {WHAT_TO_DO}"
+            self.no_tools = f"{problem}; {self._what_to_do}"
+
+    def _check_callable(self, tool: Mapping[str, Any]) -> None:
+        """Raises RenderError if a call of the tool, as the template writes it, is not read back with its name and arguments."""
+        key = json.dumps(tool, sort_keys=True, default=str)
+        if key in self._callable:
+            return
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        call = ToolCall(function["name"], {name: _probe_value(schema) for name, schema in properties.items()}, id="call_0")
+        ids = self.assistant(Message("assistant", "", (call,)))
+        found = self.with_tools([tool]).parse(ids, "stop").tool_calls
+        if [(one.name, set(one.arguments or ())) for one in found] != [(call.name, set(properties))]:
+            raise RenderError(
+                f"tool {call.name!r}: the syntax {self.syntax!r} cannot write a call of it that is read back; it writes "
+                f"{self._text.decode(ids)[:200]!r}. Rename the tool or its arguments, or set model.tool_parser"
+            )
+        if len(self._callable) >= _TOOLS_REMEMBERED:
+            self._callable.clear()
+        self._callable.add(key)
 
     def _verify(self, shape: Skeleton) -> None:
         """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
@@ -229,14 +250,21 @@ class TemplateRenderer(Renderer):
         try:
             replayed, whole = self._turns.appended(shape, False), self._turns.whole(shape, False)
         except RenderError as problem:
-            raise ModelError(f"the chat template does not render by appending: {problem}; {SAVE_ANOTHER}") from problem
+            raise ModelError(f"the chat template does not render by appending: {problem}; {self._text.advice}") from problem
         if replayed != whole and not self._turns.rewrites_only_the_turn(shape, whole):
             at = next((i for i, (a, b) in enumerate(zip(replayed, whole, strict=False)) if a != b), 0)
             raise ModelError(
                 "the chat template does not render by appending: after "
                 f"{whole[max(0, at - 30) : at]!r} it writes {whole[at : at + 30]!r}, "
-                f"appending gives {replayed[at : at + 30]!r}; {SAVE_ANOTHER}"
+                f"appending gives {replayed[at : at + 30]!r}; {self._text.advice}"
             )
         # Equal text is not enough: a renderer's tokens must be the ones that the model was trained on.
         if self._text.encode(whole, Place.START) != self._text.direct(whole):
             raise ModelError("the tokenizer splits text in the middle of a conversation differently than on its own")
+
+
+def _probe_value(schema: Json) -> Json:
+    """A value of the first type that a parameter declares."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    first = declared[0] if isinstance(declared, list) and declared else declared
+    return {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}.get(str(first), "a")

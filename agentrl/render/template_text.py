@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 from agentrl.errors import RenderError
 from agentrl.images import Image, shown
+from agentrl.render.chat_templates import advice
 from agentrl.render.fragments import Place
 from agentrl.render.parsers import Syntax
 from agentrl.render.text import Codec, Markup
@@ -110,6 +111,7 @@ class TemplateText:
         self._tokenizer = tokenizer
         self.codec = Codec(tokenizer)
         self.form = Form()
+        self.advice = advice(tokenizer)
         # The longest first: of two tokens with the same beginning, the pattern must find the one that the tokenizer would.
         self.control = sorted(self.codec.control, key=len, reverse=True)
         self.pictures: Placeholders | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from agentrl.plain_data import unbounded
@@ -29,24 +30,47 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     `call_1` and so on. A block that is not a valid call has its text in `raw`, `arguments=None` and the
     reason in `error`. A string argument may itself contain the closing tag.
     """
-    prose: list[str] = []
-    calls: list[ToolCall] = []
-    position = 0
-    while (start := text.find(OPEN, position)) >= 0:
-        prose.append(text[position:start])
-        if len(calls) == MOST_CALLS:
-            calls.append(too_many(text[start:]))
-            position = len(text)
-            break
-        call, position = _block(text, start, f"call_{len(calls)}")
-        calls.append(call)
-    prose.append(text[position:])
-    return "".join(prose).strip(), tuple(calls)
+    return blocks(text, OPEN, CLOSE, partial(_block, text))
 
 
 def render_tool_calls(calls: Sequence[ToolCall]) -> str:
     """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
     return "\n".join(_render(call) for call in calls)
+
+
+def blocks(
+    text: str, opening: str | re.Pattern[str], closing: str, read: Callable[[int, str], tuple[list[ToolCall], int]]
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split a turn whose calls stand in blocks into its prose and its calls.
+
+    `read(start, call_id)` reads the block that begins with `opening` at `start`: its calls, and the position after it. A
+    `closing` mark outside of a block is a malformed call, whose opening mark is missing: as prose it would end the episode
+    without a word to the policy.
+    """
+    begins = re.compile(re.escape(opening)) if isinstance(opening, str) else opening
+    ends = re.compile(re.escape(closing))
+    prose: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    following, stray = begins.search(text), ends.search(text)
+    while following or stray:
+        if len(calls) >= MOST_CALLS:
+            calls.append(too_many(text[position:]))
+            return "".join(prose).strip(), within_most(calls)
+        call_id = f"call_{len(calls)}"
+        if following and not (stray and stray.start() < following.start()):
+            prose.append(text[position : following.start()])
+            found, position = read(following.start(), call_id)
+            calls += found
+            following = begins.search(text, position)
+        elif stray:
+            prose.append(text[position : stray.start()])
+            calls.append(malformed(call_id, closing, f"{closing} without the mark that opens a call"))
+            position = stray.end()
+        if stray and stray.start() < position:
+            stray = ends.search(text, position)
+    prose.append(text[position:])
+    return "".join(prose).strip(), within_most(calls)
 
 
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
@@ -75,6 +99,16 @@ def call_of_api(item: Any, index: int) -> ToolCall:
     except ValueError as problem:
         return malformed(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
     return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
+
+
+def write_call(call: ToolCall) -> dict[str, Json]:
+    """A call in OpenAI's form, as strict servers take it: of a malformed one the arguments are an object with its text."""
+    arguments = {"malformed": call.raw} if call.arguments is None else call.arguments
+    function = {
+        "name": _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call",
+        "arguments": json.dumps(arguments, ensure_ascii=False),
+    }
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
@@ -135,6 +169,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _WINDOW = 16_384
 _LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
 _JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")
@@ -190,7 +225,7 @@ def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, b
     return (close + len(closing), True) if close >= 0 else (limit, False)
 
 
-def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
+def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
     """Read the block that opens at `start`; returns the call and the position after the block."""
     body = start + len(OPEN)
     try:
@@ -201,13 +236,13 @@ def _block(text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
     if not text.startswith(CLOSE, close):
         return _broken(text, start, call_id, f"expected {CLOSE} after the JSON object")
     stop = close + len(CLOSE)
-    return call_from_json(value, call_id, text[start:stop]), stop
+    return [call_from_json(value, call_id, text[start:stop])], stop
 
 
-def _broken(text: str, start: int, call_id: str, error: str) -> tuple[ToolCall, int]:
+def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
     stop, closed = broken_end(text, start + len(OPEN), OPEN, CLOSE)
-    return malformed(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}"), stop
+    return [malformed(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}")], stop
 
 
 def _render(call: ToolCall) -> str:

@@ -24,7 +24,6 @@ from agentrl.render.template_text import FRAMES, TemplateText
 from agentrl.trajectory import Message, ToolCall
 
 _THOUGHT = "Qthoughtq"
-SAVE_ANOTHER = "save another chat template with the tokenizer (tokenizer.chat_template = ...; tokenizer.save_pretrained(folder))"
 _ASKED = Message("assistant", MARK)
 _CALLED = Message("assistant", "", (CALL,))
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "chunk")
@@ -45,7 +44,7 @@ class TurnText:
             after = text.render([QUESTION, _ASKED, QUESTION], generate=False).partition(MARK)[2].lstrip()
             raise ModelError(
                 f"the chat template ends an assistant turn with {after[:40]!r}, which is not a control token, so a policy could "
-                f"not end its turn; if it should be one, add it to the tokenizer (add_special_tokens), or {SAVE_ANOTHER}"
+                f"not end its turn; if it should be one, add it to the tokenizer (add_special_tokens), or {text.advice}"
             )
         self.stop = self._first_control([QUESTION, _ASKED]) or self.written_stop
         self.call_stop = self.stop

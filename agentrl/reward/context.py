@@ -57,6 +57,7 @@ def judge_settings(config: JudgeConfig) -> JudgeSettings:
     """The config section as the judge's settings."""
     return JudgeSettings(
         api_base=resolved(config.api_base, "reward.judge.api_base"),
+        args=config.args,
         cache=None if config.cache is None else Path(config.cache),
         calls=config.calls,
         usd=config.usd,

@@ -84,10 +84,10 @@ def _turns(
     ]
 
 
-def gold_episode(build: Callable[[], ProbeEnv], seed: int) -> Trajectory:
-    """The gold solution of one training task. Raises NotImplementedError if the environment has none."""
+def gold_episode(build: Callable[[], ProbeEnv], seed: int, split: str = "train") -> Trajectory:
+    """The gold solution of one task. Raises NotImplementedError if the environment has none."""
     env = build()
-    task = env.make_task(seed, "train")
+    task = env.make_task(seed, split)
     return play_turns(env, task, env.gold_turns(task))
 
 

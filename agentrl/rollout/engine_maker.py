@@ -60,6 +60,9 @@ class EngineMaker(ABC):
     """Asks the nodes that run its processes; given by who makes it for a run (run/engines)."""
     unused: Sequence[int] = ()
     """Ids of the model's vocabulary that its tokenizer has no token for, which must never be drawn; given likewise."""
+    room: int | None = None
+    """With the trait "fills": bytes of its GPU that the run's other roles leave to its weights and cache; given likewise. None:
+    of host memory, or not counted."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -67,6 +70,11 @@ class EngineMaker(ABC):
     def cuda(self) -> bool:
         """Whether its processes run on GPUs."""
         return self.on_gpus()
+
+    def threads(self) -> int | None:
+        """That compute in each of its processes on a CPU; None: as many as the model's size is worth."""
+        asked = self.config.model.threads
+        return None if asked == "auto" else asked
 
     @classmethod
     @abstractmethod
@@ -135,6 +143,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
         "judges": "can be a judge's, beside the engine of the policy (`reward.judge.engines`)",
         "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
         "vision": "samples from a model that takes images, given them with the prompt (agentrl.images.PromptIds)",
+        "fills": "its cache takes what the run's other roles leave of its device, unless `engine_args.kv_cache_mib` says",
         "messages": "its ids are numbers of messages in a Transcript (backends/api), and no tokenizer is loaded: `make_with`",
     },
 )

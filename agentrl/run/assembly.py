@@ -2,7 +2,7 @@
 
     environments  config.envs, config.tools                      EnvRef.of
     scorers       their reward, config.reward                    catalog/scoring
-    renderer      tokenizer, config.model.tool_parser            `make_renderer`
+    renderer      tokenizer (with config.model.chat_template), config.model.tool_parser    `make_renderer`
     engine        config.engine or an API model                  run/engines
     policy        all of these, config.rollout                   `make_policy`: sampling, context policy, writer of summaries
     limits        config.rollout, the model's context length     rollout/course
@@ -15,6 +15,7 @@ An `EpisodeIO` stands between these parts and the outside. A recorded run, or a 
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone, the_env, told
 from agentrl.config.temperature import temperature_at
+from agentrl.config.unread import check_unread
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
@@ -88,13 +90,14 @@ class Assembly:
         await self.player.start()
 
     async def close(self) -> None:
-        """End who plays, then the engines."""
-        await self.player.close()
+        """End who plays, then the engines, the others also if one of them fails."""
         policy = self.policy
-        await policy.engine.close()
-        if policy.writer is not None:
-            await policy.writer.engine.close()
-        await self.judges.close()
+        async with AsyncExitStack() as closing:  # from the last to the first
+            closing.push_async_callback(self.judges.close)
+            if policy.writer is not None:
+                closing.push_async_callback(policy.writer.engine.close)
+            closing.push_async_callback(policy.engine.close)
+            closing.push_async_callback(self.player.close)
 
 
 def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
@@ -108,6 +111,7 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
             specs.append(find_spec(EnvRef.of(alone(config, env)), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
+        check_unread("model", config.model, ("chat_template",), "a model whose tokens are sampled here")
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
     return Inputs(tuple(specs), tokenizer_of(config, model), context_length(config, entry.name, model))
 
@@ -122,9 +126,11 @@ def assemble(
     pools: Pools | None = None,
     connected: Engine | None = None,
     asks: bool = True,
+    room: int | None = None,
 ) -> Assembly:
     """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
-    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`.
+    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`;
+    `room`: as of `make_engine`.
 
     Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
@@ -136,7 +142,7 @@ def assemble(
         seen = config.model if inputs.model is None else config.model.model_copy(update={"path": inputs.model})
         renderer = renderer_of(seen, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
-        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused()))
+        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused(), room))
     policy = make_policy(config, engine, renderer, temperature, io)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
@@ -243,9 +249,9 @@ def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
     """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError if there is none."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
-        return load_tokenizer(path, config.model.trust_remote_code)
+        return load_tokenizer(path, config.model.trust_remote_code, config.model.chat_template)
     assert init is not None
-    return packaged_tokenizer(init.context, init.vision)
+    return packaged_tokenizer(init.context, init.vision, config.model.chat_template)
 
 
 def model_length(config: TrainConfig, model: str | None = None) -> int:

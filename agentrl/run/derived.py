@@ -33,6 +33,6 @@ def derived(config: TrainConfig) -> dict[str, str]:
         return found
     if config.engine == AUTO:
         found["engine"] = inline(engine_name(config))
-    if config.model.dtype is None:
+    if config.model.dtype == "auto":
         found["model.dtype"] = inline(config.model.computes_in(has_gpus(config.cluster, "actor")))
     return found

@@ -1,7 +1,4 @@
-"""`agentrl train --dry-run`: all checks, the plan of the run, and the memory of each role on each device.
-
-Roles that share a device take turns, so its peak is what the largest turn needs, beside what the other roles hold meanwhile.
-"""
+"""`agentrl train --dry-run`: all checks, the plan of the run, its places, and the memory of each role on each device."""
 
 from __future__ import annotations
 
@@ -9,16 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, widest
-from agentrl.config.models import other_models
-from agentrl.config.schema import InitModelConfig, OptimConfig
-from agentrl.errors import ResourceError
+from agentrl.config.envs import each
+from agentrl.config.schema import InitModelConfig
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
 from agentrl.run.checks import check_config, check_train
 from agentrl.run.checks.agent import rehearse
@@ -27,54 +20,13 @@ from agentrl.run.checks.remote import remote_lines
 from agentrl.run.checks.routing import check_router_replay
 from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.engines import engine_name, maker_of
-from agentrl.run.judges import ROLE as JUDGE
-from agentrl.run.judges import judge_config, judge_maker, place_of
-from agentrl.run.placement import locations_of_roles, placement_table, roles_of, worker_lines
+from agentrl.run.memory import GIB, Peak, RolePlacement, check_fits, memory_of, peaks, table_of, told, waiting
+from agentrl.run.placement import locations_of_roles, placement_table, worker_lines
 from agentrl.run.plan import RunPlan, lines, plan_of
-from agentrl.train.engine import TRAIN_ENGINES
 from agentrl.train.engines import check_train_engine
 from agentrl.train.families.choice import packing_of, with_packing
-from agentrl.train.memory import RoleMemory, numbers, shell, token_bytes, width
-from agentrl.train.modules import Role
 from agentrl.train.pretrained import head_dim, model_context
-from agentrl.train.rates import optims_of
-from agentrl.train.role_layout import mesh_of, rests
-from agentrl.train.varlen import varlen_takes_groups
-
-GIB = 1 << 30
-MODULE_OF: dict[str, Role] = {
-    "actor": "policy",
-    "reference": "policy",
-    "critic": "value",
-    "reward_model": "score",
-    "teacher": "policy",
-}
-PUBLISH = "publish"
-HOST = "host memory"
-COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
-
-
-@dataclass(frozen=True, slots=True)
-class RolePlacement:
-    """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
-    it gives its memory back between its turns; `lower`: the config key that makes an engine's cache smaller."""
-
-    role: str
-    device: str
-    ranks: int
-    memory: RoleMemory
-    rests: bool
-    lower: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`, or in a publish."""
-
-    device: str
-    role: str
-    size: int
-    limit: int
+from agentrl.train.role_layout import mesh_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +42,7 @@ class DryRun:
 
     def text(self) -> str:
         """All of it, for a person."""
-        memory = [*([self.places, ""] if self.places else []), table_of(self.placed), *map(_told, self.peaks)]
+        memory = [*([self.places, ""] if self.places else []), table_of(self.placed), *map(told, self.peaks)]
         return "\n".join([*lines(self.plan), "", *self.several, *memory, *self.notes])
 
     def json(self) -> dict[str, Any]:
@@ -112,7 +64,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> DryRun:
         with planned_elsewhere():
             return dry_run(config, gpu_memory)
     here = gpu_memory is None or joins(config.cluster)
-    notes = (check_train if here else check_config)(checked(config), planned=True)
+    suspicious = (check_train if here else check_config)(checked(config), planned=True)
     check_architecture(config)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
@@ -121,25 +73,18 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> DryRun:
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
     found = peaks(placed, total)
-    for peak in found:
-        if peak.size > peak.limit:
-            raise ResourceError(f"{_told(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
-    told = [
+    check_fits(config, placed, total)
+    notes = [
         *survey_lines(checked(config)),
         *waiting(placed),
         *remote_lines(config),
         *(worker_lines(config) if here else []),
         f"model.packing: {packing.reason}",
-        *(f"warning: {note}" for note in notes),
+        *(f"warning: {line}" for line in suspicious),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),
     ]
     places = placement_table(locations) if locations else ""
-    return DryRun(plan_of(config, total is not None), environments(config), places, placed, found, told)
-
-
-def _told(peak: Peak) -> str:
-    when = "a publish" if peak.role == PUBLISH else f"the turn of {peak.role}"
-    return f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {when}"
+    return DryRun(plan_of(config, total is not None), environments(config), places, placed, found, notes)
 
 
 def environments(config: TrainConfig) -> list[str]:
@@ -161,21 +106,6 @@ def environments(config: TrainConfig) -> list[str]:
     return [*lines, ""]
 
 
-def waiting(placed: list[RolePlacement]) -> list[str]:
-    """What roles keep in host memory, between their turns or always, a line each."""
-    between = [
-        f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
-        for one in placed
-        if one.rests and one.role != "rollout"
-    ]
-    always = [
-        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)"
-        for one in placed
-        if one.memory.host
-    ]
-    return between + always
-
-
 def checked(config: TrainConfig) -> TrainConfig:
     """The config that the checks see: with a model folder that has no tokenizer, a dense model of its sizes with the packaged
     one, which nothing splits."""
@@ -194,163 +124,3 @@ def check_architecture(config: TrainConfig) -> None:
     check_router_replay(config)
     check_train_engine(config)
     mesh_of(config)
-
-
-def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
-    """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
-    engine, dtype = engine_name(config), config.model.computes_in(card is not None)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-    # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
-    grouped = card is not None and dtype != "float32" and varlen_takes_groups()
-    sampling = ("rollout", JUDGE)
-    found = [_trained(config, role, grouped) for role in roles_of(config, engine) if role not in sampling]
-    found += [_judge(config, name, card) for name in config.reward.judge.engines]
-    maker = maker_of(engine, config)
-    model = shell(config.model.model_copy(update={"lora": None}))
-    weights = numbers(model.parameters()) * width(dtype)
-    taken = maker.memory(weights, token_bytes(model, dtype), card)
-    if taken is not None:
-        processes = maker.processes()
-        ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-        memory = RoleMemory(weights=taken.weights, cache=taken.cache)
-        own = processes is not None and not config.rollout.colocate
-        found.append(
-            RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
-        )
-    return found
-
-
-def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
-    device = _device(config, role)
-    pool = config.cluster.pools.get(device)
-    ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
-    paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
-    path = other_models(config).get(paths.get(role, ""))
-    # What is frozen has no adapters; a reward model has no shared tokens either (train/reward_model.py).
-    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
-    model = config.model.model_copy(update=plain)
-    module = shell(model, MODULE_OF[role], path, grouped=grouped)
-    engine = TRAIN_ENGINES.entry(model.engine).make
-    memory = engine.memory(module, model, ranks, _tokens(config), _optims(config, role))
-    return RolePlacement(role, device, ranks, memory, rests(config, role))
-
-
-def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
-    """A judge on an engine of its own, which always holds its memory."""
-    positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
-    maker, own = judge_maker(config, name, positions), judge_config(config, name)
-    dtype, processes = own.model.computes_in(card is not None), maker.processes()
-    model = shell(own.model)
-    taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
-    memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
-    ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
-    # A pool is all judges'; without one each that has processes has places of its own.
-    device = _device(config, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
-    lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
-    if processes is not None and taken is not None:
-        lower = f"reward.judge.engines.{name}.{taken.lower}"
-    return RolePlacement(place_of(name), device, ranks, memory, False, lower)
-
-
-def _optims(config: TrainConfig, role: str) -> list[OptimConfig]:
-    """The optimizers of a role: a warm start has one of its own before that of the updates."""
-    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
-    return [optim for section, optim in optims_of(config).items() if section in sections]
-
-
-def _tokens(config: TrainConfig) -> int:
-    """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
-    # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
-    if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
-        return config.optim.micro_tokens
-    return min(config.optim.micro_tokens, widest(config).rollout.max_episode_tokens)
-
-
-def _device(config: TrainConfig, role: str, own: bool = False) -> str:
-    """The pool of a role; else the processes of the actor, or its `own`."""
-    if config.cluster.backend == "inline":
-        return "actor"
-    pools = {str(name): pool for name, pool in config.cluster.roles.items()}
-    return pools.get(role) or (role if own else pools.get("actor", "actor"))
-
-
-def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
-    """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
-    devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
-    turns = {
-        name: max([*((turn_of(one, beside), one.role) for one in beside), *publish_of(beside)])
-        for name, beside in devices.items()
-    }
-    if card is not None:
-        return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
-    ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
-    # The peaks of different roles' processes may fall together, and all ranks are on this machine.
-    total = sum(size * ranks[name] for name, (size, _) in turns.items())
-    # `available` and not `total`: what other programs hold will not be there.
-    return [Peak(HOST, max(turns.values())[1], total, psutil.virtual_memory().available)]
-
-
-def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
-    """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
-    return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
-
-
-def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
-    """Bytes on a device while the actor sends new weights to a colocated engine, which has no cache yet."""
-    parts = {one.role: one for one in beside}
-    if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
-        return []
-    actor, engine = parts["actor"], parts["rollout"]
-    others = sum(one.memory.held for one in beside if one.role not in ("actor", "rollout") and not one.rests)
-    return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
-
-
-def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
-    """Which keys make a device's peak smaller, largest part first."""
-    beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
-    # In a publish the weights and gathered layers are the actor's.
-    [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
-    memory, ways = one.memory, []
-    if memory.activations + memory.working and peak.role != PUBLISH:
-        thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
-        ways.append((memory.activations + memory.working, f"{thin}lower optim.micro_tokens = {config.optim.micro_tokens}"))
-    if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
-        ways.append((memory.gradients, "set model.shard_gradients = true"))
-    if memory.optimizer:
-        ways.append((memory.weights + memory.optimizer, _smaller(config, one, peak)))
-    if memory.cache:
-        ways.append((memory.cache, f"lower {one.lower}"))
-    waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
-    if waiting:
-        engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
-        ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
-    if peak.device == HOST:
-        ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
-    return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
-
-
-def _smaller(config: TrainConfig, one: RolePlacement, peak: Peak) -> str:
-    """The ways to less weights and optimizer on a rank that this run has not taken; in host memory more ranks save nothing."""
-    cards = peak.device != HOST
-    ways = (
-        (config.model.replicas > 1, f"lower model.replicas = {config.model.replicas}"),
-        (cards and config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
-        (config.model.lora is None, "train adapters ([model.lora])"),
-        (cards and not config.model.cpu_offload and config.model.offload == "never", "set model.cpu_offload = true"),
-        (
-            peak.role == PUBLISH and config.model.offload == "idle",
-            'set model.cpu_offload = true instead of model.offload = "idle"',
-        ),
-    )
-    return ", or ".join(text for fits, text in ways if fits)
-
-
-def table_of(placed: list[RolePlacement]) -> str:
-    """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
-    rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
-    for one in placed:
-        sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.held + one.memory.turn]
-        rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(["memory on each device, GiB", *lines])

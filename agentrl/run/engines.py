@@ -11,6 +11,7 @@ from agentrl.cluster.devices import has_gpus, is_planned, nodes_of
 from agentrl.cluster.pool import need
 from agentrl.config import TrainConfig
 from agentrl.config.envs import widest
+from agentrl.processor import threads_for
 from agentrl.registry import Entry
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker
@@ -118,11 +119,56 @@ def workers_apart(config: TrainConfig) -> int:
     return workers - maker_of(engine_name(config), config).seats() if workers else 0
 
 
-def make_engine(name: str, model: str, config: TrainConfig, pools: Pools | None = None, unused: Sequence[int] = ()) -> Engine:
+def with_threads(config: TrainConfig) -> TrainConfig:
+    """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
+
+    Their turns alternate in a synchronous run, so that each has the cores to itself; in an asynchronous one they share them.
+    """
+    if config.model.threads != "auto":
+        return config
+    pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
+    actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
+    training = actors if pool is None else pool.nodes * pool.per_node
+    sampling = 0 if config.data is not None else _sampling(config)
+    at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
+    nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
+    # Processes are spread evenly over nodes, and none has more cores than its node.
+    threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
+    return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
+
+
+def _sampling(config: TrainConfig) -> int:
+    """The processes that compute for the engine and the judges."""
+    engine = maker_of(engine_name(config), config).processes()
+    return len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
+
+
+def computed(dtype: str, threads: int | str | None) -> str:
+    """In which type a model is computed, and by how many threads (None: on GPUs)."""
+    if threads is None:
+        return f"computed in {dtype}"
+    return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
+
+
+def computing(config: TrainConfig, role: str) -> str:
+    """`computed`, of the model in the processes of a role."""
+    cuda = has_gpus(config.cluster, role)
+    return computed(config.model.computes_in(cuda), None if cuda else with_threads(config).model.threads)
+
+
+def make_engine(
+    name: str,
+    model: str,
+    config: TrainConfig,
+    pools: Pools | None = None,
+    unused: Sequence[int] = (),
+    room: int | None = None,
+) -> Engine:
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
-    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn."""
+    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
+    `room`: bytes of its GPU for it (run/memory.py)."""
     maker = maker_of(name, config)
-    maker.unused = unused
+    maker.unused, maker.room = unused, room
     processes = maker.processes()
     ray_options: Sequence[Mapping[str, Any]] = ()
     if pools is not None and processes is not None and "rollout" in pools:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
 from agentrl.cluster.runtime import start_ray, stop_ray
 from agentrl.config import TrainConfig
@@ -10,6 +11,7 @@ from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, read_inputs
 from agentrl.run.engines import samples_on_ray
+from agentrl.run.memory import engine_room
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.workers import with_workers
 
@@ -22,23 +24,24 @@ class EvalSession:
     io: EpisodeIO
     ray: bool = False
     started: bool = False
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.opened.callback(self.io.close)
 
     async def start(self, config: TrainConfig) -> None:
         """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
         if self.started:
             return
         self.started = True
-        if self.ray:
-            start_ray(config.cluster)
+        if self.ray and start_ray(config.cluster):
+            self.opened.callback(stop_ray)
+        self.opened.push_async_callback(self.parts.close)
         await self.parts.start()
 
     async def close(self) -> None:
-        """Close everything."""
-        if self.started:
-            await self.parts.close()
-        self.io.close()
-        if self.ray and self.started:
-            stop_ray()
+        """Close everything, the others also if one of them fails."""
+        await self.opened.aclose()
 
 
 def untrained(config: TrainConfig) -> TrainConfig:
@@ -51,7 +54,8 @@ def open_live(config: TrainConfig, temperature: float, record: RecordFolder | No
     config = untrained(config)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
-    parts = assemble(config, inputs, io=io, temperature=temperature)
+    room = engine_room(config, trains=False)
+    parts = assemble(config, inputs, io=io, temperature=temperature, room=room)
     workers = config.rollout.workers > 0
     if workers:
         assert config.model.path is not None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from agentrl.deadline import OwnedTasks
 from agentrl.errors import AgentrlError
 from agentrl.run.frame import percent
 from agentrl.run.session import Session
@@ -24,12 +25,12 @@ async def fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
     published again, under the same version, as soon as a process of the engine lacks them. Otherwise the actors may be learning,
     and their next publish brings it new ones.
     """
-    looking = asyncio.create_task(_look(session), name="a look at the engine")
-    try:
-        return await _fed(session, work)
-    finally:
-        looking.cancel()
-        session.display.engine("")
+    async with OwnedTasks() as tasks:
+        tasks.start(_look(session), "a look at the engine")
+        try:
+            return await _fed(session, work)
+        finally:
+            session.display.engine("")
 
 
 async def _look(session: Session) -> None:
@@ -52,16 +53,12 @@ async def _fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
     engine = session.engine
     if session.config.rollout.max_staleness > 0 or not isinstance(engine, WeightTarget):
         return await work
-    doing = asyncio.ensure_future(work)
-    try:
+    async with OwnedTasks() as tasks:
+        doing = tasks.start(work, "episodes")
         while not doing.done():
-            starved = asyncio.ensure_future(engine.starved())
+            starved = tasks.start(engine.starved(), "a wait for a replica without weights")
             await asyncio.wait({doing, starved}, return_when=asyncio.FIRST_COMPLETED)
             if starved.done() and not doing.done():
                 await session.publisher.send(session.collector.ledger.version)
             starved.cancel()
         return doing.result()
-    finally:
-        if not doing.done():
-            doing.cancel()
-            await asyncio.wait({doing})

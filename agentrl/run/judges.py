@@ -49,7 +49,7 @@ def judge_config(config: TrainConfig, name: str, positions: int | None = None) -
         "env": None,
         "engine": one.engine,
         "engine_args": one.engine_args,
-        "model": ModelConfig(path=one.path, trust_remote_code=config.model.trust_remote_code),
+        "model": ModelConfig(path=one.path, trust_remote_code=config.model.trust_remote_code, threads=config.model.threads),
         "rollout": RolloutConfig(max_episodes=one.concurrency, max_episode_tokens=longest),
         "vllm": one.vllm.model_copy(update={"max_model_len": longest}),
     }

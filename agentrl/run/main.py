@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import restarting, tell, unsaid
+from agentrl.cluster.ray_parent import error_told, restarting, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
@@ -41,6 +41,7 @@ from agentrl.run.checks.sizes import advice
 from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.curve import EVALUATED, draw_curve, points
 from agentrl.run.display import Display, percent
+from agentrl.run.engines import computing
 from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
@@ -118,6 +119,7 @@ def execute(
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
         config, shown = with_packing(config), with_packing(shown)
+        display.say(f"the model is {computing(config, 'actor')} (model.dtype, model.threads)")
         for line in () if resumed else survey_lines(shown):
             display.say(line)
         for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
@@ -214,7 +216,8 @@ async def _attempt(
     outcome.engine = session.engine_name
     run_log.live(session)
     try:
-        await _phases(session, run_log, outcome, interrupt)
+        with error_told():
+            await _phases(session, run_log, outcome, interrupt)
     finally:
         run_log.live(None)
         await session.close()

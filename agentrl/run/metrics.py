@@ -142,7 +142,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft", "data")),
         MetricInfo("skipped_optimizer_steps", "steps", "optimizer steps that were not, since a loss or a gradient was not "
             "finite", ("train", "sft", "data")),
-        MetricInfo("gpu/memory_gib", "GiB", "on cards: the most that tensors of a training process held on one during the update, "
+        MetricInfo("gpu/memory_gib", "GiB", "on cards: the most that tensors of a training process held during the update, "
             "of the fullest card", ("train", "sft", "data")),
         MetricInfo("gpu/tokens_per_s", "tokens/s", "on cards: tokens of all trained rows, prompts too, over the seconds of the "
             "update and the ranks", ("train", "sft", "data")),

@@ -24,6 +24,7 @@ from agentrl.executors import in_thread
 from agentrl.plain_data import json_text, read_json
 from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
 from agentrl.run.display import Display
+from agentrl.run.engines import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.objectives import OBJECTIVES, Found, Objective
@@ -111,7 +112,7 @@ def total_steps(data: DataConfig, store: RowStore) -> int:
 
 async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
     """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
-    identity, config = identity_of(config, "train"), only_data(config)
+    identity, config = identity_of(config, "train"), with_threads(only_data(config))
     store = await in_thread("files", RowStore, folder.data)
     with display.doing("making the model"):
         path = await in_thread("files", _start_model, config, folder)

@@ -13,10 +13,10 @@ from agentrl.batch.schedule import shuffled
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, widest
+from agentrl.config.envs import each, trained, widest
 from agentrl.rollout.grow import largest
 from agentrl.run.checks.reward import evaluations_of
-from agentrl.run.engines import engine_name
+from agentrl.run.engines import computed, engine_name, with_threads
 from agentrl.train.estimator_inputs import needs_greedy
 from agentrl.train.memory import numbers, shell
 from agentrl.train.modules import Role
@@ -69,8 +69,9 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run. `episodes`: those of all updates, without what is played again, filtered or cancelled; `transcripts`: of the warm
-    start, at least and at most; `checkpoints`: the updates after which one is saved if nothing else happens."""
+    """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without what is played again, filtered
+    or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
+    nothing else happens."""
 
     name: str
     folder: str
@@ -79,6 +80,7 @@ class RunPlan:
     engine: str
     model: str
     dtype: str
+    threads: int | str | None
     parameters: list[Parameters]
     updates: int
     stops_at: float | None
@@ -114,6 +116,7 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         engine=engine_name(config),
         model=config.model.path or "a tiny model of random weights ([model.init])",
         dtype=config.model.computes_in(cuda),
+        threads=None if cuda else with_threads(config).model.threads,
         parameters=_parameters(config),
         updates=steps,
         stops_at=config.stop_at_success if every else None,
@@ -140,7 +143,7 @@ def batches_of(config: TrainConfig) -> Batches:
     greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     ranks = mesh_of(config, None if pool is None else pool.nodes * pool.per_node)["dp"]
-    wide = widest(config).rollout
+    wide = widest(config, trained(config)).rollout
     longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
     at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
     again, gold = algorithm.experience, algorithm.demonstrations
@@ -185,7 +188,7 @@ def lines(plan: RunPlan) -> list[str]:
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
         *(("environment", line) for line in plan.environments if len(plan.environments) == 1),
-        ("model", f"{plan.model}, computed in {plan.dtype}; engine {plan.engine}"),
+        ("model", f"{plan.model}, {computed(plan.dtype, plan.threads)}; engine {plan.engine}"),
         *(("trained", _trained(one)) for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
          f"{_count(b.optimizer_steps, 'optimizer step')}{beside}"),

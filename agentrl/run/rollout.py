@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl.backends.api.make import api_name
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import tell, unsaid
+from agentrl.cluster.ray_parent import error_told, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.config import TrainConfig
 from agentrl.config.envs import the_env
@@ -29,6 +30,7 @@ from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
+from agentrl.run.engines import computing, engine_of, talks_in_messages
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
@@ -102,6 +104,8 @@ async def run_rollout(
     outcome = RolloutOutcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
+    if missing and request.replay is None and (api_name(request.model) is not None or not talks_in_messages(request.model)):
+        display.say(f"[{request.purpose}] {sampled(config, request)}")
     if missing:
         interrupt = Interrupt(display.say)
         interrupt.install()
@@ -122,6 +126,22 @@ async def run_rollout(
         await session.close()
     _sort(request, outcome)
     return outcome
+
+
+def sampled(config: TrainConfig, request: RolloutRequest) -> str:
+    """How the model samples, with the keys that say so."""
+    section, rollout, temperature = (
+        "eval" if request.purpose == "eval" else "rollout",
+        config.rollout,
+        request.temperature(config),
+    )
+    more = [
+        f"rollout.{name} = {value}"
+        for name, value in (("top_p", rollout.top_p), ("top_k", rollout.top_k))
+        if value != 1 and value
+    ]
+    greedy = " (greedy)" if temperature == 0 else ""
+    return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
 
 
 def _open(config: TrainConfig, request: RolloutRequest) -> EvalSession:
@@ -157,9 +177,11 @@ async def _play(
     scored = done
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
+    if request.replay is None and "judges" in engine_of(config).traits:  # it runs models itself
+        display.say(f"the model is {computing(config, 'rollout')} (model.dtype, model.threads)")
     with display.doing("starting the engine"):
         await session.start(config)
-    with (request.out / "trajectories.jsonl").open("a") as file:
+    with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:
             nonlocal done, scored

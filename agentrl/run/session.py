@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from agentrl.cluster.group import WorkerGroup
@@ -13,21 +14,23 @@ from agentrl.cluster.shared_folder import check_shared
 from agentrl.cluster.store_pages import StorePages
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
+from agentrl.executors import in_thread
 from agentrl.given import packed, unpack, used
 from agentrl.rollout.accept import Acceptance
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.mixture.source import MixedTasks, parts_of
 from agentrl.rollout.player import Player, RunEnv
-from agentrl.run.assembly import Assembly, assemble, longest_row, read_inputs
+from agentrl.run.assembly import assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
 from agentrl.run.checkpoint import Saver
 from agentrl.run.demonstrations import Demonstrations
 from agentrl.run.display import Display
-from agentrl.run.engines import needs_ray, resolve_engine
+from agentrl.run.engines import needs_ray, resolve_engine, with_threads
 from agentrl.run.folder import RunFolder
 from agentrl.run.horizon import Bins, run_bins
 from agentrl.run.judges import Judges, place_of
+from agentrl.run.memory import engine_room
 from agentrl.run.placement import open_pools, start_actors
 from agentrl.run.profile import profile_of
 from agentrl.run.tracing import Tracing
@@ -67,6 +70,7 @@ class Session:
     tracing: Tracing
     horizons: Mapping[str, Bins]
     judges: Judges
+    opened: AsyncExitStack
     demonstrations: Demonstrations | None = None
 
     async def begin(self) -> bool:
@@ -92,24 +96,9 @@ class Session:
         await self.publisher.sleep()
 
     async def close(self) -> None:
-        """Stop episodes, engine and workers. A checkpoint that is being written is lost."""
-        self.watchdog.stop()
-        self.tracing.close()
-        # Users before what they use: episodes sample from the engine, and roles of the learner may share the actors' processes.
-        await self.saver.close()
-        await self.collector.close()
-        await self.player.close()
-        await self.engine.close()
-        writer = self.envs[0].policy.writer  # all have one policy
-        if writer is not None:
-            await writer.engine.close()
-        await self.judges.close()
-        self.learner.close()
-        self.actors.close()
-        if self.learner.pools is not None:
-            self.learner.pools.close()
-        if needs_ray(self.config):
-            stop_ray()
+        """Stop episodes, engine, workers and Ray, the others also if one of them fails. A checkpoint that is being written is
+        lost."""
+        await self.opened.aclose()
 
 
 def warmed_up(folder: RunFolder) -> bool:
@@ -132,7 +121,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
     if os.path.lexists(folder.model / MANIFEST):
         check_model(folder.model)
     elif not (folder.model / "config.json").is_file() or not folder.checkpoints.is_dir():  # else an older version's, without one
-        init_model(config.model.init, folder.model, config.seed)
+        init_model(config.model.init, folder.model, config.seed, config.model.chat_template)
         seal(folder.model, 0)
     return str(folder.model)
 
@@ -140,6 +129,15 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
     """Start every part; `callbacks`: beside those that the config names. If one fails, the parts that were already started are
     closed."""
+    async with AsyncExitStack() as opened:  # closes users before what they use
+        session = await _opened(with_threads(config), folder, display, callbacks, opened)
+        session.opened = opened.pop_all()
+        return session
+
+
+async def _opened(
+    config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback], opened: AsyncExitStack
+) -> Session:
     accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
     display.phase("start", 1)
     with display.doing("making the model"):
@@ -147,38 +145,36 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     engine_name = resolve_engine(config)
     if needs_ray(config):
         with display.doing("starting Ray"):
-            start_ray(config.cluster)
+            if start_ray(config.cluster):
+                opened.callback(stop_ray)
     horizons = run_bins(config, folder.path)
+    room = engine_room(config, trains=True)  # before the processes that take the rest
     inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
     # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
     with display.doing("starting the training processes"):
         pools = open_pools(config, engine_name)
-        actors = start_actors(config, pools)
-    parts: Assembly | None = None
-    try:
-        await check_shared(actors, folder.path, "out")
-        parts = assemble(config, inputs, model=path, pools=pools)
-        if config.rollout.workers:
-            parts = with_workers(
-                config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say
-            )
-        # A loss of the user's own, which only this process knows.
-        await actors.in_processes(unpack, packed(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
-        with display.doing("loading the model"):
-            await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
-        # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
-        if rests(config, "actor"):
-            await actors.arun(Actor.offload)
-        judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
-        with display.doing(f"starting the engine ({engine_name}){judged}"):
-            await parts.start()
-    except BaseException:  # also Ctrl-C during a long start: workers and reserved pools would outlive the driver's attempt
-        if parts is not None:
-            await parts.close()
-        actors.close()
         if pools is not None:
-            pools.close()
-        raise
+            opened.callback(pools.close)
+        actors = start_actors(config, pools)
+        opened.callback(actors.close)
+        opened.push_async_callback(in_thread, "batch", _calls_are_sent)
+    learner = Learner(config, actors, pools)
+    opened.callback(learner.close)
+    await check_shared(actors, folder.path, "out")
+    parts = assemble(config, inputs, model=path, pools=pools, room=room)
+    if config.rollout.workers:
+        parts = with_workers(config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say)
+    opened.push_async_callback(parts.close)
+    # A loss of the user's own, which only this process knows.
+    await actors.in_processes(unpack, packed(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
+    with display.doing("loading the model"):
+        await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
+    # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
+    if rests(config, "actor"):
+        await actors.arun(Actor.offload)
+    judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
+    with display.doing(f"starting the engine ({engine_name}){judged}"):
+        await parts.start()
     pages = StorePages() if config.cluster.backend == "ray" else None
 
     asked = config.algorithm.demonstrations
@@ -202,13 +198,16 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         on_group=seen,
         say=display.warn,
     )
+    opened.push_async_callback(collector.close)
     display.trouble = collector.trouble
-    learner = Learner(config, actors, pools)
     offload, colocated = rests(config, "actor"), config.rollout.colocate
     publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
     saver = Saver(config, folder, learner, collector, display.say, demonstrations)
+    opened.push_async_callback(saver.close)
     tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
+    opened.callback(tracing.close)
     watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
+    opened.callback(watchdog.stop)
     watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it
     return Session(
         config,
@@ -228,5 +227,10 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         tracing,
         horizons,
         parts.judges,
+        opened,
         demonstrations,
     )
+
+
+def _calls_are_sent() -> None:
+    """Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 
 from tensordict import TensorDict
 
@@ -14,6 +14,7 @@ from agentrl.batch.schedule import Mode, with_trees
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config.envs import alone, warmed, weight_at
 from agentrl.config.schema import SftConfig
+from agentrl.deadline import OwnedTasks
 from agentrl.errors import AgentrlError
 from agentrl.executors import in_thread
 from agentrl.rollout.clock import Watch
@@ -48,10 +49,11 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     step, shut = 0, "not measured"
     success: float | None = None
     while step < config.max_steps and not interrupt.requested:
-        async for after, metrics in _to_the_gate(session, source, step, interrupt):
-            step = after
-            session.display.step(step, {"loss": metrics["loss"], "gate": success})
-            run_log.row("sft", step, metrics)
+        async with aclosing(_to_the_gate(session, source, step, interrupt)) as steps:
+            async for after, metrics in steps:
+                step = after
+                session.display.step(step, {"loss": metrics["loss"], "gate": success})
+                run_log.row("sft", step, metrics)
         if _measured(step, config):
             began, ended, watch = time.monotonic(), Count(sum(_tasks(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
@@ -81,7 +83,7 @@ def _measured(step: int, config: SftConfig) -> bool:
 
 async def _to_the_gate(
     session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
-) -> AsyncIterator[tuple[int, dict[str, float]]]:
+) -> AsyncGenerator[tuple[int, dict[str, float]], None]:
     """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: steps so far and metrics of a call.
 
     Transcripts of a call are written while the actors compute the one before it."""
@@ -95,20 +97,18 @@ async def _to_the_gate(
         batch = await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing)
         return batch, count, source.skipped
 
-    drawing = asyncio.create_task(drawn(step))
-    try:
+    async with OwnedTasks() as tasks:
+        drawing = tasks.start(drawn(step), "transcripts")
         while not interrupt.requested:
             batch, count, skipped = await drawing
             step += count
             if not _measured(step, config):  # else the gate may end it here
-                drawing = asyncio.create_task(drawn(step))
+                drawing = tasks.start(drawn(step), "transcripts")
             with session.display.doing("supervised steps"):
                 metrics = await session.actors.arun(Actor.sft_steps, batch, count)
             yield step, metrics | {"transcripts_skipped": float(skipped)}
             if _measured(step, config):
                 return
-    finally:
-        drawing.cancel()
 
 
 def steps_batch(rows: Sequence[Trajectory], each: int, sharing: Mode) -> TensorDict:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+from agentrl.schemas import DATA
 from agentrl.trajectory import Json
 
 
@@ -209,10 +210,13 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
         }
         return _inline(merged, definitions, recursive, named=False)
     return {
-        key: _inline(value, definitions, recursive, named=not named and key in ("properties", "patternProperties"))
+        key: value if not named and key in DATA else _inline(value, definitions, recursive, named=not named and key in _NAMED)
         for key, value in node.items()
         if named or key != "title"
     }
+
+
+_NAMED = ("properties", "patternProperties")
 
 
 _SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)

@@ -31,7 +31,7 @@ def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    tokenizer = load_tokenizer(path, model.trust_remote_code)
+    tokenizer = load_tokenizer(path, model.trust_remote_code, model.chat_template)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
     try:

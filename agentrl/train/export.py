@@ -19,7 +19,7 @@ from agentrl.files import full_disk_said
 from agentrl.quiet import quiet_libraries
 from agentrl.train.checkpoint import Checkpoints
 from agentrl.train.lora import adapter_of, merged
-from agentrl.train.pretrained import load_model_config
+from agentrl.train.pretrained import load_model_config, load_tokenizer
 from agentrl.train.saving import save_model
 from agentrl.train.seal import check_intact
 from agentrl.train.state import saved_tensors
@@ -85,15 +85,17 @@ def _write(folder: Path, chosen: Path, target: Path, config: TrainConfig, adapte
     source = start_model(folder, config)
     if adapter and config.model.lora is None:
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
-    trust = config.model.trust_remote_code
+    trust, template = config.model.trust_remote_code, config.model.chat_template
     tensors = saved_weights(chosen / "actor", config.model.lora)
     with full_disk_said(target, "repeat the command"), _made_or_removed(target):
         if adapter and config.model.lora is not None:
             write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
+            if template is not None:  # else the base model's own serves it
+                load_tokenizer(source, trust, template).save_pretrained(target)
             return
         scores = config.data is not None and config.data.loss == "reward"
         about = load_model_config(source, trust)
-        save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores)
+        save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores, chat_template=template)
 
 
 @contextmanager

@@ -392,8 +392,8 @@ class FsdpEngine(BaseEngine):
         tensors = self._one_by_one()
         try:
             if not self.sharded or dist.get_rank() == 0:
-                trust = self.cfg.trust_remote_code
-                save_model(self.path, self.config, tensors, self.compute_dtype, folder, trust=trust, classifier=self.classifier)
+                model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
+                save_model(self.path, self.config, tensors, self.compute_dtype, folder, classifier=self.classifier, **model)
         finally:
             for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
                 pass

@@ -11,8 +11,8 @@ from agentrl.train.tokenizer import END_OF_TURN, PAD, VISION_TOKENS, VOCABULARY,
 from agentrl.vision import Vision, auto_class
 
 
-def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
-    """Write config, weights, tokenizer and chat template to `folder`; the same seed gives the same bytes.
+def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_template: str | None = None) -> Path:
+    """Write config, weights, tokenizer and chat template (`model.chat_template`) to `folder`; the same seed gives the same bytes.
 
     Embeddings are tied; every matrix is drawn from a normal distribution with standard deviation `cfg.init_std`.
     Raises ConfigError if the head counts do not fit, ModelError if `folder` is a file.
@@ -23,7 +23,7 @@ def init_model(cfg: InitModelConfig, folder: str | Path, seed: int) -> Path:
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target}: expected a folder to write the model to, found a file")
-    tokenizer = packaged_tokenizer(cfg.context, cfg.vision)
+    tokenizer = packaged_tokenizer(cfg.context, cfg.vision, chat_template)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class(config).from_config(config, dtype=torch.float32)

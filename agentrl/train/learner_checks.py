@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.algorithm import ADVANTAGES, advantages
-from agentrl.config.envs import alone, longest_sample, told
+from agentrl.config.envs import alone, longest_sample, told, trained
 from agentrl.config.schema import AlgorithmConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.train.distillation import check_distillation
@@ -35,10 +35,10 @@ def check_learner(config: TrainConfig) -> None:
     mesh_of(config)
     check_offload(config)
     check_moving(config)
-    for env in config.envs:
+    for env in trained(config):
         with told(config, env):
             _check_estimator(alone(config, env))
-    names = {alone(config, env).algorithm.advantage.name for env in config.envs}
+    names = {alone(config, env).algorithm.advantage.name for env in trained(config)}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(

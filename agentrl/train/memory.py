@@ -93,7 +93,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
         own, sharded = {"host": sum(own.values()) + sharded}, 0
     _cut(module, held)
     try:
-        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype or "float32"))
+        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
     except RuntimeError as error:
         raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
     kept = found.checkpointed if checkpoints else found.saved

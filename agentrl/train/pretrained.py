@@ -10,6 +10,7 @@ from agentrl.backends.parameters import positions_of
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.errors import ModelError, hinted
 from agentrl.plain_data import read_json
+from agentrl.render.chat_templates import set_chat_template
 from agentrl.train.init_model import architecture
 from agentrl.vision import auto_class
 
@@ -22,16 +23,20 @@ def named_anywhere(model: str) -> str:
     return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
-def load_tokenizer(path: str, trust: bool = False) -> Any:
-    """The tokenizer of a model. `trust`: the model's own code may run (`model.trust_remote_code`). Raises ModelError if there is
-    none, or if it needs code that is not trusted."""
+def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model, with `model.chat_template` if one is given. `trust`: the model's own code may run
+    (`model.trust_remote_code`). Raises ModelError if there is none, or if it needs code that is not trusted; ConfigError for a
+    chat template that does not fit."""
     from transformers import AutoTokenizer
 
     check_path(path, trust)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except Exception as error:  # of a damaged file: a KeyError, or what the Rust library raises, which is no kind of its own
         raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def load_model_config(path: str, trust: bool = False) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 
 from agentrl.cluster.devices import has_gpus
@@ -132,7 +133,8 @@ class Publisher:
         for attempt in range(ATTEMPTS):
             try:
                 await self._connect()
-                await self._target.receive(version, self._buckets())
+                async with aclosing(self._buckets()) as buckets:  # an engine may stop reading
+                    await self._target.receive(version, buckets)
                 return
             except WorkerDiedError:
                 raise
@@ -174,7 +176,7 @@ class Publisher:
         await self._target.attach(offer)
         await self._actors.arun(Actor.route_attached)
 
-    async def _buckets(self) -> AsyncIterator[Bucket]:
+    async def _buckets(self) -> AsyncGenerator[Bucket, None]:
         """The buckets in order. While the engine loads one, the actors fill the next."""
         place, since, number = here(), now(), 0
         coming = asyncio.ensure_future(self._actors.arun(Actor.next_bucket, True))

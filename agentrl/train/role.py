@@ -12,7 +12,7 @@ from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.executors import own_threads
+from agentrl.processor import own_threads
 from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.train.modules import Role
 from agentrl.train.offload import free_cached
@@ -33,7 +33,8 @@ def open_engine(
     rank a GPU that torch does not find.
     """
     device = own_device()
-    own_threads()
+    worker.threads = None if model.threads == "auto" else model.threads
+    own_threads(worker.threads)
     entry = TRAIN_ENGINES.entry(model.engine)
     if worker.world_size > 1 or compute_dtype(model, device) != torch.float32 or "alone" not in entry.traits:
         worker.init_process_group()

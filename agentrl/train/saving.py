@@ -25,8 +25,10 @@ def save_model(
     max_bytes: int = MAX_FILE_BYTES,
     trust: bool = False,
     classifier: bool = False,
+    chat_template: str | None = None,
 ) -> None:
-    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does.
+    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does; the
+    tokenizer with `chat_template` (`model.chat_template`), if one is given.
 
     `tensors`: every weight of the causal language model (or of the sequence `classifier`), by the name that its module has, in
     any order; floating-point ones are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs
@@ -48,7 +50,7 @@ def save_model(
     shell.config.save_pretrained(folder)
     if shell.can_generate():
         shell.generation_config.save_pretrained(folder)
-    load_tokenizer(source, trust).save_pretrained(folder)
+    load_tokenizer(source, trust, chat_template).save_pretrained(folder)
     if takes_images(config):
         Vision(source, config).save(folder)
 

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from agentrl.render.chat_templates import set_chat_template
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.shown import say
 
@@ -58,8 +59,9 @@ def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
     return tokenizer
 
 
-def packaged_tokenizer(context: int, vision: bool = False) -> Any:
-    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template; with `vision` it has `VISION_TOKENS` too.
+def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | None = None) -> Any:
+    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template, or with `chat_template`
+    (`model.chat_template`); with `vision` it has `VISION_TOKENS` too.
 
     All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
     `split_special_tokens=True`, so a tool's output cannot forge a turn.
@@ -67,7 +69,7 @@ def packaged_tokenizer(context: int, vision: bool = False) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     assets = files("agentrl.train") / "assets"
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
         eos_token=END_OF_TURN,
         pad_token=PAD,
@@ -79,6 +81,9 @@ def packaged_tokenizer(context: int, vision: bool = False) -> Any:
         clean_up_tokenization_spaces=False,
         model_max_length=context,
     )
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def _from_text(text: str) -> Any:

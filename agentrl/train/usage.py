@@ -64,7 +64,7 @@ class Card:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a device, once it has done all it was asked to do; None if it is none. Its peak is counted anew from here on."""
+    """The card of a device, once it has done all it was asked; None if it is none. Its peak is counted anew from here on."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

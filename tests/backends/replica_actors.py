@@ -24,6 +24,7 @@ class Actor:
         self.open = asyncio.Event()
         self.open.set()
         self.hold = None
+        self.lingers = 0  # seconds for which a stream stays open after its last answer
 
     def __getattr__(self, name):
         return Method(self, name)
@@ -98,6 +99,7 @@ class Method:
             yield self.part(place)
         for place, task in enumerate([asyncio.ensure_future(self.actor.call("generate", *each)) for each in requests]):
             yield self.one(place, task)
+        await asyncio.sleep(self.actor.lingers)
 
     async def part(self, place):
         return [(place, FreshTokens([1], [-1.0]))]

@@ -171,4 +171,4 @@ async def test_the_driver_asks_only_while_there_are_requests(monkeypatch):
     before = len(asked)
     await asyncio.sleep(0.1)
     assert paces.of("e") is None and len(asked) == before
-    paces.close()
+    await paces.close()

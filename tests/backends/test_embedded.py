@@ -1,5 +1,8 @@
 import asyncio
 import shutil
+import threading
+import time
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -9,6 +12,7 @@ from engine_models import build_model, changed, forward_logprobs, load, paramete
 from safetensors.torch import load_file, save_file
 from text_contract import TextContract
 
+import agentrl.backends.embedded.engine as embedded_engine
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.errors import EngineError, ModelError, ResourceError
 from agentrl.rollout.engine import Sampling
@@ -20,8 +24,15 @@ from tests.train.tiny_families import FAMILIES, VOCAB, tiny_model
 pytestmark = pytest.mark.asyncio
 
 
+@pytest.fixture(params=["on the loop", "in a thread"])
+def passes(request, monkeypatch):
+    """As of a tiny model, and as of a real one."""
+    if request.param == "in a thread":
+        monkeypatch.setattr(embedded_engine, "TINY", 0)
+
+
 @pytest_asyncio.fixture
-async def engine(model_folder):
+async def engine(model_folder, passes):
     engine = EmbeddedEngine(model_folder, device="cpu", max_slots=96, unused=UNUSED)
     await engine.start()
     yield engine
@@ -57,6 +68,7 @@ async def _episodes(engine, count, turns=3, tokens=20):
     return await asyncio.gather(*(episode(number) for number in range(count)))
 
 
+@pytest.mark.usefixtures("passes")
 async def test_a_run_is_reproduced_exactly(model_folder):
     """Logprobs to the last bit, which takes the same batches at the same steps."""
     runs = []
@@ -68,6 +80,63 @@ async def test_a_run_is_reproduced_exactly(model_folder):
         runs.append((episodes, last.logprobs, (await engine.stats()).extra["steps"]))
         await engine.close()
     assert runs[0] == runs[1]
+
+
+async def test_the_loop_turns_while_a_real_model_computes(tmp_path):
+    """A prefill that takes a while; a coroutine that shall get its turn meanwhile; one whose caller goes away, and one that is
+    aborted: neither waits for the pass, and both leave the cache to others."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    engine = EmbeddedEngine(build_model(tmp_path / "wide", **wide), device="cpu")
+    await engine.start()
+    batcher, forward, where, turns = engine._batcher, engine._model.forward, [], 0
+
+    def watched(*args):
+        where.append((threading.get_ident(), turns))
+        found = forward(*args)
+        where.append((threading.get_ident(), turns))
+        return found
+
+    engine._model.forward = watched
+    long = asyncio.create_task(engine.generate(prompt_of(1000, seed=1), Sampling(max_tokens=3, seed=1), "long"))
+    gone, aborted = (
+        asyncio.create_task(engine.generate(prompt_of(700, seed=n), Sampling(max_tokens=900), f"{n}")) for n in (2, 3)
+    )
+    while not where:
+        await asyncio.sleep(0)
+    gone.cancel()
+    while len(where) < 2:
+        turns += 1
+        await asyncio.sleep(0.001)
+    assert gone.cancelled() and threading.get_ident() not in {thread for thread, _ in where} and where[1][1] - where[0][1] > 3
+    await engine.abort("3")
+    assert (await aborted).finish == "abort"
+    again = await engine.generate(prompt_of(1000, seed=1), Sampling(max_tokens=3, seed=1), "again")
+    assert again.token_ids == (await long).token_ids and len(again.token_ids) == 3
+    assert (await engine.stats()).running == 0 and batcher.requests() == []
+    await engine.close()
+
+
+async def test_a_publish_a_pause_and_the_end_wait_for_the_pass_under_way(engine, model):
+    """What is done meanwhile would meet a pass that reads the same memory in its thread."""
+    forward, inside = engine._model.forward, []
+
+    def slow(*args):
+        inside.append(1)
+        time.sleep(0.05)
+        found = forward(*args)
+        inside.pop()
+        return found
+
+    engine._model.forward = slow
+    tasks = [asyncio.create_task(engine.generate(prompt_of(40, seed=n), Sampling(max_tokens=200), f"{n}")) for n in range(4)]
+    for act in (engine.pause, engine.resume, engine.forget, partial(publish, engine, 7, changed(model, 1))):
+        await asyncio.sleep(0.06)
+        await act()
+        assert act is not engine.pause or not inside
+    assert engine._batcher.version == 7
+    await asyncio.sleep(0.06)
+    await engine.close()
+    assert not inside and all(isinstance(one, EngineError) for one in await asyncio.gather(*tasks, return_exceptions=True))
 
 
 async def test_where_weights_lie_in_their_file_or_after_a_sleep_changes_no_digit(model_folder, model, tmp_path):

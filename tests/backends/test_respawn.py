@@ -168,6 +168,38 @@ async def test_closing_ends_what_is_just_starting(model_folder, spawned):
     assert spawned[2].dead
 
 
+async def test_a_closed_engine_has_no_task_left_whatever_was_under_way(model_folder, spawned):
+    """Ray exits the process if one of its calls is still awaited after `ray.shutdown`: open streams, requests and their
+    cancels, statistics, polls, a replica that starts."""
+    before = asyncio.all_tasks()
+    engine = await started(model_folder, replicas=3, max_respawns=1)
+    for actor in spawned:
+        actor.lingers = 3600
+    await asyncio.gather(*(engine.generate([5], SHORT, key) for key in "abc"))
+    spawned[0].dead = True
+    spawned.plan["hold"] = asyncio.Event()
+    await engine.stats()
+    for actor in spawned[1:3]:
+        actor.open.clear()
+        actor.hang_at = "stats"
+    late = [asyncio.ensure_future(engine.generate([5], SHORT, key)) for key in "de"]
+    asked = asyncio.ensure_future(engine.stats())
+    await asyncio.sleep(0.05)
+    assert engine.progress("d") is not None
+    late[0].cancel()
+    await asyncio.sleep(0)
+    await engine.close()
+    alive = {task.get_name() for task in asyncio.all_tasks() - before if task not in (*late, asked)}
+    assert not [name for name in alive if "vLLM" in name], alive
+    assert [type(one) for one in await asyncio.gather(*late, asked, return_exceptions=True)] == [
+        asyncio.CancelledError,
+        EngineError,
+        EngineError,
+    ]
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate([5], SHORT, "f")
+
+
 async def test_a_replica_that_hangs_is_replaced_and_its_requests_move(model_folder, model, spawned, caplog):
     engine = await started(model_folder, replicas=2, max_respawns=1, call_timeout=0.1)
     spawned[0].open.clear()

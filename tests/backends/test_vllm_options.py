@@ -66,6 +66,7 @@ def test_defaults_are_the_devices(cuda: bool, qwen3_8b: str) -> None:
     assert maker(qwen3_8b).processes().mib == 2 * 700 + (0 if cuda else 4617)
     threads = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"}
     assert set(environment(cuda)) & threads == (set() if cuda else threads)
+    assert environment(cuda, 3).get("OMP_NUM_THREADS") == (None if cuda else "3")
 
 
 @installed

@@ -120,7 +120,7 @@ async def test_a_request_hears_of_weights_that_did_not_arrive_whole(engine: Any)
         with pytest.raises(EngineError, match=r"no generation until a publish succeeds: .*'v' is not a parameter"):
             await late
     assert engine._replicas.sampled == []
-    engine._paces.close()
+    await engine._paces.close()
 
 
 async def test_waiting_for_a_replica_is_no_time_of_the_turn(engine: Any) -> None:
@@ -132,4 +132,4 @@ async def test_waiting_for_a_replica_is_no_time_of_the_turn(engine: Any) -> None
     assert not asked.done()
     engine._replicas.lives.set()
     assert (await asked).token_ids == [7] and waits.clock.left > 59.5
-    engine._paces.close()
+    await engine._paces.close()

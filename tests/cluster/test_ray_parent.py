@@ -42,8 +42,13 @@ def drive(args, config, before, restarts):
     tell(folder=str(run), restarts=restarts, max_restarts=2, then=f"continue with: agentrl train --resume {run}")
     if word == "no ray":
         os._exit(1)
+    if word == "own error":
+        tell(error="AgentrlError: the gate is shut")
     tell(ray="its GCS (pid 7) or its raylet (pid 8)")
-    if word == "ray":
+    if word in ("ray", "own error"):
+        os._exit(1)
+    if word == "stopped":
+        tell(ray="")
         os._exit(1)
     if word == "late":  # after what is begun has ended
         tell(over=True)
@@ -90,9 +95,23 @@ def ended(config: Path, words: str) -> tuple[int, list[str], list[str]]:
     return done.returncode, (done.stdout + done.stderr).splitlines(), [line.rpartition(" ")[0] for line in log]
 
 
-@pytest.mark.parametrize(("words", "code"), [("130", 130), ("early", 1), ("no ray", 1), ("late", 1)])
+@pytest.mark.parametrize(("words", "code"), [("130", 130), ("early", 1), ("late", 1)])
 def test_a_driver_that_ends_by_itself_ends_the_command_with_its_code(config: Path, words: str, code: int) -> None:
     assert ended(config, words) == (code, [], ["new 0"])
+
+
+@pytest.mark.parametrize("words", ["no ray", "stopped"])
+def test_a_driver_that_ends_without_ray_and_a_word_is_said_without_a_cause(config: Path, words: str) -> None:
+    """Also after it has stopped Ray itself: its end is then not Ray's."""
+    code, [said], started = ended(config, words)
+    assert (code, started) == (1, ["new 0"]) and "Ray" not in said
+    assert said.endswith(f"has ended without a word; continue with: agentrl train --resume {config.parent / 'run'}")
+
+
+def test_the_run_s_own_error_comes_first_and_is_not_tried_again(config: Path) -> None:
+    code, said, started = ended(config, "own error,0")
+    assert (code, started, len(said)) == (1, ["new 0"], 2)
+    assert said[0] == "agentrl: AgentrlError: the gate is shut" and "Ray has ended the driver" in said[1]
 
 
 def test_a_driver_that_ray_ended_goes_on_from_its_run_within_the_limit(config: Path) -> None:

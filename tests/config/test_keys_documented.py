@@ -109,7 +109,8 @@ def test_a_misspelt_key_is_told_with_the_nearest() -> None:
     [
         ("rollout.oversample", "number >= 1 <= 8", "1.0", "1"),
         ("optim.betas", "pair of numbers >= 0 < 1", "[0.9, 0.999]", "1"),
-        ("model.dtype", '"float32" or "bfloat16"', "unset", None),
+        ("model.dtype", '"auto" or "float32" or "bfloat16"', '"auto"', None),
+        ("model.threads", 'integer >= 1 or "auto"', '"auto"', "threads"),
         ("env.id", "string", "required", None),
         ("env.weight", "number >= 0 or list of pairs of integer >= 0 and number >= 0", "unset", "1"),
         ("algorithm.loss", "table of name and args", '{ name = "ppo_clip" }', None),

@@ -313,6 +313,7 @@ OPTIMIZERS = "train/test_optimizers.py"
 KEYS, STARTS, PARALLEL = "train/test_keys.py", "train/test_adapter_and_sft_keys.py", "train/test_parallel.py"
 ACTOR = f"{KEYS}::test_a_key_moves_the_weights_as_the_plain_trainer_does"
 CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does"
+REASONS = "run/test_api_reasoning.py"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
 ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train/test_experience.py"
 PROGRAMS = "harness/test_programs.py"
@@ -399,7 +400,9 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.workers": "rollout/test_workers.py::test_the_same_seeds_give_the_same_groups_for_any_number_of_workers",
     "RolloutConfig.worker_timeout": "rollout/test_workers.py::test_a_worker_that_is_not_heard_of_counts_as_dead",
     "RolloutConfig.worker_respawns": "rollout/test_workers.py::test_with_no_worker_left_the_run_ends_with_a_typed_error",
+    "ModelConfig.chat_template": "run/test_chat_template.py::test_a_name_or_a_file_makes_tools_usable",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
+    "ModelConfig.threads": "test_processor.py::test_the_threads_of_a_run",
     "ModelConfig.dtype": f"{RANKS}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",
     "ModelConfig.activation_checkpointing": f"{PARALLEL}::test_activation_checkpointing_keeps_less",
     "ModelConfig.shard_gradients": "train/test_ranks.py::test_gradients_sharded_after_every_micro_batch_are_the_same_and_take_a_ranks_share",  # noqa: E501
@@ -517,6 +520,8 @@ ELSEWHERE: dict[str, str] = {
         f"ApiConfig.{key}": f"{API}::test_every_key_of_the_api_section_is_kept_at_the_server"
         for key in ("base", "concurrency", "timeout", "retries", "max_wait", "usd_per_million")
     },
+    "ApiConfig.args": f"{REASONS}::test_the_preflight_asks_with_the_parameters_of_the_run",
+    "JudgeConfig.args": f"{REASONS}::test_a_judge_has_arguments_too_and_is_asked_with_them_before_a_run",
     "JudgeConfig.api_base": f"{JUDGE}::test_a_verdict_becomes_a_value_with_its_reason",
     "JudgeConfig.cache": f"{JUDGE}::test_the_cache_on_disk_is_keyed_by_content",
     "JudgeConfig.calls": f"{JUDGE}::test_a_budget_in_calls",

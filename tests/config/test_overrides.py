@@ -46,7 +46,7 @@ def test_the_quickstarts_model_is_replaced_as_its_page_says() -> None:
     assert (config.model.path, config.model.init) == ("some/model", None)
     assert config.sft is not None and config.optim.lr == 1e-3, "only the model is another one"
     bare = load_config(QUICKSTART, ["model.path=some/model", "~sft", "~optim", "~model.dtype"])
-    assert (bare.sft, bare.optim.lr, bare.optim.betas, bare.model.dtype) == (None, None, (0.9, 0.999), None)
+    assert (bare.sft, bare.optim.lr, bare.optim.betas, bare.model.dtype) == (None, None, (0.9, 0.999), "auto")
 
 
 def test_alternatives_replace_one_another_in_a_config_above_its_base_too(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_false_or_unset_alternatives_replace_nothing(tmp_path: Path) -> None:
         (['env.params."a.b"=1', "~env.params.'a.b'"], lambda c: "a.b" not in c.env.params and "calls" in c.env.params),
         (['env.params.x=a="b.c"'], lambda c: c.env.params["x"] == 'a="b.c"'),
         (["stop_at_success=false"], lambda c: c.stop_at_success is None),
-        (["model.dtype=false"], lambda c: c.model.dtype is None),
+        (["~model.dtype"], lambda c: c.model.dtype == "auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -1,18 +1,23 @@
-"""Sampled texts fit `pattern`, sampled numbers `multipleOf`."""
+"""Sampled values fit their schema: patterns, bounds, lengths, unique items, names of keys, references."""
 
 from __future__ import annotations
 
 import re
+from enum import Enum
+from typing import Annotated, Any
 
 import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field, TypeAdapter
 
 from agentrl.env.patterns import Unsupported, sample_pattern
 from agentrl.env.sample import sample_value
+from agentrl.render.schema_values import typed_value
 
+RNG = np.random.default_rng(0)
 PATTERNS = [
     r"^[A-Z]{2}\d{4}$", r"^\d{4}-\d{2}-\d{2}$", r"^(red|green)-[a-f0-9]+$", r"^\S+@\w+\.(com|org)$", r"^[^/\\]+$",
     r"^#?\w{3,5}$", r"[0-9]+(\.[0-9]+)?", r"^.{3}$", r"^\D\W$", r"^a*b+?c?$", r"^$", r"^é+$",
@@ -41,3 +46,45 @@ def test_what_it_cannot_make_it_says(pattern: str) -> None:
     with pytest.raises(Unsupported):
         sample_pattern(pattern, np.random.default_rng(0))
     assert isinstance(sample_value({"type": "string", "pattern": pattern}, np.random.default_rng(0), {}), str)
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+FITTING = [
+    dict[Color, int], Annotated[set[int], Field(min_length=3)], Annotated[dict[str, int], Field(min_length=2, max_length=3)],
+    Annotated[float, Field(multiple_of=0.01)], Annotated[float, Field(gt=0, lt=1e-7)], Annotated[int, Field(ge=10**19)],
+    Annotated[int, Field(gt=3, ge=5, lt=7)], Annotated[float, Field(ge=1e300)], Annotated[int, Field(le=-(10**30))],
+    tuple[int, str], Annotated[list[int], Field(min_length=2, max_length=2)], Annotated[str, Field(min_length=0, max_length=0)],
+    dict[str, dict[Color, Annotated[set[bool], Field(min_length=1)]]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hint", FITTING, ids=str)
+def test_what_typed_signatures_declare_is_met(hint: Any) -> None:
+    schema = TypeAdapter(hint).json_schema()
+    for seed in range(100):
+        jsonschema.validate(sample_value(schema, np.random.default_rng(seed), schema), schema)
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/one~1two"}, "b": {"$ref": "#/$defs/50%25"}, "c": {"$ref": "#/anyOf/0/properties/c"},
+                   "d": {"$ref": "#named"}, "e": {"$ref": "#/$defs/t~0t"}},
+    "required": ["a", "b", "c", "d", "e"],
+    "$defs": {"one/two": {"type": "boolean"}, "50%": {"type": "null"}, "t~t": {"const": 7},
+              "x": {"$anchor": "named", "enum": ["n"]}},
+}  # fmt: skip
+
+
+def test_references_point_as_json_pointers_do() -> None:
+    schema = {**REFERRING, "anyOf": [{"properties": {"c": {"enum": [0.5]}}}]}
+    part = {name: sample_value(one, RNG, schema) for name, one in REFERRING["properties"].items()}
+    assert isinstance(part.pop("a"), bool) and part == {"b": None, "c": 0.5, "d": "n", "e": 7}
+    # The reader of untyped values follows the same references.
+    assert typed_value("true", {"$ref": "#/$defs/one~1two"}, schema) is True
+    assert (
+        typed_value("null", {"$ref": "#/$defs/50%25"}, schema) is None and typed_value("7", {"$ref": "#/$defs/t~0t"}, schema) == 7
+    )

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from render_tokenizers import build_tokenizer
 
+from agentrl.render.chat_templates import CHAT_TEMPLATES, TURN_TOKENS
+
 ROOT = Path(os.environ.get("AGENTRL_TEMPLATES") or Path(sys.prefix) / "templates")
 SOURCES = {
     "trl": "trl/chat_templates",
@@ -49,6 +51,10 @@ class Real:
     system: bool = True
     bos: str | None = None
     eos: str | None = None
+
+    @property
+    def text(self) -> str:
+        return CHAT_TEMPLATES[self.file] if self.source == "agentrl" else self.path.read_text(encoding="utf-8")
 
     @property
     def path(self) -> Path:
@@ -115,6 +121,13 @@ REAL = [
     Real("LFM2.5 8B", "llama.cpp", "LFM2.5-8B-A1B", "lfm2", key="thinking", reasoning="kept", talks=True, letters=True, **_LFM),
 ]  # fmt: skip
 
+OURS = [
+    Real(name, "agentrl", name, "llama_json" if name == "llama3" else "hermes", key=_KEY, reasoning="always",
+         talks=name != "llama3", bos="<bos>", eos=TURN_TOKENS[name][-1])
+    for name in CHAT_TEMPLATES
+]  # fmt: skip
+"""Those that `model.chat_template` knows by name."""
+
 _TOKEN = re.compile(
     r"<\|[^|<>{}'\"\s]{1,40}\|>|<\|[a-z_\"]{1,20}>|<[a-z_]{1,20}\|>|<\|\"\|>|<｜[^｜<>]{1,40}｜>|\[/?[A-Z_]{2,24}\]|"
     r"</?(?:start_of_turn|end_of_turn|bos|eos|s|think|tool_call|tool_response|arg_key|arg_value)>|\[gMASK\]|<sop>"
@@ -123,8 +136,8 @@ _TOKEN = re.compile(
 
 def tokenizer_of(real: Real, shown: bool = True):
     """A tokenizer with the control tokens that the template writes; `shown`: it is made to show tools if it does not."""
-    template = real.path.read_text(encoding="utf-8")
+    template = real.text
     if shown and real.hides_tools:
         template = "{{ tools | tojson if tools else '' }}" + template
-    names = {*_TOKEN.findall(template), *filter(None, (real.bos, real.eos))}
+    names = {*TURN_TOKENS.get(real.file, ()), *_TOKEN.findall(template), *filter(None, (real.bos, real.eos))}
     return build_tokenizer(sorted(names), template, bos=real.bos, eos=real.eos)

@@ -58,13 +58,29 @@ def test_which_syntaxes_tell_prose_before_the_turn_is_over():
 @given(data=st.data(), thinking=st.booleans())
 def test_what_is_told_is_the_beginning_of_the_content(name, data, thinking):
     """For every syntax, cut anywhere: with reasoning, calls, broken calls, and what only looks like one."""
-    (mark, *_), frame = SYNTAXES[name].opens, Marks("<think>", "</think>")
-    pieces = [mark, mark[:-1], mark[1:], "<think>", "</think>", "a", "b c", " ", "\n", "{", '"name"', "[]", "</tool_call>", "<t"]
+    (mark, *others), frame = SYNTAXES[name].opens, Marks("<think>", "</think>")
+    pieces = [
+        mark,
+        *others,
+        mark[:-1],
+        mark[1:],
+        "<think>",
+        "</think>",
+        "a",
+        "b c",
+        " ",
+        "\n",
+        "{",
+        '"name"',
+        "[]",
+        "</tool_call>",
+        "<t",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=9)))
     parser = PARSERS[name]
     parse = parser.bind(()) if isinstance(parser, ForTools) else parser
     content, _ = parse(frame.split(frame.open + text if thinking else text)[1])
-    reader, told = ProseReader(Characters(), (frame.open, frame.close), [mark], thinking=thinking), ""
+    reader, told = ProseReader(Characters(), (frame.open, frame.close), [mark, *others], thinking=thinking), ""
     for char in text:
         told += reader.read([ord(char)])
         assert content.startswith(told), (text, told, content)

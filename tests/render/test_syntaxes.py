@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.render.parsers import SYNTAXES, ForTools, syntax_asked, syntax_of
+from agentrl.trajectory import ToolCall
 
 quick = settings(max_examples=20, deadline=None)
 KINDS = {"s": "string", "n": "integer", "b": "boolean", "l": "array", "o": "object"}
@@ -171,9 +172,23 @@ BROKEN = [
     ("function_gemma", "<start_function_call>call:get{s:<escape>a}<end_function_call>", "at the end of a string"),
     ("lfm2", "<|tool_call_start|>[get(7)]<|tool_call_end|>", "without a name"),
     ("lfm2", "<|tool_call_start|>[get(s={1, 2})]<|tool_call_end|>", "not JSON"),
-    ("lfm2", "<|tool_call_start|>[get(n=1e999)]<|tool_call_end|>", "not JSON"),
+    ("lfm2", "<|tool_call_start|>[get(n=1e999)]<|tool_call_end|>", "range of a double"),
     ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", "empty list"),
-    ("pythonic", "[get(n=__import__('os'))]", "malformed"),
+    ("pythonic", "[get(n=__import__('os'))]", "expected a string"),
+    ("pythonic", "[get(n=celsius)]", "expected a string"),
+    ("pythonic", "[get(s='a', s='b')]", "given twice"),
+    ("pythonic", "[get(s='a' n=1)]", "expected ')'"),
+    ("pythonic", "[get(s=f'{1}')]", "expected a string"),
+    ("pythonic", "[get(l=" + "[" * 90 + "]" * 90 + ")]", "nested too deep"),
+    ("pythonic", "[get(s='\\x')]", "broken escape"),
+    ("llama_json", "<|python_tag|>get(n=7)", "after <|python_tag|>"),
+    ("qwen_xml", "<function=get><parameter=n>7</parameter>", "no </function>"),
+    (
+        "qwen_xml",
+        "<tool_call><function=get><parameter=s>a<parameter=n>7</parameter></function></tool_call>",
+        "no </parameter> after the value of 's'",
+    ),
+    ("granite", "<tool_call>[{]", "not valid JSON"),
     ("olmo", "<function_calls>get(</function_calls>", "Python"),
     ("harmony", "<|channel|>commentary to=functions.get<|message|>{oops}<|call|>", "not valid JSON"),
     ("harmony", "<|channel|>commentary to=python<|message|>1+1<|call|>", "not functions.NAME"),
@@ -187,6 +202,89 @@ def test_each_malformation_is_named(name, text, reason):
     assert call.arguments is None and content == ""
     assert any(part in (call.error or "") for part in reason.split("|")), call.error
     assert "".join(call.raw.split()) in "".join(text.split())
+
+
+READ = [
+    # Names and values that Python's own parser refuses.
+    ("pythonic", "[get(from='EUR', class=7, month=07)]", "", [("get", {"from": "EUR", "class": 7, "month": 7})]),
+    ("pythonic", "[get-it(city-name='Oslo'), a/b.c(x=.5)]", "", [("get-it", {"city-name": "Oslo"}), ("a/b.c", {"x": 0.5})]),
+    ("pythonic", "[get(**{'a b': 1}, s='x')]", "", [("get", {"a b": 1, "s": "x"})]),
+    ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>", "", [("get", {"n": 7})]),
+    ("pythonic", "I look.<|python_start|>[get(n=7)]<|python_end|>", "I look.", [("get", {"n": 7})]),
+    ("pythonic", "[get(s='a' 'b', l=(1, 2,), o={'k': [True, null]}, n=(-7),)]", "", [
+        ("get", {"s": "ab", "l": [1, 2], "o": {"k": [True, None]}, "n": -7})]),
+    ("pythonic", "[get(s=r'\\d', l=['\\u00e9\\t', 'it\\'s', \"\"\"two\nlines\"\"\"])]", "", [
+        ("get", {"s": "\\d", "l": ["\u00e9\t", "it's", "two\nlines"]})]),
+    # A line break within a string is no end of a call, and one between calls is.
+    ("olmo", "<function_calls>\nget(s='a\nb, c')\nget(n=7)\n</function_calls>", "", [
+        ("get", {"s": "a\nb, c"}), ("get", {"n": 7})]),
+    ("lfm2", "<|tool_call_start|>[get(s='a\nb')]<|tool_call_end|>", "", [("get", {"s": "a\nb"})]),
+    # Text before, and marks that the servers do not ask for.
+    ("llama_json", 'Sure.<|python_tag|>{"name": "get", "parameters": {"n": 7}}', "Sure.", [("get", {"n": 7})]),
+    ("llama_json", '<|python_start|>{"name": "get", "parameters": {}}<|python_end|>', "", [("get", {})]),
+    ("llama_json", '<|python_start|>I look.<|python_end|>{"name": "get", "parameters": {}}', "I look.", [("get", {})]),
+    ("qwen_xml", "I look.\n<function=get>\n<parameter=n>\n7\n</parameter>\n</function>", "I look.", [("get", {"n": 7})]),
+    ("qwen_xml", "<function=get></function>\n</tool_call>", "", [("get", {})]),
+    ("granite", '<tool_call>[{"name": "get", "arguments": {"n": 7}}]', "", [("get", {"n": 7})]),
+    ("granite", 'I look. <tool_call> {"name": "get", "arguments": {}} </tool_call>', "I look.", [("get", {})]),
+    ("gemma", '<|tool_call>call:get{ s: <|"|>a<|"|> , l: [ 1, <|"|>b<|"|> ], o: { k: {} } }<tool_call|>', "", [
+        ("get", {"s": "a", "l": [1, "b"], "o": {"k": {}}})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "said", "calls"), READ)
+def test_what_a_server_reads_is_read(name, text, said, calls):
+    content, found = read(name, text)
+    assert [(call.name, call.arguments, call.error) for call in found] == [(*call, None) for call in calls]
+    assert content == said
+
+
+CLOSES = {
+    "hermes": "</tool_call>", "qwen_xml": "</tool_call>", "glm": "</tool_call>",
+    "phi": "<|/tool_call|>", "granite": "<|/tool_call|>",
+    "gemma": "<tool_call|>", "function_gemma": "<end_function_call>", "lfm2": "<|tool_call_end|>", "olmo": "</function_calls>",
+    "deepseek": "<｜tool▁call▁end｜>", "deepseek_dsml": "</｜DSML｜function_calls>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CLOSES))
+def test_a_call_that_lost_its_opening_mark_is_no_answer(name):
+    """As prose it would end the episode, and the policy would never learn why."""
+    close = CLOSES[name]
+    content, (call,) = read(name, f"call of get {close} after")
+    assert (content, call.arguments, call.raw) == ("call of get  after", None, close) and "without the mark" in call.error
+    good = WRITE[name]([("get", {"n": 7})])
+    _, calls = read(name, f"{good}get{close}{good}")
+    assert [one.arguments for one in calls] == [{"n": 7}, None, {"n": 7}], "and takes no other call with it"
+
+
+names = st.text(st.sampled_from("abcXYZ019_-/.:"), min_size=1, max_size=12) | st.sampled_from(
+    ["from", "class", "lambda", "None", "if"]
+)
+texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\"'\\\n,()[]{}="), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(-1e6, 1e6) | texts,
+    lambda value: st.lists(value, max_size=2) | st.dictionaries(texts, value, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, syntax in SYNTAXES.items() if syntax.write))
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            names.filter(lambda name: not name[0].isdigit()), st.dictionaries(names | texts.filter(bool), values, max_size=3)
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_what_is_written_is_read(name, calls):
+    """Every name that a tool may have, every argument and every value; but for the syntax's own marks, which end a call."""
+    written = SYNTAXES[name].write([ToolCall(*call) for call in calls])
+    content, found = read(name, written)
+    assert content == "" and [(call.name, call.arguments) for call in found] == calls
 
 
 def test_a_broken_call_does_not_take_the_next_one_with_it():
@@ -219,8 +317,6 @@ def test_a_written_call_is_recognized(name):
     assert syntax_of(WRITE[name]([("get", {"s": "x"})])).name == name
     written = SYNTAXES[name].write
     if written is not None:
-        from agentrl.trajectory import ToolCall
-
         calls = [ToolCall("get", {"s": "x", "n": 7}), ToolCall("set_it", {})][: 1 if name == "llama_json" else 2]
         assert [(c.name, c.arguments) for c in read(name, written(calls))[1]] == [(c.name, c.arguments) for c in calls]
 

@@ -214,14 +214,17 @@ def test_templates_that_do_not_append_are_refused():
 def test_what_is_wrong_with_a_template_is_said_with_what_to_do():
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     for template, reason in [
-        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*save another chat template"),
-        ("{{ functions.parts.first }}", "a question and its answer cannot be rendered.*'functions' is undefined.*save another"),
-        ("{{ messages[3].content.x }}", "cannot be rendered.*save another"),
+        (plain, r"ends an assistant turn with .*user: .*not a control token.*add_special_tokens.*model.chat_template"),
+        (
+            "{{ functions.parts.first }}",
+            "a question and its answer cannot be rendered.*'functions' is undefined.*model.chat_template",
+        ),
+        ("{{ messages[3].content.x }}", "cannot be rendered.*model.chat_template"),
         (
             {"default": QWEN25, "tool_use": QWEN25},
-            r"has several chat templates \('default', 'tool_use'\): save it with the one to use",
+            r"has several chat templates \('default', 'tool_use'\): write the one to use to a file that model",
         ),
-        (None, "has no chat template; save one with it"),
+        (None, "has no chat template; set model.chat_template to"),
     ]:
         with pytest.raises(ModelError, match=reason):
             make_renderer(build_tokenizer(IM, template))
@@ -238,3 +241,14 @@ def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
         renderer.start([Message("user", "x")], TOOLS)
     for part in ("does not write tool calls in a syntax", "'<|im_end|>'", '<call>{"tool": "probe_tool"', "model.tool_parser"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "function", [{"name": "a>b"}, {"name": "get", "parameters": {"type": "object", "properties": {"x>y": {}}}}]
+)
+def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
+    """Its calls would never be read: the policy could not do right."""
+    template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]
+    renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
+    with pytest.raises(RenderError, match=f"tool '{function['name']}': the syntax 'qwen_xml' cannot write a call of it"):
+        renderer.start([Message("user", "Hello")], [{"type": "function", "function": {"parameters": {}, **function}}])

@@ -73,8 +73,10 @@ def test_a_broken_block_does_not_swallow_the_next_call():
     assert calls[0].arguments is None and calls[1].arguments == {}
 
 
-def test_a_stray_closing_tag_is_prose():
-    assert parse_tool_calls(f"a {CLOSE} b") == (f"a {CLOSE} b", ())
+def test_a_closing_tag_without_an_opening_one_is_a_malformed_call():
+    content, (call,) = parse_tool_calls(f'{{"name": "f", "arguments": {{}}}}{CLOSE} b')
+    assert content == '{"name": "f", "arguments": {}} b' and call.raw == CLOSE
+    assert call.arguments is None and "without the mark that opens a call" in (call.error or "")
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=6), arguments), max_size=3))

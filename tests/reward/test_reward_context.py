@@ -44,7 +44,8 @@ def test_a_function_that_is_not_there(module, target):
 
 def test_every_judge_key_reaches_the_judge():
     changed = {
-        "api_base": "http://127.0.0.1:1/v1", "cache": "verdicts", "calls": 7, "usd": 0.5, "usd_per_million": (1.0, 2.0),
+        "api_base": "http://127.0.0.1:1/v1", "args": {"seed": 1}, "cache": "verdicts", "calls": 7, "usd": 0.5,
+        "usd_per_million": (1.0, 2.0),
         "concurrency": 3, "timeout": 9.0, "retries": 1,
     }  # fmt: skip
     assert set(changed) == set(JudgeConfig.model_fields) - {"engines"}  # who these are: tests/run/test_own_judge.py

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 from reward_episodes import SHELF, call, episode, leaf, spec
 
+from agentrl import litellm_calls
 from agentrl.config.schema import JudgeConfig
 from agentrl.errors import JudgeBudgetError, RewardSpecError
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.context import judge_settings
-from agentrl.reward.judge import Judge, load
+from agentrl.reward.judge import Judge
 from agentrl.reward.judge.client import VerdictRequest
 from tests.rollout.loopback import LoopbackServer
 
@@ -351,6 +352,6 @@ def test_offline_scoring_asks_the_judge_once_for_equal_episodes(server, tmp_path
 @pytest.mark.parametrize("before", [None, "mine"])
 def test_the_import_of_litellm_reads_its_own_prices_and_leaves_the_environment(before, monkeypatch):
     name, seen = "LITELLM_LOCAL_MODEL_COST_MAP", []
-    monkeypatch.setattr(load.importlib, "import_module", lambda _: seen.append(os.environ[name]) or SimpleNamespace())
+    monkeypatch.setattr(litellm_calls.importlib, "import_module", lambda _: seen.append(os.environ[name]) or SimpleNamespace())
     monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
-    assert load.load_litellm().suppress_debug_info is True and seen == ["True"] and os.environ.get(name) == before
+    assert litellm_calls.load_litellm().suppress_debug_info is True and seen == ["True"] and os.environ.get(name) == before

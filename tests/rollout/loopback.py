@@ -67,7 +67,7 @@ class Loopback(LoopbackServer):
         if isinstance(answer, dict) and "status" in answer:
             status, headers = answer["status"], answer.get("headers", {})
             time.sleep(answer.get("sleep", 0.0))
-            reply: dict[str, Any] = {"error": {"message": "not now", "type": "x", "code": status}}
+            reply: dict[str, Any] = {"error": {"message": answer.get("message", "not now"), "type": "x", "code": status}}
         else:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
             reply = completion(message, body, self.usage)

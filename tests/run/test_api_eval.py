@@ -25,7 +25,6 @@ from agentrl.env.users import ModelUser
 from agentrl.errors import ConfigError, EngineError, ResourceError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
-from agentrl.run.checks.preflight import ANSWER_TOKENS
 from agentrl.run.display import Display
 from agentrl.run.engines import make_api_engine
 from agentrl.run.rollout import RolloutRequest, run_rollout
@@ -339,7 +338,7 @@ def test_a_judge_is_asked_once_for_a_few_tokens(tmp_path: Path, answer: Any, kin
         else:
             with pytest.raises(kind, match=says):
                 preflight(config)
-        assert [body["max_tokens"] for body in server.requests] == [ANSWER_TOKENS] and len(server.requests) == 1
+        assert [body["max_tokens"] for body in server.requests] == [512]  # as many as a verdict may have
 
 
 def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_path: Path) -> None:
@@ -416,7 +415,7 @@ def test_the_model_that_plays_the_user_is_asked_once_before_a_run(
             assert main([*args, f"api.base={policy.url}"]) == 2
             assert [body["model"] for body in policy.requests] == ["x"]
         asked = server.requests[before:]
-        assert [(body["model"], body["max_tokens"]) for body in asked] == [("u", ANSWER_TOKENS)]
+        assert [(body["model"], body["temperature"]) for body in asked] == [("u", 0.0)]
     assert re.search(says, " ".join(capsys.readouterr().err.split()))
 
 

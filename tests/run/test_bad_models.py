@@ -120,11 +120,11 @@ LAYER, HEAD = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_p
 FAULTS: dict[str, tuple[Change, list[str]]] = {
     "a broken template": (
         lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
-        ["the chat template refused the messages", "save another chat template"],
+        ["the chat template refused the messages", "model.chat_template"],
     ),
     "no template": (
         lambda folder: (folder / "chat_template.jinja").unlink(),
-        ["no chat template", "instruction-tuned", "CHATML_TEMPLATE"],
+        ["no chat template", "instruction-tuned", "model.chat_template"],
     ),
     "more tokens than rows": (
         more_tokens,

@@ -131,7 +131,7 @@ def test_an_environment_without_gold_is_said_and_not_refused(
 ) -> None:
     import agentrl.run.checks.reward as module
 
-    def without(build: Any, seed: int) -> Any:
+    def without(build: Any, seed: int, split: str) -> Any:
         raise NotImplementedError("key_value has no scripted gold policy")
 
     monkeypatch.setattr(module, "gold_episode", without)

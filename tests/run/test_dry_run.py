@@ -17,7 +17,8 @@ from agentrl.cluster.devices import planned_elsewhere
 from agentrl.cluster.runtime import stop_ray
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ModelError
-from agentrl.run.dry_run import GIB, Peak, RolePlacement, advice, dry_run, environments, memory_of, peaks, waiting
+from agentrl.run.dry_run import dry_run, environments
+from agentrl.run.memory import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
 from agentrl.train import by_size
 from agentrl.train.memory import RoleMemory
 

@@ -6,6 +6,7 @@ Three nodes of eight each; that the head node may have none is in test_devices.p
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,8 +25,10 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.errors import ConfigError, ResourceError
 from agentrl.run import judges as judges_of_run
 from agentrl.run import placement
+from agentrl.run.checks import capacity
 from agentrl.run.checks.placement import check_placement
 from agentrl.run.engines import make_engine
+from agentrl.train.shapes import SHAPES
 from tests.conftest import proof
 from tests.run.stand_ins import IdleActor, IdleReplica
 
@@ -61,31 +64,16 @@ def address() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders with a config.json of the models' real sizes, and nothing else, by the last part of their hub names."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
-
     folder = tmp_path_factory.mktemp("architectures")
-    common = {"vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
-    dense = {
-        "Qwen3-0.6B": (1024, 3072, 28, 16, True),
-        "Qwen3-1.7B": (2048, 6144, 28, 16, True),
-        "Qwen3-4B-Instruct-2507": (2560, 9728, 36, 32, True),
-        "Qwen3-8B": (4096, 12_288, 36, 32, False),
-    }
-    for name, (hidden, mlp, layers, heads, tied) in dense.items():
-        Qwen3Config(
-            hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-            tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"], **common,
-        ).save_pretrained(folder / name)  # fmt: skip
-    Qwen3MoeConfig(
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, architectures=["Qwen3MoeForCausalLM"], **common,
-    ).save_pretrained(folder / "Qwen3-30B-A3B-Instruct-2507")  # fmt: skip
+    for name, shape in SHAPES.items():
+        (folder / name.rpartition("/")[2]).mkdir()
+        (folder / name.rpartition("/")[2] / "config.json").write_text(json.dumps(shape))
     return {path.name: str(path) for path in folder.iterdir()}
 
 
-def overrides(name: str, address: str, models: dict[str, str]) -> list[str]:
+def overrides(name: str | Path, address: str, models: dict[str, str]) -> list[str]:
     """The cluster and the model's folder in the place of its hub name."""
-    config = load_config(GPU / f"{name}.toml")
+    config = load_config(name if isinstance(name, Path) else GPU / f"{name}.toml", find=find_config)
     path = models[str(config.model.path).rpartition("/")[2]]
     return [f"model.path={path}", *([f"cluster.address={address}"] if config.cluster.backend == "ray" else [])]
 
@@ -141,6 +129,26 @@ def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: d
     training, sampling = started(load_config(GPU / "colocated_8.toml", [*overrides("colocated_8", address, models), *two]))
     assert [cards for _, cards in training] == ["0", "1"] and [cards for _, cards in sampling] == ["0,1"]
     assert len({node for node, _ in training + sampling}) == 1
+
+
+STARTED = {"gpu/one_gpu_vllm": 1, "gpu/lora_one_gpu_vllm": 1, "gpu/colocated_8": 8, "gpu/moe_8": 8, "gpu/async_2x8": 16,
+           "gpu/multi_node": 24, "recipes/qwen3_4b": 8, "recipes/qwen3_8b": 8, "recipes/qwen3_30b_a3b": 8}  # fmt: skip
+"""Configs on vLLM, and the cards that they use; `gpu/split_4_4` is started above."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[proof] if cards > 1 else []) for name, cards in STARTED.items()])
+def test_a_config_on_vllm_starts_its_processes_each_on_its_cards(
+    name: str, address: str, models: dict[str, str], idle: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the checks of a start, with processes in the place of actors and replicas that do nothing."""
+    monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)
+    file = ROOT / "configs" / f"{name}.toml"
+    given = overrides(file, address, models)
+    check_placement(load_config(file, given, find=find_config), "vllm")
+    capacity.check_capacity(load_config(file, given, find=find_config))
+    training, sampling = started(load_config(file, given, find=find_config))
+    used = {(node, card) for node, cards in [*training, *sampling] for card in cards.split(",")}
+    assert len(used) == STARTED[name]
 
 
 def test_the_other_roles_are_with_the_actors_or_in_their_pool(address: str, models: dict[str, str]) -> None:
@@ -236,6 +244,8 @@ EIGHT = "0 1 2 3 4 5 6 7"
 LOCATIONS = {
     "one_gpu": [],  # in the driver's process
     "lora_one_gpu": [],
+    "one_gpu_vllm": [("actor", "0", 0, "0"), ("rollout", "0", 0, "0")],
+    "lora_one_gpu_vllm": [("actor", "0", 0, "0"), ("rollout", "0", 0, "0")],
     "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
     "async_2x8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-7", 1, EIGHT)],
     "multi_node": [("actor", "0-7", 0, EIGHT), ("actor", "8-15", 1, EIGHT), ("rollout", "0-7", 2, EIGHT)],

@@ -55,8 +55,11 @@ NO_TOOLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (NO_TOOLS, r"ignores tools \(it ends a turn with '<\|im_end\|>'\).*model\.tool_parser.*save a chat template for tools"),
-        (None, "has no chat template; save one with it"),
+        (
+            NO_TOOLS,
+            r"ignores tools \(it ends a turn with '<\|im_end\|>'\).*set model\.chat_template to \"hermes\".*model\.tool_parser",
+        ),
+        (None, 'has no chat template.*model\\.chat_template to "hermes"'),
     ],
 )
 def test_a_template_without_tools_is_refused_before_a_run(tmp_path: Path, template: str | None, reason: str) -> None:

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from agentrl.tool import Hidden, Toolbox, tool
+from agentrl.tool.schema import read_signature
 from agentrl.trajectory import ToolCall
 
 
@@ -228,3 +229,12 @@ def test_what_has_no_schema_is_refused_when_the_tool_is_made_ready() -> None:
         Toolbox([tool(name="a")(lambda: 1), tool(name="a")(lambda: 2)])
     with pytest.raises(TypeError):
         tool(timout=3)(bare)
+
+
+def test_a_default_keeps_its_keys():
+    """A default is data: its key "title" is no title of a schema."""
+
+    def book(data: dict[str, str] = {"title": "Emma", "by": "Austen"}) -> None:  # noqa: B006
+        """Keep a book."""
+
+    assert read_signature(book, method=False).parameters["properties"]["data"]["default"] == {"title": "Emma", "by": "Austen"}

@@ -20,9 +20,9 @@ from tests.publishing import weights_of as weights
 PLAIN = AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce"))
 
 
-def start(tiny: str, **optim: object) -> WorkerGroup[Actor]:
+def start(tiny: str, model: ModelConfig | None = None, **optim: object) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline", world_size=1)
-    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
+    group.run(Actor.init_model, tiny, model or ModelConfig(), toy_optim(**optim))
     return group
 
 
@@ -188,12 +188,17 @@ def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(t
     assert same(before, weights(group)) and metrics["lr"] > 0
 
 
-def test_a_rank_computes_in_one_thread_where_nobody_says_how_many(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_in_as_many_threads_as_it_is_given_or_as_is_said_or_in_one(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = torch.get_num_threads()
     try:
-        for said, wanted in (("2", 2), (None, 1)):
+        for said, given, wanted in (("2", "auto", 2), (None, "auto", 1), ("2", 3, 3)):
             monkeypatch.delenv("OMP_NUM_THREADS") if said is None else monkeypatch.setenv("OMP_NUM_THREADS", said)
-            start(tiny)
+            group = start(tiny, ModelConfig(threads=given))  # type: ignore[arg-type]
+            assert torch.get_num_threads() == wanted
+            torch.set_num_threads(4)  # as another thread may have it, which calls next
+            group.run(Actor.drop_gradients)
             assert torch.get_num_threads() == wanted
     finally:
         torch.set_num_threads(before)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +22,23 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from agentrl.backends.calls import Calls
-from agentrl.backends.endpoint.ask import numbered, seen
+from agentrl.backends.endpoint.ask import numbered
 from agentrl.backends.endpoint.chat import write_message
 from agentrl.config.schema import ApiConfig
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread
+from agentrl.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of
 from agentrl.render.base import Renderer
-from agentrl.render.toolcalls import call_of_api
-from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
 from agentrl.trajectory import Json, Message, ToolCall
+
+log = logging.getLogger(__name__)
 
 
 class Transcript:
     """Numbers for messages, shared by the renderer and the engine of one API model. Equal messages have the same number.
 
+    An entry holds `tools`, or a `message` as it is sent; a sampled one also has the `turn` that the episode knows.
     `on_new` is called with every new one; `entries` are known from the start, by their numbers.
     """
 
@@ -46,6 +49,7 @@ class Transcript:
     ) -> None:
         self._entries: dict[int, dict[str, Json]] = dict(entries or {})
         self._numbers = {_text(entry): number for number, entry in self._entries.items()}
+        self._turns = {_text(entry["turn"]): number for number, entry in self._entries.items() if "turn" in entry}
         self._next = max(self._entries, default=-1) + 1
         self.on_new = on_new
 
@@ -58,7 +62,29 @@ class Transcript:
             self._next += 1
             self._entries[number] = entry
             self.on_new(number, entry)
+        if "turn" in entry:
+            self._turns[_text(entry["turn"])] = number
         return number
+
+    def message(self, message: Message) -> int:
+        """The number of a message of a conversation: of a sampled turn, the entry that has it as it came."""
+        sampled = self._turns.get(_text(asdict(message))) if message.role == "assistant" else None
+        return self.add({"message": _row(message)}) if sampled is None else sampled
+
+    def conversation(self, numbers: Sequence[int]) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+        """The messages and the tools of these numbers. A tool's answer has the id that the model gave its call."""
+        messages: list[dict[str, Json]] = []
+        tools: list[dict[str, Json]] = []
+        ids: dict[Json, Json] = {}
+        for entry in map(self.get, numbers):
+            tools = entry.get("tools", tools)
+            if (row := entry.get("message")) is None:
+                continue
+            for own, came in zip(entry.get("turn", {}).get("tool_calls", ()), row.get("tool_calls", ()), strict=False):
+                ids[own["id"]] = came["id"]
+            answered = row.get("tool_call_id")
+            messages.append({**row, "tool_call_id": ids[answered]} if answered in ids else row)
+        return messages, tools
 
     def get(self, number: int) -> dict[str, Json]:
         """Raises EngineError for an id that is not in this transcript."""
@@ -83,12 +109,12 @@ class ApiRenderer(Renderer):
 
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         head = self._transcript.add({"tools": [dict(tool) for tool in tools]})
-        return [head, *(self._transcript.add({"message": _row(message)}) for message in messages)]
+        return [head, *map(self._transcript.message, messages)]
 
     def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
         if any(message.role == "assistant" for message in messages):
             raise RenderError("an assistant turn is sampled, never appended as a message")
-        return [self._transcript.add({"message": _row(message)}) for message in messages]
+        return list(map(self._transcript.message, messages))
 
     def parse(self, token_ids: Sequence[int], finish: str) -> Message:
         if not token_ids:
@@ -120,12 +146,14 @@ class LiteLlmEngine(Engine):
         if importlib.util.find_spec("litellm") is None:
             raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
         self._model, self._cfg, self._backoff = model, cfg, backoff
-        self._options = {**addressed(cfg.base, "api.base"), **(options or {})}
+        self._options = dict(options or {})
+        self.request([], [], Sampling(max_tokens=1))  # so that an address that none can be made of is refused now
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._transcript = transcript or Transcript()
         self._calls = Calls()
         self._begun: dict[str, float | None] = {}
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
+        self._unheard = False
         self.renderer = ApiRenderer(self._transcript)
 
     async def start(self) -> None:
@@ -137,16 +165,10 @@ class LiteLlmEngine(Engine):
         """One id: the answer's message. Raises EngineError if the API fails after its retries."""
         if sampling.top_k:
             raise EngineError("API models take no top_k")
-        messages: list[dict[str, Json]] = []
-        tools: list[dict[str, Json]] = []
-        for number in token_ids:
-            entry = self._transcript.get(number)
-            tools = entry.get("tools", tools)
-            if "message" in entry:
-                messages.append(entry["message"])
+        messages, tools = self._transcript.conversation(token_ids)
         self._begun[request_key] = None
         try:
-            answer = await self._calls.run(request_key, self._ask(messages, tools, sampling, request_key))
+            answer = await self._calls.run(request_key, self._ask(self.request(messages, tools, sampling), request_key))
         finally:
             self._begun.pop(request_key, None)
         if answer is None:
@@ -174,31 +196,33 @@ class LiteLlmEngine(Engine):
     async def close(self) -> None:
         self._calls.abort_all()
 
-    async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str) -> Any:
-        """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
-        options = {**self._options, **({"tools": tools} if tools else {})}
+    def request(
+        self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
+    ) -> dict[str, Any]:
+        """The keyword arguments of one call of litellm's."""
+        own = {**self._options, **ONCE, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
         if sampling.top_p < 1:
-            options["top_p"] = sampling.top_p
+            own["top_p"] = sampling.top_p
+        where = {"base": self._cfg.base, "base_key": "api.base", "args": self._cfg.args, "args_key": "api.args"}
+        return request_of(self._model, messages, tools=tools, timeout=self._cfg.timeout, **where, **own)
+
+    async def _ask(self, request: dict[str, Any], key: str) -> Any:
+        """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
         for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
                     self._begun[key] = self._begun.get(key) or time.monotonic()
-                    # litellm's own retries are off: they would neither respect `max_wait` nor leave the queue meanwhile.
-                    return await load_litellm().acompletion(
-                        model=self._model,
-                        messages=messages,
-                        temperature=sampling.temperature,
-                        max_tokens=sampling.max_tokens,
-                        timeout=self._cfg.timeout,
-                        num_retries=0,
-                        max_retries=0,
-                        **options,
-                    )
+                    return await load_litellm().acompletion(**request)
             except Exception as problem:  # litellm's errors have no common base class of their own
                 wait = self._wait(problem, attempt)
+                text = " ".join(str(problem).split())[:300]
+                if no_listener(problem):
+                    text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
+                    if not self._unheard:
+                        log.warning("%s: %s; its calls are tried again up to %d times each", self._model, text, self._cfg.retries)
+                    self._unheard = True
                 if wait is None:
-                    text = " ".join(str(problem).split())[:300]
                     raise EngineError(f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)") from problem
                 await asyncio.sleep(wait)
         raise AssertionError("the last attempt returns or raises")
@@ -207,8 +231,7 @@ class LiteLlmEngine(Engine):
         """Seconds until the next attempt; None if none is left or another would not help."""
         import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
-        passing = (openai.RateLimitError, openai.APIConnectionError, openai.InternalServerError)
-        if attempt == self._cfg.retries or not isinstance(problem, passing):
+        if attempt == self._cfg.retries or not passes(problem):
             return None
         wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
         if isinstance(problem, openai.APIStatusError):
@@ -221,9 +244,10 @@ class LiteLlmEngine(Engine):
         if not answer.choices:
             raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
         choice = answer.choices[0]
-        calls = tuple(call_of_api(item, index) for index, item in enumerate(choice.message.tool_calls or []))
-        message = numbered(Message("assistant", choice.message.content or "", calls), turn)
-        number = self._transcript.add({"message": write_message(seen(message, tools=True)), "turn": asdict(message)})
+        content, reasoning, calls = read_answer(choice.message)
+        message = numbered(Message("assistant", content, calls, reasoning=reasoning), turn)
+        row = answer_row(self._model, choice.message, message.tool_calls)
+        number = self._transcript.add({"message": row, "turn": asdict(message)})
         usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
         self._prompt_tokens += usage.prompt_tokens
         self._sampled_tokens += usage.sampled_tokens
@@ -263,7 +287,7 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
 
 def _row(message: Message) -> dict[str, Json]:
     if message.role == "assistant":
-        return write_message(seen(message, tools=True))
+        return write_message(message)
     row: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.role == "tool":
         row["tool_call_id"] = message.tool_call_id

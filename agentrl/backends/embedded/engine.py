@@ -1,9 +1,9 @@
 """The embedded engine: continuous batching with a KV cache in this process, for any causal language model
 whose attention goes through transformers' `AttentionInterface`.
 
-It needs nothing beyond the core dependencies. Steps run on the asyncio loop itself, with one iteration of the
-loop between two steps, so a run whose tools are coroutines without clocks or threads forms the same
-batches every time and samples the same tokens.
+It needs nothing beyond the core dependencies. A pass of a tiny model runs on the asyncio loop itself, with one iteration
+of the loop between two passes; one of any other model runs in a thread, with `ITERATIONS` between two. So a run whose
+tools are coroutines without clocks or threads forms the same batches every time and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import numpy as np
 import torch
 
 from agentrl.backends.embedded.kv_cache import Slots
-from agentrl.backends.embedded.model import EmbeddedModel
-from agentrl.backends.embedded.scheduler import Batcher, Request
+from agentrl.backends.embedded.make import cache_limit
+from agentrl.backends.embedded.model import EmbeddedModel, Writing
+from agentrl.backends.embedded.scheduler import Batcher, Drawn, Request
 from agentrl.backends.embedded.vision import kind_of
 from agentrl.backends.words import Words
 from agentrl.errors import EngineError, PromptTooLongError, ResourceError
-from agentrl.executors import in_thread, own_threads
+from agentrl.executors import in_thread
 from agentrl.images import images_in
+from agentrl.processor import TINY, own_threads, threads_for
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
 from agentrl.weights.target import Adapter, WakeStage, WeightTarget
+
+ITERATIONS = 32
+"""Of the event loop between two passes in a thread. An episode whose tools are coroutines takes fewer from its answer to its next
+request, so that the request is there before the next pass, however long that one takes."""
 
 
 class EmbeddedEngine(Engine, WeightTarget):
@@ -38,9 +44,11 @@ class EmbeddedEngine(Engine, WeightTarget):
         model_path: str,
         *,
         dtype: str | None = None,
+        threads: int | None = None,
         max_slots: int = 256,
         max_context: int | None = None,
-        kv_cache_mib: int = 2048,
+        kv_cache_mib: int | None = None,
+        room: int | None = None,
         step_tokens: int = 2048,
         device: str | None = None,
         trust: bool = False,
@@ -50,25 +58,29 @@ class EmbeddedEngine(Engine, WeightTarget):
     ) -> None:
         """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
         default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
-        cache; it grows on demand. `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
-        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `trust`: code of the
-        model's own may run. `unused`: ids that are never drawn, for want of a token (`unused_ids`).
+        cache, which grows on demand; by default what the weights leave of `room` bytes of a GPU, or a part of host memory.
+        `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
+        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `threads`: of a pass on a
+        CPU, by default as many as the model's size is worth here. `trust`: code of the model's own may run. `unused`: ids that
+        are never drawn, for want of a token (`unused_ids`).
         `router_replay`: note which experts tokens go to, for requests that ask. `cache`: without it each token
         costs a pass over its whole prefix, for families that keep more than keys and values (recompute.py).
         """
         self._path, self._trust, self._unused = model_path, trust, list(unused)
         self._words = Words(model_path, trust=trust)
         self._max_slots, self._max_context = max_slots, max_context
-        self._limit = kv_cache_mib << 20
+        self._kv_cache_mib, self._room = kv_cache_mib, room
         self._step_tokens, self._router_replay = step_tokens, router_replay
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
-        self._cache = cache
+        self._cache, self._threads = cache, threads
         self._model: EmbeddedModel | None = None
         self._batcher: Batcher | None = None
         self._task: asyncio.Task[None] | None = None
         self._under_way: dict[str, Request] = {}
         self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """Held during a pass, and by whoever must not meet one."""
         self._paused = False
         self._unfit: str | None = None
         self._asleep = self._arriving = False
@@ -77,17 +89,20 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def start(self) -> None:
         """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
-        own_threads()
+        own_threads(self._threads)  # the probe below is tiny
         kind = kind_of(self._path, self._cache, self._trust)
         model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
-        cache_tokens = self._limit // model.shape.token_bytes
-        context = self._max_context or min(model.positions, cache_tokens)
-        if context > cache_tokens:
-            raise ResourceError(f"one episode of {context} tokens does not fit in kv_cache_mib = {self._limit >> 20}")
+        weights, token = sum(p.nbytes for p in model.module.parameters()), model.shape.token_bytes
+        limit = cache_limit(self._kv_cache_mib, self._room, weights, token, self._max_context or 1)
+        context = self._max_context or min(model.positions, limit // token)
         if context > model.positions:
             raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
         self._context = context
-        slots = Slots(model.shape, context, self._limit)
+        size = sum(parameter.numel() for parameter in model.module.parameters())
+        # A thread's way there and back takes 0.1 ms, a pass of a tiny model 2 ms and of a real one from 30 ms to seconds.
+        self._apart, self._threads = size > TINY, self._threads or threads_for(size)
+        own_threads(self._threads)
+        slots = Slots(model.shape, context, limit)
         self._model = model
         self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
@@ -102,7 +117,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         return self._words.refusal(sampling)
 
     async def _answer(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
-        batcher = self._ready()
+        self._ready()
         self._check(list(token_ids), sampling)
         prompt = self._started()[1].prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
@@ -118,13 +133,16 @@ class EmbeddedEngine(Engine, WeightTarget):
             stops=self._words.stops(sampling),
             constraint=self._words.constraint(sampling, self._started()[1].vocab),
         )
-        batcher.waiting.append(request)
         self._under_way[request_key] = request
-        self._wake.set()
         try:
+            async with self._turn:
+                batcher = self._ready()
+                batcher.waiting.append(request)
+            self._wake.set()
             return await request.done
         except asyncio.CancelledError:
-            batcher.drop(request)
+            if self._batcher is not None and not self._turn.locked():  # else the end of the pass drops it
+                self._batcher.drop(request)
             raise
         finally:
             if self._under_way.get(request_key) is request:
@@ -136,6 +154,8 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def pause(self) -> None:
         self._paused = True
+        async with self._turn:
+            return  # the pass under way is over
 
     async def resume(self) -> None:
         self._paused = False
@@ -159,13 +179,14 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._unfit = f"weights version {version} were only partly published"
         was_paused, self._paused = self._paused, True
         self._arriving = True
-        batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
-        if not batcher.busy:
-            model.drop_images()
         try:
+            async with self._turn:
+                batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
+                if not batcher.busy:
+                    model.drop_images()
             writing = model.begin_write()
             async for bucket in buckets:
-                writing.add(await in_thread("weights", self._receiver.receive, bucket))
+                await in_thread("weights", _take, self._receiver, bucket, writing)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # the trainer fills the bucket again when the next one is asked for
             writing.arrivals.complete()
@@ -180,17 +201,19 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def adapt(self, version: int, adapter: Adapter) -> None:
         batcher, model = self._awake()
-        model.adapt(adapter)
-        batcher.reset()
-        batcher.version = version
+        async with self._turn:
+            model.adapt(adapter)
+            batcher.reset()
+            batcher.version = version
 
     async def sleep(self) -> None:
         batcher, model = self._started()
-        if batcher.busy:
-            raise EngineError("the engine cannot sleep while requests are under way")
-        batcher.clear()
-        model.unload()
-        self._asleep, self._unfit = True, "the engine sleeps"
+        async with self._turn:
+            if batcher.busy:
+                raise EngineError("the engine cannot sleep while requests are under way")
+            batcher.clear()
+            model.unload()
+            self._asleep, self._unfit = True, "the engine sleeps"
 
     async def wake(self, stage: WakeStage) -> None:
         _, model = self._started()
@@ -201,13 +224,15 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def forget(self) -> None:
         batcher, _ = self._started()
-        batcher.reset()
+        async with self._turn:
+            batcher.reset()
 
     async def abort(self, request_key: str) -> None:
         batcher, _ = self._started()
-        for request in batcher.requests():
-            if request.key == request_key:
-                batcher.finish(request, "abort")
+        async with self._turn:
+            for request in batcher.requests():
+                if request.key == request_key:
+                    batcher.finish(request, "abort")
 
     async def stats(self) -> EngineStats:
         batcher, _ = self._started()
@@ -224,7 +249,8 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
+            async with self._turn:  # a pass in its thread would go on with what is freed here
+                self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._batcher is not None:
             self._fail_all("the engine was closed")
@@ -236,20 +262,31 @@ class EmbeddedEngine(Engine, WeightTarget):
     async def _run(self) -> None:
         batcher, _ = self._started()
         while True:
-            if self._paused or not batcher.busy:
+            async with self._turn:
+                runs = batcher.busy and not self._paused
+                if runs and self._unfit is not None:
+                    self._fail_all(self._unfit)
+                elif runs:
+                    await self._pass(batcher)
+            if not runs:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            if self._unfit is not None:
-                self._fail_all(self._unfit)
-                continue
-            try:
-                batcher.step()
-            except Exception as problem:  # every caller must be told; nothing is swallowed
-                self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
-                batcher.reset()
             # The one place where tools and new requests get to run: without it, they would wait until the batch is done.
-            await asyncio.sleep(0)
+            for _ in range(ITERATIONS if self._apart else 1):
+                await asyncio.sleep(0)
+
+    async def _pass(self, batcher: Batcher) -> None:
+        try:
+            drawn = await in_thread("engine", self._advance, batcher) if self._apart else batcher.advance()
+            batcher.settle(drawn)
+        except Exception as problem:  # every caller must be told; nothing is swallowed
+            self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
+            batcher.reset()
+
+    def _advance(self, batcher: Batcher) -> Drawn:
+        own_threads(self._threads)  # torch's number is that of the thread that sets it
+        return batcher.advance()
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
         batcher, _ = self._started()
@@ -286,6 +323,10 @@ class EmbeddedEngine(Engine, WeightTarget):
             raise EngineError(f"the prompt has token ids outside [0, {model.vocab})")
         if sampling.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def _take(receiver: Receiver, bucket: Bucket, writing: Writing) -> None:
+    writing.add(receiver.receive(bucket))
 
 
 def _stream(seed: int | None) -> np.random.Generator:

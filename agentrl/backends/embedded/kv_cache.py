@@ -79,8 +79,11 @@ class Pool:
         more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
         if more < 1:
             return False
-        old = self.kv
-        self.kv = self._zeros(self.slots + more)
+        old, slots = self.kv, self.slots + more
+        if old.device.type != "cpu" and slots * self.capacity * self.shape.token_bytes > budget_bytes:
+            # Old and new together would exceed the limit, which is all that a GPU has left.
+            old, self.kv = old.cpu(), self._zeros(0)
+        self.kv = self._zeros(slots)
         self.kv[:, :, : old.shape[2]] = old
         self._free = list(range(old.shape[2], self.slots))
         return True

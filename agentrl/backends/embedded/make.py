@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
+
+from agentrl.backends.parameters import positions_of
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import ConfigError, ModelError, ResourceError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
 from agentrl.vision import model_takes_images
 
-KV_CACHE_MIB = 2048
-"""Upper limit of the cache, which grows on demand."""
+TOKEN_ID = 8
+"""Bytes of a token without a cache: its id, in the place of a key and of a value (recompute.py)."""
+HOST_MIB = 4096
+"""Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
 
 
-@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision"})
+@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision", "fills"})
 class EmbeddedMaker(EngineMaker):
     """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
-    families that keep more than keys and values (recurrent layers, convolutions)."""
+    families that keep more than keys and values (recurrent layers, convolutions). `kv_cache_mib`: upper limit of the cache; by
+    default what the run's other roles leave of the GPU, or a part of host memory."""
 
-    def __init__(self, config: TrainConfig, *, cache: bool = True) -> None:
+    def __init__(self, config: TrainConfig, *, cache: bool = True, kv_cache_mib: int | None = None) -> None:
         super().__init__(config)
-        self.cache = cache
+        self.cache, self.kv_cache_mib = cache, kv_cache_mib
 
     @classmethod
     def engine(cls) -> type[Engine]:
@@ -31,6 +37,8 @@ class EmbeddedMaker(EngineMaker):
         return EmbeddedEngine
 
     def check(self) -> None:
+        if self.kv_cache_mib is not None and self.kv_cache_mib < 1:
+            raise ConfigError(f"engine_args.kv_cache_mib = {self.kv_cache_mib}: a cache has at least 1 MiB. Raise or unset it")
         if self.config.rollout.router_replay and not self.cache:
             raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
         if not self.cache:
@@ -54,10 +62,17 @@ class EmbeddedMaker(EngineMaker):
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
         rollout = self.config.rollout
-        cache = min(KV_CACHE_MIB << 20, rollout.max_episodes * rollout.max_episode_tokens * token)
-        return EngineMemory(weights, cache, f"rollout.max_episodes = {rollout.max_episodes}")
+        token = token if self.cache else TOKEN_ID
+        length = min(rollout.max_episode_tokens, _positions(self.config.model) or rollout.max_episode_tokens)
+        limit = cache_limit(self.kv_cache_mib, self.room, weights, token, length)
+        wanted = rollout.max_episodes * rollout.max_episode_tokens * token
+        lower = "rollout.max_episodes" if wanted < limit else "engine_args.kv_cache_mib"
+        value = rollout.max_episodes if wanted < limit else self.kv_cache_mib or limit >> 20
+        return EngineMemory(weights, min(limit, wanted), f"{lower} = {value}")
 
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        import torch
+
         from agentrl.backends.embedded.engine import EmbeddedEngine
 
         rollout = self.config.rollout
@@ -65,15 +80,46 @@ class EmbeddedMaker(EngineMaker):
         # model's positions: an episode whose conversation is rewritten may have more tokens in total than any one prompt.
         return EmbeddedEngine(
             model,
-            dtype=self.config.model.dtype,
+            dtype=self.config.model.computes_in(torch.cuda.is_available()),  # in this process, wherever the actors are
+            threads=self.threads(),
             max_slots=rollout.max_episodes,
             max_context=min(rollout.max_episode_tokens, positions),
-            kv_cache_mib=KV_CACHE_MIB,
+            kv_cache_mib=self.kv_cache_mib,
+            room=self.room,
             trust=self.config.model.trust_remote_code,
             unused=self.unused,
             router_replay=rollout.router_replay,
             cache=self.cache,
         )
+
+
+def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
+    """Bytes that the cache may grow to, for a plan and for the start: `given_mib`, else what the weights leave of `room` bytes
+    of a GPU, else a part of host memory. `token`: bytes of a token; `length`: tokens of one episode.
+
+    Raises ResourceError if it does not hold one episode."""
+    episode = token * length
+    if given_mib is not None:
+        limit, least = given_mib << 20, -(-episode >> 20)
+        problem = f"engine_args.kv_cache_mib = {given_mib}: one episode of {length:,} tokens takes {least:,} MiB"
+        fix = f"Set it to at least {least}, unset it, or lower rollout.max_episode_tokens"
+    elif room is not None:
+        limit = max(room - weights, 0)
+        problem = (
+            f"rollout.max_episode_tokens: one episode of {length:,} tokens takes {episode / (1 << 30):.1f} GiB of the engine's "
+            f"cache, and its weights and the run's other roles leave {limit / (1 << 30):.1f} GiB of the GPU"
+        )
+        fix = 'Lower it, set rollout.colocate = true and model.offload = "idle", or train adapters ([model.lora])'
+    else:
+        return max(episode, min(HOST_MIB << 20, psutil.virtual_memory().total // 4))
+    if limit < episode:
+        raise ResourceError(f"{problem}. {fix}")
+    return limit
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """The longest sequence of the model; None if its config does not say."""
+    return model.init.context if model.path is None and model.init is not None else positions_of(_architecture(model))
 
 
 def _architecture(model: ModelConfig) -> Any:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,8 +80,21 @@ class Request:
         return np.stack(self.experts[start : len(self.tokens) - 1])
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a pass drew for the requests whose prompts are complete; `refused` fits into no cache."""
+
+    ready: Seq[Request] = ()
+    ids: Seq[int] = ()
+    logprobs: Seq[float] = ()
+    refused: Request | None = None
+
+
 class Batcher:
-    """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes."""
+    """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes.
+
+    `advance` may run in a thread; nothing else may be asked for meanwhile.
+    """
 
     def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int, unused: list[int]) -> None:
         """`unused`: ids that are never drawn."""
@@ -114,17 +128,15 @@ class Batcher:
     def requests(self) -> list[Request]:
         return [*self.running, *self.waiting]
 
-    def step(self) -> None:
-        """Admit what fits, run the model once, and sample a token for each request whose prompt is complete."""
+    def advance(self) -> Drawn:
+        """Admit what fits, run the model once, and draw a token for each request whose prompt is complete."""
         began = time.monotonic()
         self._admit()
-        if self.waiting and not self.running:
-            request = self.waiting[0]
-            # Nothing runs, so nothing will free more room: it would wait forever.
-            self.fail(request, EngineError(f"{len(request.tokens)} tokens do not fit in an empty KV cache"))
+        # Nothing runs, so nothing will free more room: it would wait forever.
+        refused = self.waiting[0] if self.waiting and not self.running else None
         work = list(self._schedule())
         if not work:
-            return
+            return Drawn(refused=refused)
         order, plan = _lay_out(work, self._model.device)
         token_ids: list[int] = []
         last: list[int] = []
@@ -144,10 +156,29 @@ class Batcher:
                 sequence.experts += list(experts[:count])
                 experts = experts[count:]
         self.steps += 1
+        ids, logprobs = self._draw(ready, logits) if ready else ([], [])
         for request, _, _ in order:
             request.active_s += time.monotonic() - began
-        if ready:
-            self._sample(ready, logits)
+        return Drawn(ready, ids, logprobs, refused)
+
+    def settle(self, drawn: Drawn) -> None:
+        """Give each request what a pass drew for it, and answer those whose turn is over. Must run on the event loop."""
+        for request in self.requests():
+            if request.done.done():  # its caller went away during the pass
+                self.drop(request)
+        if drawn.refused is not None:
+            self.fail(drawn.refused, EngineError(f"{len(drawn.refused.tokens)} tokens do not fit in an empty KV cache"))
+        for request, token, logprob in zip(drawn.ready, drawn.ids, drawn.logprobs, strict=True):
+            if request.done.done():
+                continue
+            if not math.isfinite(logprob):
+                # The cache now holds NaN, which would spread to every sequence that gets the slot; `reset` wipes it.
+                self._poisoned = True
+                self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
+                continue
+            if (reason := request.add(token, logprob, self.version)) is not None:
+                self.finish(request, reason)
+        self.sampled_tokens += len(drawn.ready)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """Answer a request with what it sampled and keep its cache for the episode's next turn."""
@@ -306,7 +337,8 @@ class Batcher:
         self._index.remove(sequence)
         self._slots.free(sequence)
 
-    def _sample(self, ready: list[Request], logits: torch.Tensor) -> None:
+    def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """A token for each request, and its log probability."""
         device = logits.device
         options = [request.sampling for request in ready]
         # A request's own numbers, by position: what it samples does not depend on who shares the step, nor on being sent back.
@@ -320,15 +352,7 @@ class Batcher:
             self._unused,
             self._fitting(ready, logits),
         )
-        for request, token, logprob in zip(ready, ids.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
-                # The cache now holds NaN, which would spread to every sequence that gets the slot; `reset` wipes it.
-                self._poisoned = True
-                self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
-                continue
-            if (reason := request.add(token, logprob, self.version)) is not None:
-                self.finish(request, reason)
-        self.sampled_tokens += len(ready)
+        return ids.tolist(), logprobs.tolist()
 
     def _fitting(self, ready: list[Request], logits: torch.Tensor) -> torch.Tensor | None:
         """Mask [B, V] of what the requests' grammars take; None if none has a grammar."""

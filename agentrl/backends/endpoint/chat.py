@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +27,7 @@ from agentrl.backends.endpoint.fields import COMMON, typed
 from agentrl.backends.endpoint.live import Live
 from agentrl.backends.endpoint.session import Answer
 from agentrl.backends.endpoint.wire import Decode, Exchange, Wire, event
+from agentrl.render.toolcalls import write_call
 from agentrl.trajectory import Json, Message
 
 _KNOWN = {
@@ -84,14 +84,7 @@ def write_message(message: Message) -> dict[str, Json]:
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        row["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for call in message.tool_calls
-        ]
+        row["tool_calls"] = [write_call(call) for call in message.tool_calls]
     return row
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.backends.api.engine import Transcript
 from agentrl.backends.calls import Calls
-from agentrl.backends.endpoint.ask import numbered, seen
+from agentrl.backends.endpoint.ask import numbered
 from agentrl.backends.endpoint.chat import read_messages, write_message
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.errors import EngineError
@@ -46,7 +46,7 @@ class FunctionEngine(Engine):
         if answer is None:
             return Generation([], [], [], "abort")
         message = numbered(answer, sum(row["role"] == "assistant" for row in messages))
-        entry = {"message": write_message(seen(message, tools=True)), "turn": asdict(message)}
+        entry = {"message": write_message(message), "turn": asdict(message)}
         return Generation([self._transcript.add(entry)], [0.0], [0], "stop")
 
     async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:

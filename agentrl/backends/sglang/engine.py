@@ -16,6 +16,7 @@ from agentrl.backends.sglang.turn import BOTH, PARTS, WHOLE, TurnRequests
 from agentrl.backends.sglang.updates import FileUpdate, HttpUpdate, Update
 from agentrl.backends.sglang.versions import Versions
 from agentrl.config.schema import SglangConfig
+from agentrl.deadline import OwnedTasks
 from agentrl.errors import EngineError, PromptTooLongError
 from agentrl.executors import in_thread
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
@@ -72,7 +73,7 @@ class SglangEngine(Engine, WeightTarget):
         self._paused = False
         self._version = 0
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
 
     async def start(self) -> None:
         """Give all servers the model's weights, and prove what can be proven. Raises EngineError with server and cause."""
@@ -116,7 +117,7 @@ class SglangEngine(Engine, WeightTarget):
         server.in_flight += 1
         try:
             while turn.finish is None:
-                task = asyncio.create_task(self._request(turn, server), name=f"SGLang request of {key}")
+                task = self._tasks.start(self._request(turn, server), f"SGLang request of {key}")
                 entry = (turn, server, task)
                 self._turns.setdefault(key, []).append(entry)
                 try:
@@ -173,9 +174,7 @@ class SglangEngine(Engine, WeightTarget):
             with contextlib.suppress(EngineError):  # nobody waits for it
                 await server.http.post("/abort_request", {"rid": turn.rid})
 
-        task = asyncio.get_running_loop().create_task(tell(), name="abort of a cancelled SGLang request")
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        self._tasks.start(tell(), "abort of a cancelled SGLang request")
 
     async def pause(self) -> None:
         async with self._lock:
@@ -275,8 +274,7 @@ class SglangEngine(Engine, WeightTarget):
 
     async def close(self) -> None:
         """The servers go on, with the last weights."""
-        for task in [*self._farewells, *(task for entries in self._turns.values() for _, _, task in entries)]:
-            task.cancel()
+        await self._tasks.close()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -315,7 +315,8 @@ class VllmActor:
         for requests in self._requests.values():
             if request_id in requests:
                 requests[request_id].stopped.set()
-        await self._engine.abort(request_id)
+        if self._engine is not None:  # else closed, and its requests with it
+            await self._engine.abort(request_id)
 
     async def progress(self) -> Paced:
         """The progress of each request, its earlier segments included."""

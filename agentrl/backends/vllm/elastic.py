@@ -18,6 +18,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl.backends.vllm.replicas import Replicas
+from agentrl.deadline import OwnedTasks
 from agentrl.executors import in_thread
 
 log = logging.getLogger(__name__)
@@ -67,22 +68,23 @@ class Elastic:
         self, replicas: Replicas, most: int, need: Mapping[str, float], look: Callable[[Mapping[str, float]], Rooms] = rooms
     ) -> None:
         self._replicas, self._most, self._need, self._look = replicas, most, need, look
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = OwnedTasks()
+        self._looking: asyncio.Future[Rooms] | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        self._task = asyncio.create_task(self._run(), name="elastic replicas")
+        self._tasks.start(self._run(), "elastic replicas")
 
     async def close(self) -> None:
         """Stop watching; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._tasks.close()
+        if self._looking is not None:  # its thread asks Ray, and cannot be cancelled
+            await asyncio.gather(self._looking, return_exceptions=True)
 
     async def step(self) -> None:
         """One look at the cluster, and what follows from it."""
-        room = dict(await in_thread("weights", self._look, self._need))
+        self._looking = asyncio.ensure_future(in_thread("weights", self._look, self._need))
+        room = dict(await asyncio.shield(self._looking))
         for replica in self._replicas.dead():
             # Only a death on a live node is a fault that may repeat; machines may leave as often as they like.
             if replica.node in room:

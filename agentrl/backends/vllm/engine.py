@@ -25,6 +25,7 @@ from agentrl.backends.words import Words
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import DependencyError, EngineError
 from agentrl.images import own
+from agentrl.processor import size_of_folder, threads_for
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told, Underway
 from agentrl.rollout.workers.seats import Seats, WorkerRecipe
 from agentrl.weights.bucket import Bucket
@@ -51,6 +52,7 @@ class VllmEngine(Engine, WeightTarget):
         cfg: VllmConfig,
         *,
         dtype: str | None = None,
+        threads: int | None = None,
         cuda: bool | None = None,
         lora_rank: int | None = None,
         sleeps: bool = False,
@@ -61,7 +63,8 @@ class VllmEngine(Engine, WeightTarget):
         images: bool = False,
     ) -> None:
         """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
-        bfloat16 on GPUs and else float32. `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
+        bfloat16 on GPUs and else float32. `threads`: of each process on a CPU, by default as many as the model's size is worth.
+        `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
         `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
         which experts tokens go to, for requests that ask.
         `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
@@ -84,7 +87,8 @@ class VllmEngine(Engine, WeightTarget):
             unused = [*unused, *vision.special]
         if unused:
             options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
-        self._replicas = Replicas(options, cfg, cuda=cuda, ray_options=ray_options, catch_up=self._catch_up)
+        count = threads or threads_for(size_of_folder(model_path), processes=cfg.replicas * cfg.tensor_parallel)
+        self._replicas = Replicas(options, cfg, cuda=cuda, threads=count, ray_options=ray_options, catch_up=self._catch_up)
         need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
         self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
         self._paces = Paces(self._replicas.progress)
@@ -161,7 +165,7 @@ class VllmEngine(Engine, WeightTarget):
             answer = await self._replicas.generate(replica, request, told)
             return answer
         except asyncio.CancelledError:
-            replica.actor.cancel.remote(request[-1])
+            replica.request_batcher.cancel(request[-1])
             raise
         finally:
             self._replicas.ended(request[-1], answer)
@@ -308,7 +312,7 @@ class VllmEngine(Engine, WeightTarget):
         )
 
     async def close(self) -> None:
-        self._paces.close()
+        await self._paces.close()
         if self._elastic is not None:  # before the replicas, which it would replace
             await self._elastic.close()
         await self._replicas.close()

@@ -136,6 +136,7 @@ class VllmMaker(EngineMaker):
             model,
             self.config.vllm.model_copy(update={**sizes, "args": given}),
             dtype=self.config.model.computes_in(cuda),
+            threads=self.threads(),
             cuda=cuda,
             lora_rank=_adapter_rank(self.config),
             sleeps=self.config.rollout.colocate,

@@ -6,6 +6,7 @@ from typing import Any
 
 from agentrl.config.schema import VllmConfig
 from agentrl.errors import ConfigError
+from agentrl.processor import PASSIVE, SAID
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -13,8 +14,7 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 cannot run a processor after the temperature (logprobs.py)
 }
 CPU_ENVIRONMENT = {
-    # One thread: if anything else runs on the cores, more threads spin-wait for each other (40x slower).
-    "OMP_NUM_THREADS": "1",
+    **PASSIVE,
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Compiling kernels on first use takes 9 to 15 s and gains nothing for a small model.
     "TORCHDYNAMO_DISABLE": "1",
@@ -39,9 +39,9 @@ GRAMMAR, BEFORE = "agentrl_grammar", "agentrl_before"
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def environment(cuda: bool) -> dict[str, str]:
-    """The environment variables of a replica's process."""
-    return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT}
+def environment(cuda: bool, threads: int = 1) -> dict[str, str]:
+    """The environment variables of a replica's process. `threads`: that compute in it on a CPU."""
+    return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT, SAID: str(threads)}
 
 
 def engine_options(

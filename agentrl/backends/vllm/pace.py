@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from agentrl.deadline import OwnedTasks
 from agentrl.rollout.engine import Underway
 
 Paced = dict[str, tuple[float, int]]
@@ -73,7 +74,7 @@ class Paces:
         self._ask = ask
         self._ids: dict[str, str] = {}
         self._told: Paced = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = OwnedTasks()
 
     def begin(self, key: str, request_id: str) -> None:
         """Episode `key` starts a request."""
@@ -90,15 +91,13 @@ class Paces:
         """What is known about the episode's request; polling starts with the first call."""
         if key not in self._ids:
             return None
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._follow(), name="progress of vLLM requests")
+        if not self._tasks:
+            self._tasks.start(self._follow(), "progress of vLLM requests")
         return Underway(*self._told.get(self._ids[key], (0.0, 0)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop polling; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        await self._tasks.close()
 
     async def _follow(self) -> None:
         # Ends with the last request, so that an idle engine is not polled; `of` begins again.

@@ -21,6 +21,7 @@ from agentrl.backends.vllm.pace import Paced
 from agentrl.backends.vllm.request_batcher import Request, RequestBatcher
 from agentrl.backends.vllm.scratch import Scratch
 from agentrl.config.schema import VllmConfig
+from agentrl.deadline import OwnedTasks, contained
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats, Generation, Told
 from agentrl.rollout.routing import Need, Placed, RequestRouter, block_names
@@ -63,21 +64,23 @@ class Replicas:
         cfg: VllmConfig,
         *,
         cuda: bool,
+        threads: int = 1,
         catch_up: Callable[[Replica], Awaitable[None]],
         ray_options: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """`options`: for vLLM; `cuda`: whether it runs on GPUs. `catch_up` brings a new replica to the current weights and then
-        calls `join`. `ray_options`: Ray options of each replica, if a pool says where it runs."""
+        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new
+        replica to the current weights and then calls `join`. `ray_options`: Ray options of each replica, if a pool says where
+        it runs."""
         self._options, self._cfg = options, cfg
-        self._cuda, self._respawns = cuda, 0
+        self._cuda, self._threads, self._respawns = cuda, threads, 0
         self._catch_up, self._ray_options = catch_up, ray_options
         self._replicas: list[Replica] = []
         self._started = False
         self._scratch = Scratch()
-        self._coming: set[asyncio.Task[None]] = set()
+        self._coming, self._asking = OwnedTasks(), OwnedTasks()
         self._router: RequestRouter[Replica] = RequestRouter()
         self._requests: dict[str, Placed[Replica]] = {}
-        self._past: list[EngineStats] = []
+        self._past: list[Replica] = []
         self._replaced: set[Replica] = set()
         self._placed: dict[int, Mapping[str, Any]] = {}
         self._news = asyncio.Event()
@@ -89,9 +92,10 @@ class Replicas:
     async def start(self) -> None:
         """Raises EngineError if one does not start; the others are then stopped too."""
         self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
+        starting = [self._coming.start(self._boot(replica), f"start {replica.name}") for replica in self._replicas]
         try:
-            await asyncio.gather(*(self._boot(replica) for replica in self._replicas))
-        except EngineError:
+            await asyncio.gather(*starting)
+        except BaseException:
             await self.close()
             raise
         self._started = True
@@ -100,16 +104,16 @@ class Replicas:
         """End every process, including those that are still starting; idempotent."""
         self._started = False
         # First what is starting: a replica that joined after the list below was taken would be left running.
-        coming = list(self._coming)
-        for task in coming:
-            task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
+        await self._coming.close()
         replicas, self._replicas = self._replicas, []
+        for replica in (*self._past, *replicas):
+            await replica.request_batcher.close()
         for replica in replicas:
             if replica.cause is None and ray.is_initialized():
                 with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
                     await asyncio.wait_for(self.ask(replica, "close"), 30)
             _kill(replica)
+        await self._asking.close()
         self._scratch.close()
         self._router.clear()
 
@@ -195,7 +199,8 @@ class Replicas:
     async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
         """Await a remote call. Raises EngineError naming the replica if it fails, ReplicaDeadError if it is dead."""
         with self._failures(replica):
-            return await getattr(replica.actor, method).remote(*args)
+            name = f"{method} of {replica.name}"
+            return await contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
 
     async def generate(self, replica: Replica, request: Request, told: Told | None = None) -> Generation:
         """`ask` for a turn; requests made at the same time are sent in one call. `told`: gets tokens as they are sampled."""
@@ -221,16 +226,17 @@ class Replicas:
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
         """`ask` for a call that should be answered soon: a replica that hangs is killed, so that its requests move on."""
         try:
-            return await asyncio.wait_for(self.ask(replica, method, *args), self._cfg.call_timeout)
+            return await self._in_time(replica, method, *args)
         except TimeoutError:
             raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
 
+    async def _in_time(self, replica: Replica, method: str, *args: Any) -> Any:
+        async with asyncio.timeout(self._cfg.call_timeout):
+            return await self.ask(replica, method, *args)
+
     async def progress(self) -> list[Paced]:
         """What each live replica reports about its requests; nothing from one that does not answer."""
-        answers = await asyncio.gather(
-            *(asyncio.wait_for(self.ask(replica, "progress"), self._cfg.call_timeout) for replica in self.alive()),
-            return_exceptions=True,
-        )
+        answers = await asyncio.gather(*(self._in_time(replica, "progress") for replica in self.alive()), return_exceptions=True)
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         for request_id, (_, tokens) in itertools.chain.from_iterable(part.items() for part in told):
             if (placed := self._requests.get(request_id)) is not None:
@@ -246,7 +252,10 @@ class Replicas:
                 replica.seen = part
             elif not isinstance(part, ReplicaDeadError):
                 raise part
-        return [*self._past, *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas)]
+        return [
+            *(_at_rest(replica.seen) for replica in self._past),
+            *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas),
+        ]
 
     def _hopeless(self) -> bool:
         """Whether none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
@@ -267,7 +276,7 @@ class Replicas:
 
     def forget(self, replica: Replica) -> None:
         """Drop one that left with its machine; its requests have moved on."""
-        self._past.append(_at_rest(replica.seen))
+        self._past.append(replica)
         self._replicas.remove(replica)
         log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
 
@@ -277,7 +286,7 @@ class Replicas:
         if place is None:
             self._replicas.append(replica)
         else:
-            self._past.append(_at_rest(self._replicas[place].seen))
+            self._past.append(self._replicas[place])
             self._replaced.discard(self._replicas[place])
             self._replicas[place] = replica
         self._tell()
@@ -292,7 +301,7 @@ class Replicas:
         options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
-        variables = {"env_vars": {**environment(self._cuda), **self._scratch.environment(), **given}}
+        variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
         actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 
@@ -343,13 +352,7 @@ class Replicas:
             self._begin(self._spawn(number, options))
 
     def _begin(self, fresh: Replica) -> None:
-        task = asyncio.create_task(self._bring(fresh), name=f"start {fresh.name}")
-        self._coming.add(task)
-        task.add_done_callback(self._gone)
-
-    def _gone(self, task: asyncio.Task[None]) -> None:
-        self._coming.discard(task)
-        self._tell()
+        self._coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _bring(self, fresh: Replica) -> None:
         """Start a replica and give it the weights; if that fails, its predecessor may be replaced again."""
@@ -369,6 +372,10 @@ class Replicas:
 
     def _deaths(self) -> str:
         return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+
+
+async def _answer(method: Any, args: tuple[Any, ...]) -> Any:
+    return await method.remote(*args)
 
 
 def _kill(replica: Replica) -> None:

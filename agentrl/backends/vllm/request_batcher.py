@@ -8,13 +8,20 @@ made in one iteration of the event loop are sent together, and answers that are 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayActorError, RayError
+
+from agentrl.deadline import OwnedTasks
 from agentrl.errors import EngineError
 from agentrl.rollout.engine import Generation, Sampling, Told
 
+log = logging.getLogger(__name__)
+
+CLOSED = "the engine was closed"
 Request = tuple[list[int], Sampling, str, str]
 """Token ids, sampling, request key, request id: the arguments of `VllmActor.generate`."""
 
@@ -32,23 +39,47 @@ Answers = list[tuple[int, Generation | EngineError | FreshTokens]]
 
 
 class RequestBatcher:
-    """The driver's side, one for each replica."""
+    """Send requests from the driver to one replica, and own the calls until `close`.
+
+    Ray exits the process, without an error, if a call is still awaited after `ray.shutdown`."""
 
     def __init__(self, actor: Any) -> None:
         """`actor`: a handle whose `generate_many` is `answered` applied to its `generate`."""
         self._actor = actor
         self._waiting: list[tuple[Request, asyncio.Future[Generation], Told | None]] = []
-        self._sending: set[asyncio.Task[None]] = set()
+        self._tasks = OwnedTasks()
+        self._closed = False
 
     async def generate(self, request: Request, told: Told | None = None) -> Generation:
         """`told`: gets the tokens as they are sampled. Raises the request's EngineError, or the RayError of the call."""
+        if self._closed:
+            raise EngineError(CLOSED)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer, told))
         if len(self._waiting) == 1:
-            task = asyncio.create_task(self._send(), name="requests to a vLLM replica")
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            self._tasks.start(self._send(), "requests to a vLLM replica")
         return await answer
+
+    def cancel(self, request_id: str) -> None:
+        """Tell the replica that the caller of a request is gone."""
+        if not self._closed:
+            self._tasks.start(self._cancel(request_id), "cancel of a request to a vLLM replica")
+
+    async def _cancel(self, request_id: str) -> None:
+        try:
+            await self._actor.cancel.remote(request_id)
+        except RayActorError:
+            pass  # dead: the request is gone too
+        except RayError as problem:
+            log.warning("a replica could not cancel request %s: %s", request_id, problem)
+
+    async def close(self) -> None:
+        """End every call, also one whose requests have all been answered, and fail waiting requests; idempotent."""
+        self._closed = True
+        await self._tasks.close()
+        for _, answer, _ in self._waiting:  # of a call that had not begun
+            _resolve(answer, EngineError(CLOSED))
+        self._waiting = []
 
     async def _send(self) -> None:
         """Runs in the next iteration of the loop, after all callers of the current one have added their requests."""
@@ -57,6 +88,7 @@ class RequestBatcher:
         if not alive:
             return
         answers = [answer for _, answer, _ in alive]
+        problem: Exception = EngineError(CLOSED)
         try:
             requests, live = [request for request, _, _ in alive], [told is not None for _, _, told in alive]
             async for part in self._actor.generate_many.options(num_returns="streaming").remote(requests, live):
@@ -66,12 +98,13 @@ class RequestBatcher:
                         _resolve(answers[index], result)
                     elif told is not None and not answers[index].done():
                         told(result.token_ids, result.logprobs)
-            problem: Exception = EngineError("the replica stopped before all requests were answered")
+            problem = EngineError("the replica stopped before all requests were answered")
         except Exception as failure:  # of any kind: a caller who is not told waits forever
             problem = failure
-        # Also after success: a request that the replica left out must fail rather than hang.
-        for answer in answers:
-            _resolve(answer, problem)
+        finally:
+            # Also after success: a request that the replica left out must fail rather than hang.
+            for answer in answers:
+                _resolve(answer, problem)
 
 
 def _resolve(answer: asyncio.Future[Generation], result: Generation | Exception) -> None:

@@ -6,7 +6,9 @@ The text below a key is its documentation (`agentrl config docs`, docs/config_ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
@@ -49,6 +51,44 @@ def _one_folder(name: str) -> str:
 
 
 FolderName = Annotated[str, AfterValidator(_one_folder)]
+
+
+_CALL = {
+    "model": "the model's name (api:NAME, or a spec's)",
+    "messages": "the conversation",
+    "tools": "the environment and [tools]",
+    "functions": "the environment and [tools]",
+    "stream": "agentrl, which reads whole answers",
+    "n": "the number of episodes (-k)",
+    "api_key": "the environment variable that litellm reads, such as OPENAI_API_KEY",
+    **dict.fromkeys(("num_retries", "max_retries"), "the key `retries` of this section"),
+    **dict.fromkeys(("timeout", "request_timeout", "stream_timeout"), "the key `timeout` of this section"),
+}
+"""Arguments of litellm's calls of which agentrl has a key, or another way: the way."""
+_POLICY = {
+    **_CALL,
+    **dict.fromkeys(("api_base", "base_url"), "api.base"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "rollout.max_turn_tokens"),
+    "temperature": "eval.temperature (rollout.temperature in `agentrl rollout`)",
+    "top_p": "rollout.top_p",
+}
+_JUDGE = {
+    **_CALL,
+    **dict.fromkeys(("api_base", "base_url"), "reward.judge.api_base"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_tokens of the judge leaf"),
+    "response_format": "the judge leaf, whose verdict has a form",
+}
+
+
+def _without(taken: Mapping[str, str], args: dict[str, Any]) -> dict[str, Any]:
+    for name in args:
+        if name in taken:
+            raise ValueError(f"{name} is set by {taken[name]}. Leave it out here")
+    return args
+
+
+ApiArgs = Annotated[dict[str, Any], AfterValidator(partial(_without, _POLICY))]
+JudgeArgs = Annotated[dict[str, Any], AfterValidator(partial(_without, _JUDGE))]
 
 
 class Frozen(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from agentrl.config.schema.base import Frozen, NotNegativeInt, Positive, PositiveInt, Prices, Seconds, Tokens, Unit
+from agentrl.config.schema.base import ApiArgs, Frozen, NotNegativeInt, Positive, PositiveInt, Prices, Seconds, Tokens, Unit
 
 GpusPerReplica = Annotated[PositiveInt, Unit("GPUs")]
 Replicas = Annotated[PositiveInt, Unit("replicas")]
@@ -90,6 +90,9 @@ class ApiConfig(Frozen):
 
     base: str | None = None
     """URL of your own server; by default the provider's."""
+    args: ApiArgs = Field(default_factory=dict)
+    """Any other argument of litellm's calls, by name, handed over as it is: `drop_params = true` (what the model does not take is
+    left out), `reasoning_effort = "low"`, `extra_headers`, `extra_body`, ... Those of which agentrl has a key are refused."""
     concurrency: Annotated[PositiveInt, Unit("calls")] = 32
     """How many run at once."""
     timeout: Seconds = 120.0

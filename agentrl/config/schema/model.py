@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.config.schema.base import Frozen, Positive, PositiveInt, Ranks, Tokens, Unit
+from agentrl.processor import TINY, has_amx, size_of_folder, size_of_shape
 
 
 class InitModelConfig(Frozen):
@@ -55,14 +56,20 @@ class ModelConfig(Frozen):
     """Code that the model at `path` (and those of other roles, as `critic.path`) brings along may run in every process of a run.
     Without it a model that needs such code is refused, and one whose family transformers has is loaded by transformers' own
     classes. Read the code first: it can do whatever you can."""
+    chat_template: str | None = None
+    """The chat template, in place of the tokenizer's own: "hermes", "chatml", "llama3", "gemma" or "phi3" (docs/templates.md), or
+    a Jinja file. For a model whose template knows no tools; it is saved with the trained model."""
     tool_parser: str = "auto"
     """The parser of the model's tool calls, by name: one of agentrl's ("hermes", "glm", ...: docs/templates.md), or "vllm:NAME"
     for one of vLLM's own; "auto" picks the one that fits the chat template."""
     engine: str = "fsdp2"
     """The library that shards and computes the trained model: "fsdp2", "titan", or a plug-in's (docs/training_engines.md)."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the computation, of trainer and engine (the trainer's weights and optimizer stay float32); by default bfloat16 on
-    GPUs and float32 on CPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the computation, of trainer and engine (the trainer's weights and optimizer stay float32); "auto": bfloat16 on
+    GPUs, and on CPUs with AMX for all but tiny models, else float32, which is faster there."""
+    threads: Annotated[PositiveInt, Unit("threads")] | Literal["auto"] = "auto"
+    """Threads of each process of trainer and engine that computes on a CPU; "auto": OMP_NUM_THREADS, else one for a tiny model,
+    and for any other the cores, shared by the processes that compute at the same time."""
     activation_checkpointing: bool | None = None
     """Compute activations again in the backward pass, which saves memory; by default from 1B parameters on."""
     shard_gradients: bool | None = None
@@ -95,4 +102,14 @@ class ModelConfig(Frozen):
 
     def computes_in(self, cuda: bool) -> Literal["float32", "bfloat16"]:
         """The type of the computation on GPUs, or on CPUs."""
-        return self.dtype or ("bfloat16" if cuda else "float32")
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if cuda or (has_amx() and self.size() > TINY) else "float32"
+
+    def size(self) -> float:
+        """Parameters, roughly, as far as the config and the folder at `path` say it; infinite if they do not."""
+        if self.path is not None:
+            return size_of_folder(self.path)
+        init = self.init or InitModelConfig()
+        shape = {"num_hidden_layers": init.layers, "hidden_size": init.hidden, "intermediate_size": init.mlp}
+        return size_of_shape(shape)

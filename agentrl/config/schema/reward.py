@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.config.schema.base import Frozen, NotNegativeInt, Positive, PositiveInt, Prices, Seconds, Tokens, Unit
+from agentrl.config.schema.base import (
+    Frozen,
+    JudgeArgs,
+    NotNegativeInt,
+    Positive,
+    PositiveInt,
+    Prices,
+    Seconds,
+    Tokens,
+    Unit,
+)
 from agentrl.config.schema.engines import VllmConfig
 
 
@@ -41,6 +51,9 @@ class JudgeConfig(Frozen):
 
     api_base: str | None = None
     """URL of your own server; by default the provider's."""
+    args: JudgeArgs = Field(default_factory=dict)
+    """Any other argument of litellm's calls, by name, as `api.args`; `temperature` (0 by default) and `drop_params` (true by
+    default) too."""
     cache: str | None = None
     """A folder for verdicts: what was asked before is not asked again, also in other runs."""
     calls: Annotated[PositiveInt, Unit("calls")] | None = 10_000

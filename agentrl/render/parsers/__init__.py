@@ -30,7 +30,7 @@ HERMES = Syntax(
     parse_tool_calls,
     seen=lambda call: OPEN in call and '"name"' in call and CLOSE in call,
     write=render_tool_calls,
-    opens=(OPEN,),
+    opens=(OPEN, CLOSE),
     close=CLOSE,
     grammar=hermes_rules,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from agentrl.render.parsers.syntax import Parsed, Syntax, blocks
-from agentrl.render.toolcalls import MOST_CALLS, broken_end, call_from_json, malformed, skip_blanks, strict_json, too_many
+from agentrl.render.parsers.syntax import Parsed, Syntax
+from agentrl.render.toolcalls import MOST_CALLS, blocks, broken_end, call_from_json, malformed, skip_blanks, strict_json, too_many
 from agentrl.trajectory import Json, ToolCall
 
 _BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -27,7 +27,7 @@ def parse_deepseek(text: str) -> Parsed:
         stop = end + len(_END)
         return [call_from_json({"name": name, "arguments": value}, call_id, text[start:stop])], stop
 
-    prose, calls = blocks(text, _BEGIN, read)
+    prose, calls = blocks(text, _BEGIN, _END, read)
     return (_AROUND.sub("", prose).strip() if calls else prose), calls
 
 
@@ -93,7 +93,7 @@ def parse_dsml(text: str) -> Parsed:
             return [malformed(call_id, raw, "expected <invoke name=...> and nothing else")], stop
         return calls, stop
 
-    return blocks(text, _BLOCK, read)
+    return blocks(text, _BLOCK, _BLOCK_END, read)
 
 
 def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
@@ -121,4 +121,4 @@ def _whole(text: str) -> Json:
     return value
 
 
-DSML = Syntax("deepseek_dsml", parse_dsml, seen=lambda call: _BLOCK in call, opens=(_BLOCK,))
+DSML = Syntax("deepseek_dsml", parse_dsml, seen=lambda call: _BLOCK in call, opens=(_BLOCK, _BLOCK_END))

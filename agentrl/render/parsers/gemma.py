@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from agentrl.render.parsers.syntax import Parsed, Parser, Syntax, blocks
-from agentrl.render.toolcalls import MOST_VALUES, broken_end, malformed, strict_json
+from agentrl.render.parsers.syntax import Parsed, Parser, Syntax
+from agentrl.render.toolcalls import MOST_VALUES, blocks, broken_end, malformed, skip_blanks, strict_json
 from agentrl.trajectory import Json, ToolCall
 
 _NAME = re.compile(r"call:([^{}\s<]+)\{")
@@ -32,6 +32,7 @@ def _parser(tokens: _Tokens) -> Parser:
                     raise ValueError("expected call:NAME{")
                 name = head.group(1)
                 arguments, end = _Reader(text, tokens.quote).members(head.end(), 1)
+                end = skip_blanks(text, end)
                 if not text.startswith(tokens.close, end):
                     raise ValueError(f"expected {tokens.close} after the arguments")
             except ValueError as problem:
@@ -39,7 +40,7 @@ def _parser(tokens: _Tokens) -> Parser:
             stop = end + len(tokens.close)
             return [ToolCall(name, arguments, id=call_id, raw=text[start:stop])], stop
 
-        return blocks(text, tokens.open, read)
+        return blocks(text, tokens.open, tokens.close, read)
 
     return parse
 
@@ -57,6 +58,7 @@ class _Reader:
             raise ValueError(f"more than {MOST_VALUES} values")
         if depth > _MAX_DEPTH:
             raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+        at = skip_blanks(text, at)
         if text.startswith(self.quote, at):
             return self.string(at)
         if text.startswith("{", at):
@@ -84,11 +86,14 @@ class _Reader:
 
     def members(self, at: int, depth: int) -> tuple[dict[str, Json], int]:
         found: dict[str, Json] = {}
+        at = skip_blanks(self.text, at)
         if self.text.startswith("}", at):
             return found, at + 1
         while True:
+            at = skip_blanks(self.text, at)
             if self.text.startswith(self.quote, at):
                 key, at = self.string(at)
+                at = skip_blanks(self.text, at)
                 if not self.text.startswith(":", at):
                     raise ValueError("expected ':' after a key")
                 at += 1
@@ -98,6 +103,7 @@ class _Reader:
                     raise ValueError("expected a key and ':'")
                 key, at = match.group(1).strip(), match.end()
             found[key], at = self.value(at, depth)
+            at = skip_blanks(self.text, at)
             if self.text.startswith("}", at):
                 return found, at + 1
             if not self.text.startswith(",", at):
@@ -106,11 +112,13 @@ class _Reader:
 
     def items(self, at: int, depth: int) -> tuple[list[Json], int]:
         found: list[Json] = []
+        at = skip_blanks(self.text, at)
         if self.text.startswith("]", at):
             return found, at + 1
         while True:
             item, at = self.value(at, depth)
             found.append(item)
+            at = skip_blanks(self.text, at)
             if self.text.startswith("]", at):
                 return found, at + 1
             if not self.text.startswith(",", at):
@@ -126,13 +134,12 @@ def _broken(text: str, start: int, call_id: str, error: str, name: str, tokens: 
 
 _GEMMA4 = _Tokens("<|tool_call>", "<tool_call|>", '<|"|>')
 _FUNCTION_GEMMA = _Tokens("<start_function_call>", "<end_function_call>", "<escape>")
-GEMMA = Syntax(
-    "gemma", _parser(_GEMMA4), seen=lambda call: f"{_GEMMA4.open}call:" in call, ends=("<|tool_response>",), opens=(_GEMMA4.open,)
-)
-FUNCTION_GEMMA = Syntax(
-    "function_gemma",
-    _parser(_FUNCTION_GEMMA),
-    seen=lambda call: f"{_FUNCTION_GEMMA.open}call:" in call,
-    ends=("<start_function_response>",),
-    opens=(_FUNCTION_GEMMA.open,),
-)
+
+
+def _syntax(name: str, tokens: _Tokens, end: str) -> Syntax:
+    seen = f"{tokens.open}call:"
+    return Syntax(name, _parser(tokens), seen=lambda call: seen in call, ends=(end,), opens=(tokens.open, tokens.close))
+
+
+GEMMA = _syntax("gemma", _GEMMA4, "<|tool_response>")
+FUNCTION_GEMMA = _syntax("function_gemma", _FUNCTION_GEMMA, "<start_function_response>")

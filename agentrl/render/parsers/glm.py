@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agentrl.render.parsers.syntax import ForTools, Parsed, Syntax, blocks
+from agentrl.render.parsers.syntax import ForTools, Parsed, Syntax
 from agentrl.render.schema_values import argument_value
-from agentrl.render.toolcalls import CLOSE, OPEN, malformed, skip_blanks
+from agentrl.render.toolcalls import CLOSE, OPEN, blocks, malformed, skip_blanks
 from agentrl.trajectory import Json, ToolCall
 
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -26,7 +26,7 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
             return [malformed(call_id, raw, f"no {CLOSE}")], stop
         return [_call(text[start + len(OPEN) : close], raw, call_id, schemas if tools else None)], stop
 
-    return blocks(text, OPEN, read)
+    return blocks(text, OPEN, CLOSE, read)
 
 
 def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
@@ -63,6 +63,6 @@ GLM = Syntax(
     ForTools(lambda tools: partial(parse_glm, tools=tools)),
     seen=lambda call: "<arg_key>" in call,
     ends=("<|observation|>",),
-    opens=(OPEN,),
+    opens=(OPEN, CLOSE),
     close=CLOSE,
 )

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
-from agentrl.render.parsers.syntax import Parsed, Syntax, blocks
-from agentrl.render.toolcalls import broken_end, call_from_json, malformed, skip_blanks, strict_json
+from agentrl.render.parsers.syntax import Parsed, Syntax
+from agentrl.render.toolcalls import blocks, broken_end, call_from_json, malformed, strict_json
 from agentrl.trajectory import ToolCall
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
+_BEGINS = re.compile(r"<\|tool_call\|>|<tool_call>(?=\s*[\[{])")
+"""Granite writes the mark as a token of its own or as a plain tag, and closes the tag at times."""
+_ENDS = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
 def parse_listed(text: str) -> Parsed:
     """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, or one object, with or without `<|/tool_call|>`."""
 
     def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        body = text.index(">", start) + 1
         try:
-            value, end = strict_json(text, start + len(_OPEN))
+            value, end = strict_json(text, body)
         except ValueError as problem:
-            return _broken(text, start, call_id, f"not valid JSON: {problem}")
-        rest = skip_blanks(text, end)
-        stop = rest + len(_CLOSE) if text.startswith(_CLOSE, rest) else end
+            return _broken(text, start, body, call_id, f"not valid JSON: {problem}")
+        closing = _ENDS.match(text, end)
+        stop = closing.end() if closing else end
         raw, first = text[start:stop], int(call_id.removeprefix("call_"))
         items = value if isinstance(value, list) else [value]
         if not items:
             return [malformed(call_id, raw, "expected a JSON list of calls, got an empty one")], stop
         return [call_from_json(item, f"call_{first + i}", raw) for i, item in enumerate(items)], stop
 
-    return blocks(text, _OPEN, read)
+    return blocks(text, _BEGINS, _CLOSE, read)
 
 
-def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+def _broken(text: str, start: int, body: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """Where a broken list ends is not known: at its closing tag, before the next opening one, or with the turn."""
-    stop, _ = broken_end(text, start + len(_OPEN), _OPEN, _CLOSE)
+    stop, _ = broken_end(text, body, _OPEN, _CLOSE)
     return [malformed(call_id, text[start:stop], error)], stop
 
 
@@ -48,7 +53,7 @@ PHI = Syntax(
     seen=lambda call: _OPEN in call and _CLOSE in call,
     write=lambda calls: _write(calls) + _CLOSE,
     asked=lambda prompt: "<|/tool|>" in prompt,
-    opens=(_OPEN,),
+    opens=(_OPEN, _CLOSE),
 )
 GRANITE = Syntax(
     "granite",
@@ -56,5 +61,5 @@ GRANITE = Syntax(
     seen=lambda call: _OPEN in call,
     write=_write,
     asked=lambda prompt: f"{_OPEN} followed by" in prompt,
-    opens=(_OPEN,),
+    opens=(_OPEN, "<tool_call>", _CLOSE),
 )

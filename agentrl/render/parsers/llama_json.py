@@ -15,12 +15,17 @@ _PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
 def parse_llama_json(text: str) -> Parsed:
-    """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn."""
-    said, body = "", text.strip().removeprefix(_PYTHON_TAG).strip()
-    if body.startswith(_PYTHON_START):  # Llama 4 puts what it says beside calls between these
-        said, _, body = body.removeprefix(_PYTHON_START).partition(_PYTHON_END)
+    """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn or after a tag."""
+    said, tag, body = text.rpartition(_PYTHON_TAG)
+    if body.strip().startswith(_PYTHON_START):
+        inside, _, after = body.strip().removeprefix(_PYTHON_START).partition(_PYTHON_END)
+        # Llama 4 puts between these what it says, before its calls, or the calls.
+        calls_inside = inside.lstrip().startswith("{") and not after.strip()
+        said, body = (said, inside) if calls_inside else (said + inside, after)
     body = body.strip()
     if not body.startswith("{"):
+        if tag:  # what follows the token is a call and nothing else
+            return said.strip(), (malformed("call_0", tag + body, f"expected a JSON object after {_PYTHON_TAG}"),)
         return text.strip(), ()
     calls: list[ToolCall] = []
     position = 0

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.render.grammar import Mark, Rules
-from agentrl.render.toolcalls import MOST_CALLS, too_many, within_most
 from agentrl.trajectory import ToolCall
 
 Parsed = tuple[str, tuple[ToolCall, ...]]
@@ -46,7 +45,8 @@ class Syntax:
     write: the text of a turn's calls, for templates that leave calls to the content of a turn and write none themselves.
     asked: whether the prompt of such a template asks for this syntax.
     ends: control tokens that end a turn of calls, if another one ends an answer.
-    opens: marks that every call begins with, before which a turn's text is prose; none if calls may begin otherwise.
+    opens: marks before which a turn's text is prose: those that begin a call, and a closing one, which without the other is a
+        malformed call; none if calls may begin otherwise.
     close: what ends each call; empty if nothing does.
     grammar: the grammar of a turn of calls of some tools (one, or one or more; render/grammar.py).
     """
@@ -60,26 +60,6 @@ class Syntax:
     opens: tuple[str, ...] = ()
     close: str = ""
     grammar: Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules] | None = None
-
-
-def blocks(text: str, opening: str, read: Callable[[int, str], tuple[list[ToolCall], int]]) -> Parsed:
-    """Prose and calls of a text in which calls stand in blocks that begin with `opening`.
-
-    `read(start, call_id)` reads the block that begins at `start`: its calls, and the position after it.
-    """
-    prose: list[str] = []
-    calls: list[ToolCall] = []
-    position = 0
-    while (start := text.find(opening, position)) >= 0:
-        prose.append(text[position:start])
-        if len(calls) >= MOST_CALLS:
-            calls.append(too_many(text[start:]))
-            position = len(text)
-            break
-        found, position = read(start, f"call_{len(calls)}")
-        calls += found
-    prose.append(text[position:])
-    return "".join(prose).strip(), within_most(calls)
 
 
 def numbered(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.errors import JudgeBudgetError
+from agentrl.litellm_calls import ONCE, load_litellm, request_of
 from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
-from agentrl.reward.judge.load import addressed, load_litellm
 from agentrl.reward.judge.own import own_name
 from agentrl.schemas import first_fault, validator
 from agentrl.trajectory import Json
@@ -31,12 +31,13 @@ _CHARACTERS_PER_TOKEN = 2  # low on purpose, for an upper bound on a prompt's co
 class JudgeSettings:
     """A run's settings for its judges; a spec decides only model, prompt and verdict.
 
-    `calls`, `usd`: budgets for the whole run (None: no limit). `usd_per_million`: (prompt, sampled) prices for
-    models whose price litellm does not know. Times in seconds.
+    `args`: further arguments of litellm's. `calls`, `usd`: budgets for the whole run (None: no limit). `usd_per_million`:
+    (prompt, sampled) prices for models whose price litellm does not know. Times in seconds.
     """
 
     api_base: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    args: Mapping[str, Any] = field(default_factory=dict)
     cache: Path | None = None
     calls: int | None = 10_000
     usd: float | None = None
@@ -105,6 +106,9 @@ class Judge:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, key: str, request: VerdictRequest) -> Future[Verdict]:
+        if self.settings.args:  # a verdict depends on them, too
+            said = json.dumps([key, dict(self.settings.args)], sort_keys=True, default=str)
+            key = hashlib.sha256(said.encode()).hexdigest()
         known = _not_here(request.model) or (
             (kept := self.cache.get(key, request.schema)) is not None and Verdict(kept, cached=True)
         )
@@ -155,23 +159,7 @@ class Judge:
     def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
         errors = importlib.import_module("openai")
         try:
-            return litellm.completion(
-                model=request.model,
-                messages=[dict(message) for message in request.messages],
-                temperature=0,
-                max_tokens=request.max_tokens,
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "verdict", "schema": dict(request.schema), "strict": True},
-                },
-                drop_params=True,
-                timeout=self.settings.timeout,
-                num_retries=0,
-                max_retries=0,
-                **addressed(self.settings.api_base, "api_base"),
-                api_key=self.settings.api_key,
-                caching=False,
-            )
+            return litellm.completion(**judge_call(self.settings, request))
         except (errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError) as error:
             _refuse(error, again=False)
         except errors.BadRequestError as error:
@@ -202,6 +190,24 @@ class Judge:
         if prices is None or usage is None:
             return 0.0
         return float(usage.prompt_tokens or 0) * prices[0] + float(usage.completion_tokens or 0) * prices[1]
+
+
+def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, Any]:
+    """The keyword arguments of a judge's call of litellm's: what a model does not take is left out."""
+    form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
+    own = {
+        **ONCE,
+        "temperature": 0,
+        "max_tokens": request.max_tokens,
+        "response_format": {"type": "json_schema", "json_schema": form},
+        "drop_params": True,
+        "caching": False,
+        **({} if settings.api_key is None else {"api_key": settings.api_key}),
+    }
+    where = {"base": settings.api_base, "base_key": "reward.judge.api_base"}
+    args = {"args": settings.args, "args_key": "reward.judge.args"}
+    messages = [dict(message) for message in request.messages]
+    return request_of(request.model, messages, timeout=settings.timeout, **where, **args, **own)
 
 
 def _not_here(model: str) -> Verdict | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.deadline import OwnedTasks
 from agentrl.errors import WorkerDiedError
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.engine import Engine
@@ -73,8 +74,7 @@ class WorkerPool(Player):
         self._hub, self._watches = Hub(), Watches()
         self._numbers = itertools.count()
         self._workers: list[RemoteWorker] = []
-        self._coming: set[asyncio.Task[None]] = set()
-        self._guard: asyncio.Task[None] | None = None
+        self._coming, self._tasks = OwnedTasks(), OwnedTasks()
         self._news = asyncio.Event()
         self._closing = False
         self._deaths: list[str] = []
@@ -89,7 +89,7 @@ class WorkerPool(Player):
         """Raises the error with which a worker could not be built, or WorkerDiedError if one does not start."""
         await self._hub.open(self._seats.host())
         self._seats.on_news = self._places
-        self._guard = asyncio.create_task(self._watch_silence(), name="rollout workers' reports")
+        self._tasks.start(self._watch_silence(), "rollout workers' reports")
         await self.add(self._count)
 
     async def add(self, count: int = 1) -> list[str]:
@@ -112,13 +112,15 @@ class WorkerPool(Player):
 
     async def close(self) -> None:
         self._closing = True
-        coming = list(self._coming)
-        for task in coming:
-            task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-        if self._guard is not None:
-            self._guard.cancel()
-        await self._dismiss(list(self._workers))
+        await self._coming.close()
+        await self._tasks.close()
+        workers = list(self._workers)
+        await self._dismiss(workers)
+        # Their ends are awaited calls of Ray's actors, of which none may be left once Ray is stopped.
+        overs = [self._tasks.start(worker.seat.over(), f"end of rollout {worker.name}") for worker in workers]
+        if overs:
+            await asyncio.wait(overs, timeout=LEAVE_S)
+        await self._tasks.close()
         self._hub.close()
         if self._rows is not None:
             leave(self._rows)
@@ -128,11 +130,10 @@ class WorkerPool(Player):
         for worker in there:
             worker.draining = True  # its end is no death
             worker.dismiss()
-        leaving = [asyncio.create_task(worker.left()) for worker in there]
-        if leaving:
-            await asyncio.wait(leaving, timeout=LEAVE_S)
-        for task in leaving:
-            task.cancel()
+        async with OwnedTasks() as tasks:
+            leaving = [tasks.start(worker.left(), f"rollout {worker.name} leaves") for worker in there]
+            if leaving:
+                await asyncio.wait(leaving, timeout=LEAVE_S)
         for worker in workers:
             worker.end("it was dismissed")
         self._workers = [worker for worker in self._workers if worker not in workers]
@@ -166,15 +167,15 @@ class WorkerPool(Player):
 
     async def _settled(self, worker: RemoteWorker) -> None:
         """Wait until it plays. Raises what kept it from that."""
-        over = asyncio.create_task(worker.seat.over(), name=f"process of rollout {worker.name}")
         try:
-            both: set[asyncio.Future[Any]] = {over, worker.settled}
-            await asyncio.wait(both, timeout=self._startup, return_when=asyncio.FIRST_COMPLETED)
-            if not worker.settled.done():
-                late = f"it did not start within {self._startup:g} s (cluster.startup_timeout)"
-                worker.end(over.result() if over.done() else late)
+            async with OwnedTasks() as tasks:
+                over = tasks.start(worker.seat.over(), f"process of rollout {worker.name}")
+                both: set[asyncio.Future[Any]] = {over, worker.settled}
+                await asyncio.wait(both, timeout=self._startup, return_when=asyncio.FIRST_COMPLETED)
+                if not worker.settled.done():
+                    late = f"it did not start within {self._startup:g} s (cluster.startup_timeout)"
+                    worker.end(over.result() if over.done() else late)
         finally:
-            over.cancel()
             self._hub.forget(worker.name)
         if worker.unfit is not None:
             raise worker.unfit
@@ -219,9 +220,7 @@ class WorkerPool(Player):
 
     def _follow(self, fresh: RemoteWorker) -> None:
         """See to it that one plays that nobody waits for."""
-        task = asyncio.create_task(self._came_up(fresh), name=f"start rollout {fresh.name}")
-        self._coming.add(task)
-        task.add_done_callback(self._came)
+        self._coming.start(self._came_up(fresh), f"start rollout {fresh.name}").add_done_callback(lambda _: self._tell())
 
     async def _came_up(self, fresh: RemoteWorker) -> None:
         try:
@@ -231,10 +230,6 @@ class WorkerPool(Player):
             raise
         except Exception as problem:  # of any kind: the run goes on with the others
             log.error("rollout %s could not be started: %s", fresh.name, problem)
-
-    def _came(self, task: asyncio.Task[None]) -> None:
-        self._coming.discard(task)
-        self._tell()
 
     def _tell(self) -> None:
         """Wake what waits for a worker to look again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, told, warmed
+from agentrl.config.envs import alone, told, trained, warmed
 from agentrl.config.references import check_references
 from agentrl.quiet import quiet_libraries
 from agentrl.reward import Scorer
@@ -31,7 +31,7 @@ from agentrl.run.checks.model import check_models, check_other_models, check_pro
 from agentrl.run.checks.named import check_named
 from agentrl.run.checks.parts import check_assembly, check_engine, check_model
 from agentrl.run.checks.placement import check_placement
-from agentrl.run.checks.preflight import check_preflight
+from agentrl.run.checks.preflight import Purpose, check_preflight
 from agentrl.run.checks.remote import check_remote
 from agentrl.run.checks.reward import check_decided, check_judge, check_success
 from agentrl.run.checks.rollout import check_trainable
@@ -97,7 +97,8 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
             check_agent(one, ref)
-            check_trainable(one)
+            if trained(one):
+                check_trainable(one)
             check_start(one, ref)
             check_branch(one, ref)
             check_demonstrations(one, ref)
@@ -113,7 +114,8 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     for env in config.envs:
         with told(config, env):
             one = alone(config, env)
-            check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
+            if trained(one):
+                check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
             check_prompts(one, engine, EnvRef.of(one))
     check_cache(config, engine)
@@ -130,7 +132,8 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             check_success(one, EnvRef.of(one), scorers[env.called])
             check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
+            if trained(one):  # a reward that teaches the wrong thing, of what teaches nothing
+                notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
     for env in [] if config.sft is None else warmed(config):
         with told(config, env):
             one = alone(config, env)
@@ -138,7 +141,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     return notes
 
 
-def check_eval(config: TrainConfig) -> None:
+def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     """All checks of `agentrl eval` and `agentrl rollout`. Not for a replay, which needs neither engine nor environment."""
     quiet_libraries()
     check_references(config)
@@ -156,4 +159,4 @@ def check_eval(config: TrainConfig) -> None:
             check_prompts(one, engine_name(config), ref)
     check_heads(config, engine_name(config))
     check_judges(config, scorers, False)
-    check_preflight(config, scorers)
+    check_preflight(config, scorers, False, purpose)

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 
 from agentrl.cluster.devices import joins, nodes_of
-from agentrl.cluster.machine import usable_cpus
 from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
+from agentrl.processor import usable_cpus
 from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
 from agentrl.run.engines import engine_name, maker_of, workers_apart
 from agentrl.run.judges import judge_processes

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
+from agentrl.config.envs import trained
 from agentrl.errors import ConfigError
 from agentrl.reward import Scorer
 from agentrl.reward.leaf import Leaf, UnscorableError
@@ -37,7 +38,8 @@ def check_gold(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         return
     seen: set[str] = set()
     until = time.monotonic() + SECONDS
-    for looked, task in enumerate(_tasks(env, config.eval.split), start=1):
+    splits = dict.fromkeys((*(["train"] if trained(config) else []), config.eval.split))
+    for looked, task in enumerate(_tasks(env, splits), start=1):
         view = episode_view(Trajectory(env.id, task))
         for node in nodes:
             if (why := _fault(node, view, seen)) is not None:
@@ -80,10 +82,10 @@ def _sure(scorer: Scorer) -> Iterator[LeafNode]:
         yield from visit(top)
 
 
-def _tasks(env: EnvRef, split: str) -> Iterator[Task]:
+def _tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
     built = replace(env, wrappers=()).build()
     try:
-        for name in dict.fromkeys(("train", split)):
+        for name in splits:
             count = built.task_count(name)
             for seed in range(ENDLESS if count is None else min(count, MOST)):
                 yield built.make_task(seed, name)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from agentrl.catalog import EnvRef
-from agentrl.config import TrainConfig
-from agentrl.config.envs import alone
+from agentrl.config import EnvConfig, TrainConfig
+from agentrl.config.envs import alone, trained, warmed
 from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError, TaskDataError
 from agentrl.rollout.sampler.base import make_sampler
@@ -24,17 +24,17 @@ def check_held_out(config: TrainConfig) -> None:
     is evaluated on. Compared by content, of environments with finitely many tasks that are played here; others make them by
     content (`agentrl.env.draw`), or are beyond reach. Also if one of the two splits has no task at all.
 
-    Reads: env, tools, eval.split, rollout.sampler, sft.params.
+    Reads: env, tools, eval.split, rollout.sampler, sft.params, sft.envs.
     """
     trained: dict[str, tuple[str, Task]] = {}
     for env in config.envs:
-        one = alone(config, env)
-        if one.envs[0].params.get("split", TRAIN) != TRAIN:
+        refs = _trained_on(config, env)
+        if refs and env.params.get("split", TRAIN) != TRAIN:
             raise ConfigError(
                 f"env.params.split = {env.params['split']!r} ({env.called}): a run trains on the split {TRAIN!r} and on no other"
                 "; eval.split says what it is evaluated on"
             )
-        for ref in _trained_on(one):
+        for ref in refs:
             for task in _tasks(ref, TRAIN, env.called):
                 trained.setdefault(_content(task), (env.called, task))
     for env in config.envs if trained else ():
@@ -53,12 +53,14 @@ def _refuse(evaluated: str, split: str, task: Task, trains: str, other: Task) ->
     )
 
 
-def _trained_on(one: TrainConfig) -> list[EnvRef]:
-    """The environment under each set of parameters that training gives it: the sampler's, and the warm start's."""
+def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
+    """The environment under each set of parameters that training gives it: the sampler's if an update draws its tasks, and the
+    warm start's if it takes part in that; none if it is only evaluated."""
+    one = alone(config, env)
     ref = EnvRef.of(one)
     sampler = make_sampler(one.rollout.sampler)
-    variants = [ref, *(ref.with_params(params) for params in sampler.variants())]
-    return variants if one.sft is None else [*variants, ref.with_params(one.sft.params)]
+    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one) else []
+    return [*drawn, ref.with_params(one.sft.params)] if one.sft is not None and env in warmed(config) else drawn
 
 
 def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:

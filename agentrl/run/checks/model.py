@@ -17,6 +17,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.base import plain_prompt
 from agentrl.env.remote.client import RemoteEnv
 from agentrl.errors import ConfigError, ModelError
+from agentrl.render.chat_templates import advice
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
 from agentrl.run.checks.reward import in_daemon_thread
@@ -147,7 +148,7 @@ def model_notes(config: TrainConfig) -> list[str]:
 def check_tokenizer(model: ModelConfig) -> None:
     """Raise ModelError if the tokenizer has no chat template, or does not fit the embedding."""
     path, trust = str(model.path), model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust)
+    tokenizer = load_tokenizer(path, trust, model.chat_template)
     largest, size = max(tokenizer.get_vocab().values()), vocabulary(path, trust)
     if largest >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
@@ -165,9 +166,8 @@ def check_tokenizer(model: ModelConfig) -> None:
         )
     if not tokenizer.chat_template:
         raise ModelError(
-            "its tokenizer has no chat template, as of a base model: use the model's instruction-tuned form, or give it one "
-            "(tokenizer.chat_template = agentrl.render.chatml.CHATML_TEMPLATE, save_pretrained), and train it to follow that "
-            "([sft])"
+            f"its tokenizer has no chat template, as of a base model: {advice(tokenizer)}, and train the model to follow it "
+            "([sft]); or take the model's instruction-tuned form"
         )
 
 

@@ -1,6 +1,7 @@
 """Preflight: what a run only calls later is called once before it, so that a dead server or a missing key is an error now.
 
-Every MCP server is started and lists its tools; every model behind an API is asked for a few tokens, without retries: the policy,
+Every MCP server is started and lists its tools; every model behind an API is asked for a word, without retries, with the very
+parameters that the run's calls have: the policy,
 the writer of summaries, judges (of a benchmark, if one of its tasks asks them), and those that play users, as far as the
 environment names them (`ToolEnv.user_models`).
 """
@@ -8,10 +9,11 @@ environment names them (`ToolEnv.user_models`).
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from agentrl.backends.api.make import api_name
 from agentrl.backends.scripted.make import is_script
@@ -20,42 +22,61 @@ from agentrl.cluster.devices import is_planned
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, each, entry_name
 from agentrl.config.schema import McpServerConfig
+from agentrl.config.temperature import one_temperature
 from agentrl.env.suite import WHOLE
 from agentrl.env.sync import run_sync
+from agentrl.env.users import user_call
 from agentrl.errors import ConfigError, EnvError, ResourceError
+from agentrl.litellm_calls import ONCE, causes, load_litellm
+from agentrl.plain_data import json_text
 from agentrl.reward import Scorer
-from agentrl.reward.judge.load import addressed, load_litellm
+from agentrl.reward.context import judge_settings
+from agentrl.reward.judge import VerdictRequest
+from agentrl.reward.judge.client import judge_call
 from agentrl.reward.judge.own import own_name
+from agentrl.reward.leaves.judge import JudgeLeaf
 from agentrl.reward.node import LeafNode, Node
 from agentrl.reward.pointer import follow, parse_pointer
 from agentrl.reward.predicate import decide, references
+from agentrl.rollout.engine import Sampling
 from agentrl.rollout.sampler.base import make_sampler
 from agentrl.run.contents import suite_env
 from agentrl.trajectory import Json, Task
 
-QUESTION, ANSWER_TOKENS = "Answer with the word: ready", 16
-"""As few tokens as every provider grants."""
+if TYPE_CHECKING:
+    import openai
+
+QUESTION = {"role": "user", "content": "Answer with the word: ready"}
+Purpose = Literal["eval", "rollout"]
 _WRITTEN = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class ApiModel:
-    """A model behind an API, in litellm's form: the config key that names it, and that of its address, `base`. `options`: what
-    else its calls get."""
+    """A model behind an API: the config key that names it, that of its address, `base`, and the request that the run will make,
+    but for what it asks. `args`: the key of the arguments that are `given`; `set_by`: that of other parameters of the request."""
 
     key: str
-    model: str
     base_key: str
     base: str | None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    request: Mapping[str, Any]
+    args: str = "api.args"
+    given: Collection[str] = ()
+    set_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """Its name in litellm's form."""
+        return str(self.request["model"])
 
 
-def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bool = False) -> None:
+def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bool = False, purpose: Purpose = "eval") -> None:
     """Raise ConfigError for an MCP server that does not start or list its tools (with what it wrote), a missing or refused key
-    (with its variable) and a model that is not there; ResourceError for an address that does not answer. `free`: nothing that
-    costs money, so of an API only its key.
+    (with its variable), a model that is not there and a request that it refuses (with the parameter); ResourceError for an
+    address that does not answer. `free`: nothing that costs money, so of an API only its key.
 
-    Reads: health, env, tools, rollout.summary_model, reward.judge, api, model.path.
+    Reads: health, env, tools, agent, rollout.summary_model, rollout.max_turn_tokens, rollout.temperature, rollout.top_p,
+    eval.temperature, reward.judge, api, model.path.
     """
     if not config.health.preflight:
         return
@@ -64,30 +85,66 @@ def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bo
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
         for name, server in {} if is_planned() else one.tools.mcp.items():
             _start(f"{at}.mcp.{name}", name, server, seconds)
-    asked: set[tuple[str, str | None]] = set()
-    for model in api_models(config, scorers):
-        if (model.model, model.base) not in asked:
-            asked.add((model.model, model.base))
+    asked: set[str] = set()
+    for model in api_models(config, scorers, purpose):
+        if (request := json_text([model.base, dict(model.request)])) not in asked:
+            asked.add(request)
             _check_key(model)
             if not free:
                 _ask(model, seconds)
 
 
-def api_models(config: TrainConfig, scorers: Mapping[str, Scorer]) -> Iterator[ApiModel]:
+def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purpose = "eval") -> Iterator[ApiModel]:
     """The models behind an API that a run asks: its judges, the writer of its summaries, those that play users, and the policy if
     it is one."""
-    if (name := api_name(config.model.path)) is not None:
-        yield ApiModel("--model", name, "api.base", config.api.base)
-    if config.rollout.summary_model is not None:
-        yield ApiModel("rollout.summary_model", config.rollout.summary_model, "api.base", config.api.base)
+    for one in each(config):
+        yield from _policies(one, purpose)
     if not is_script(config.model.path):  # its user is scripted too
         for one in each(config):
             yield from _users(one)
     judge = config.reward.judge
     for called, scorer in scorers.items():
         tasks = _all_tasks(config, called) if scorer.asks else None
-        for model in sorted(_judges(scorer, tasks)):
-            yield ApiModel(f"the judge of reward spec {scorer.name!r}", model, "reward.judge.api_base", judge.api_base)
+        for leaf in _judges(scorer, tasks):
+            verdict = VerdictRequest(str(leaf.args["model"]), (QUESTION,), leaf.verdict_schema, leaf.max_tokens)
+            yield ApiModel(
+                f"the judge of reward spec {scorer.name!r}",
+                "reward.judge.api_base",
+                judge.api_base,
+                judge_call(judge_settings(judge), verdict),
+                "reward.judge.args",
+                judge.args,
+                {"temperature": "reward.judge.args.temperature"},
+            )
+
+
+def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
+    """The policy, and the writer of summaries, as an environment's episodes ask them."""
+    from agentrl.backends.api.engine import LiteLlmEngine
+
+    rollout = one.rollout
+    if (name := api_name(one.model.path)) is not None:
+        keys = {"temperature": f"{'eval' if purpose == 'eval' else 'rollout'}.temperature", "top_p": "rollout.top_p"}
+        temperature = one.eval.temperature if purpose == "eval" else one_temperature(rollout, "a rollout")
+        sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
+        request = LiteLlmEngine(name, one.api).request([QUESTION], _tools(one), sampling)
+        yield ApiModel("--model", "api.base", one.api.base, request, given=one.api.args, set_by=keys)
+    if rollout.summary_model is not None:
+        sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=0.0)
+        request = LiteLlmEngine(rollout.summary_model, one.api).request([QUESTION], _tools(one), sampling)
+        yield ApiModel("rollout.summary_model", "api.base", one.api.base, request, given=one.api.args)
+
+
+def _tools(one: TrainConfig) -> list[dict[str, Json]]:
+    """The tools of an environment, but for those of servers and of a task."""
+    ref = EnvRef.of(one)
+    if ref.at is not None or one.agent is not None:
+        return []
+    built = ref.build()
+    try:
+        return built.toolbox.schemas()
+    finally:
+        built.close()
 
 
 def _users(config: TrainConfig) -> Iterator[ApiModel]:
@@ -98,26 +155,30 @@ def _users(config: TrainConfig) -> Iterator[ApiModel]:
     try:
         for user in built.user_models():
             key = f"the user of environment {config.envs[0].called!r}"
-            yield ApiModel(key, user.model, "its api_base", user.options.get("api_base"), user.options)
+            request = {**user_call(user.model, [QUESTION], user.options), **ONCE}
+            own = {"temperature": "the option `temperature` of its model"}
+            yield ApiModel(
+                key, "its api_base", user.options.get("api_base"), request, "the options of its model", user.options, own
+            )
     finally:
         built.close()
 
 
-def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> set[str]:
-    """The models of the spec's judges; if `tasks` are all that there are, of those that one of them asks by its `when`."""
+def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLeaf]:
+    """The spec's judges behind an API; if `tasks` are all that there are, those that one of them asks by its `when`."""
     tops = (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else []))
-    found: set[str] = set()
+    found: list[JudgeLeaf] = []
 
     def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> None:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        if isinstance(node, LeafNode) and node.leaf.kind == "judge" and _asked(whens, tasks):
-            found.add(str(node.leaf.args["model"]))
+        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and _asked(whens, tasks):
+            found.append(node.leaf)
         for child in node.children():
             visit(child, whens)
 
     for top in tops:
         visit(top, [])
-    return {model for model in found if own_name(model) is None}  # none of the run's own engines is behind an API
+    return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
 
 
 def _asked(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) -> bool:
@@ -172,7 +233,7 @@ def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> None
 
 def _check_key(asked: ApiModel) -> None:
     """Only where litellm wants a single key: other providers find theirs in files, or from the machine that they run on."""
-    if "api_key" in asked.options:
+    if "api_key" in asked.request:
         return
     missing = load_litellm().validate_environment(asked.model)["missing_keys"]
     if len(missing) == 1 and missing[0].endswith("_API_KEY"):
@@ -187,19 +248,7 @@ def _ask(asked: ApiModel, seconds: float) -> None:
 
     where = asked.base or "its provider"
     try:
-        load_litellm().completion(
-            **{
-                **asked.options,
-                "model": asked.model,
-                "messages": [{"role": "user", "content": QUESTION}],
-                "max_tokens": ANSWER_TOKENS,
-                "timeout": seconds,
-                "num_retries": 0,
-                "max_retries": 0,
-                "drop_params": True,
-                **addressed(asked.base, asked.base_key),
-            }
-        )
+        load_litellm().completion(**{**asked.request, "timeout": seconds})
     except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
         keys = _keys(asked.model)
         raise ConfigError(f"{asked.key} ({asked.model}): {where} refuses the key{keys}: {_line(problem)}") from problem
@@ -208,6 +257,10 @@ def _ask(asked: ApiModel, seconds: float) -> None:
     except openai.BadRequestError as problem:
         if "Provider NOT provided" in str(problem):
             raise ConfigError(f"{asked.key}: {asked.model!r} names no provider; litellm's form is PROVIDER/MODEL") from problem
+        raise ConfigError(
+            f"{asked.key} ({asked.model}): {where} refuses the request that the run would make: "
+            f"{_line(problem)}{_fix(asked, problem)}"
+        ) from problem
     except openai.APIError as problem:
         # Others come from a server that is there and busy, or has an outage of the moment: runs have retries for that.
         if _unreached(problem):
@@ -221,12 +274,25 @@ def _unreached(problem: BaseException) -> bool:
     """Whether no answer came at all; litellm says so only in what its error was raised from."""
     import openai
 
-    link: BaseException | None = problem
-    while link is not None:
-        if isinstance(link, openai.APIConnectionError):  # also too late an answer
-            return True
-        link = link.__cause__ or link.__context__
-    return False
+    return any(isinstance(link, openai.APIConnectionError) for link in causes(problem))  # also too late an answer
+
+
+def _fix(asked: ApiModel, problem: openai.BadRequestError) -> str:
+    """The parameter that is refused, if the error names one that was sent, and the keys that change it."""
+    import litellm
+
+    said, sent = str(problem), sorted(asked.request.keys() - {"model", "messages", "timeout", *ONCE}, key=len, reverse=True)
+    name = next((name for name in sent if re.search(rf"\b{name}\b", said)), None)
+    if name is None:
+        return ""
+    # What litellm itself refuses it can leave out by its own knowledge of the model; of a server's refusal it knows nothing.
+    known = isinstance(problem, litellm.UnsupportedParamsError)
+    ways = [f"{asked.args}.drop_params = true" if known else f'{asked.args}.additional_drop_params = ["{name}"]']
+    if name in asked.set_by:
+        ways.append(f"{asked.set_by[name]} = {'1' if name == 'temperature' else 'another value'}")
+    elif name in asked.given:
+        ways = [f"{asked.args} without {name}"]
+    return f". The parameter {name} = {asked.request[name]!r} is refused; set {' or '.join(ways)}"
 
 
 def _keys(model: str) -> str:

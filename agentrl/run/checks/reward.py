@@ -14,7 +14,7 @@ from typing import TypeVar
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import spec_word
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, the_env, weight_at
+from agentrl.config.envs import alone, each, the_env, trained, weight_at
 from agentrl.env.wrapper import WRAPPERS
 from agentrl.errors import ConfigError, UserError
 from agentrl.reward import Scorer
@@ -49,13 +49,13 @@ def check_decided(scorer: Scorer) -> None:
 
 def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
-    if it cannot be played because the environment fails or hangs.
+    if it cannot be played because the environment fails or hangs. Of an environment that is only evaluated: of a task of that.
 
     If the environment has no scripted gold solution, this is not checked, and the log says so. A judge, which would cost money,
     is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
     The gold solution is played without wrappers that inject random faults.
 
-    Reads: env, tools, checkpoint.best, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
+    Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
     check_decided(scorer)
     if scorer.compares and config.checkpoint.best == "reward":
@@ -76,7 +76,8 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
     try:
-        fault = _first_fault(_tasks(config, sound), scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
+        split = "train" if trained(config) else config.eval.split
+        fault = _first_fault(_tasks(config, sound), split, scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return
@@ -94,9 +95,9 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         )
 
 
-def _first_fault(tasks: Iterable[tuple[EnvRef, int]], scorer: Scorer, limit: float) -> str | None:
+def _first_fault(tasks: Iterable[tuple[EnvRef, int]], split: str, scorer: Scorer, limit: float) -> str | None:
     for ref, seed in tasks:
-        trajectory = in_daemon_thread(partial(gold_episode, ref.build, seed), limit)
+        trajectory = in_daemon_thread(partial(gold_episode, ref.build, seed, split), limit)
         score = scorer.assuming(lambda _: True).score(trajectory)
         if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
             return gold_fault(scorer, trajectory, score)

@@ -12,8 +12,8 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.engine_maker import ENGINES
 from agentrl.run.assembly import context_length
 from agentrl.run.engines import maker_of
+from agentrl.run.memory import engine_memory
 from agentrl.train.engines import check_on_host
-from agentrl.train.memory import width
 from agentrl.train.pretrained import count_parameters, head_dim, load_model_config
 from agentrl.train.rates import MATRIX, Task, optims_of, usual_rate
 
@@ -120,16 +120,14 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
 
 
 def check_cache(config: TrainConfig, engine_name: str) -> None:
-    """Raise ConfigError if this machine's GPUs hold no sequence beside the engine's weights. A cluster's are not asked: they may
-    be in use until the run has them.
+    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: beside its weights on this machine's GPUs, or
+    as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
 
-    Reads: engine_args, vllm, model.path, model.dtype, cluster.
+    Reads: engine_args, vllm, model, cluster, and on a GPU that the engine fills what the trainer's memory depends on.
     """
-    if config.model.path is None or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
-        return
-    if (card := card_bytes(config.cluster)) is not None:
-        weights = count_parameters(config.model.path, config.model.trust_remote_code) * width(config.model.computes_in(True))
-        maker_of(engine_name, config).memory(weights, 0, card)
+    cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
+    if cards or "kv_cache_mib" in config.engine_args:
+        engine_memory(config, card_bytes(config.cluster) if cards else None)
 
 
 def advice(config: TrainConfig) -> list[str]:

@@ -19,7 +19,8 @@ from agentrl.cluster.worker import WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.run.dry_run import GIB, dry_run, memory_of
+from agentrl.run.dry_run import dry_run
+from agentrl.run.memory import GIB, memory_of
 from agentrl.train.actor import Actor
 from agentrl.train.engines import check_train_engine
 

@@ -1,0 +1,98 @@
+"""`model.chat_template`: a model whose template knows no tools plays with them, and is saved with the template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.config import TrainConfig, load_config
+from agentrl.config.paths import with_absolute_paths
+from agentrl.errors import ConfigError, ModelError
+from agentrl.render.chat_templates import CHAT_TEMPLATES
+from agentrl.run.assembly import renderer_of, tokenizer_of
+from agentrl.run.checks import check_assembly
+from agentrl.run.checks.model import check_tokenizer
+from agentrl.train.pretrained import load_model_config
+from agentrl.train.saving import save_model
+from agentrl.trajectory import Message
+from tests.run.test_tool_parser import NO_TOOLS
+from tests.tiny import build
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "of a key", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose template knows no tools."""
+    folder = build(tmp_path_factory.mktemp("models") / "plain")
+    (Path(folder) / "chat_template.jinja").write_text(NO_TOOLS)
+    return str(folder)
+
+
+def config_of(model: str, *overrides: str) -> TrainConfig:
+    return load_config(ROOT / "configs" / "quickstart.toml", [f"model.path={model}", "model.init=false", "sft=false", *overrides])
+
+
+def prompt(config: TrainConfig) -> str:
+    tokenizer = tokenizer_of(config)
+    return str(tokenizer.decode(renderer_of(config.model, tokenizer).start([Message("user", "Which?")], TOOLS)))
+
+
+def test_a_name_or_a_file_makes_tools_usable(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHAT_TEMPLATES["chatml"].replace("Tools:", "At hand:"))
+    with pytest.raises(ModelError, match=r'model\.chat_template to "hermes"'):
+        check_assembly(config_of(model))
+    listed = 'You can call these tools:\n{"name": "look_up"'
+    shown = {"hermes": listed, "chatml": "Tools: look_up()", str(file): "At hand: look_up()"}
+    for given, written in shown.items():
+        config = config_of(model, f"model.chat_template={given}")
+        check_assembly(config)
+        assert written in prompt(config)
+    assert "Tools: look_up()" in prompt(load_config(ROOT / "configs" / "quickstart.toml", ["model.chat_template=chatml"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("hermez", "model.chat_template = 'hermez'.*did you mean 'hermes'"),
+        ("no/such.jinja", "model.chat_template = 'no/such.jinja': expected 'chatml', 'hermes', .* or a file"),
+        ("llama3", "the tokenizer has no token '<|start_header_id|>'.*set model.chat_template to \"hermes\""),
+    ],
+)
+def test_one_that_does_not_fit_is_refused_by_key(model: str, given: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem.replace("|", r"\|")):
+        check_assembly(config_of(model, f"model.chat_template={given}"))
+
+
+def test_a_base_model_without_a_template_gets_one(model: str, tmp_path: Path) -> None:
+    base = Path(build(tmp_path / "base"))
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r'as of a base model: set model\.chat_template to "hermes"'):
+        check_tokenizer(config_of(str(base)).model)
+    check_tokenizer(config_of(str(base), "model.chat_template=hermes").model)
+
+
+def test_a_saved_model_has_the_template_with_it(model: str, tmp_path: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(model).named_parameters()
+    save_model(model, load_model_config(model), weights, torch.float32, tmp_path / "saved", chat_template="hermes")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == CHAT_TEMPLATES["hermes"]
+
+
+def test_a_name_stays_a_name_where_a_folder_is_called_so(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hermes").mkdir()
+    (tmp_path / "mine.jinja").write_text(NO_TOOLS)
+    named = with_absolute_paths(config_of(model, "model.chat_template=hermes"))
+    assert named.model.chat_template == "hermes"
+    filed = with_absolute_paths(config_of(model, "model.chat_template=mine.jinja"))
+    assert filed.model.chat_template == str(tmp_path / "mine.jinja")
+
+
+def test_a_model_behind_an_api_has_none(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        check_assembly(config_of("api:openai/x", "model.chat_template=hermes"))

@@ -1,0 +1,138 @@
+"""Configs for one GPU are started on a made-up card of 80 GiB: what the start computes and refuses of the engine's cache.
+
+The models have the real ones' layers, key heads and their width, which decide the cache, and tiny widths else, so that they
+train on a CPU; what needs CUDA itself (memory of a real card, the copy of a growing cache through host memory) is not seen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.catalog import find_config
+from agentrl.cluster import devices
+from agentrl.cluster.devices import planned_elsewhere
+from agentrl.cluster.runtime import stop_ray
+from agentrl.config import InitModelConfig, TrainConfig, load_config
+from agentrl.config.load import config_from
+from agentrl.errors import ResourceError
+from agentrl.rollout.engine import Sampling
+from agentrl.run import memory
+from agentrl.run.checks import check_train, sizes
+from agentrl.run.display import Display
+from agentrl.run.dry_run import dry_run
+from agentrl.run.folder import RunFolder
+from agentrl.run.memory import FILL, GIB, memory_of
+from agentrl.run.session import open_session
+from agentrl.train.init_model import init_model
+from agentrl.train.shapes import SHAPES, shape_folder
+from tests.conftest import proof
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CARD = 80 * GIB
+HERE = ["gpu/lora_one_gpu", pytest.param("gpu/one_gpu", marks=proof), pytest.param("recipes/qwen3_0.6b", marks=proof),
+        pytest.param("recipes/qwen3_8b_lora", marks=proof)]  # fmt: skip
+TOKEN = {"lora_one_gpu": 147_456, "one_gpu": 114_688, "qwen3_0.6b": 114_688, "qwen3_8b_lora": 147_456}
+"""Bytes of a token's keys and values in bf16: 2 x layers x 8 key heads x 128 x 2."""
+
+
+def test_every_config_without_ray_is_started_here() -> None:
+    inline = {path.stem for folder in ("gpu", "recipes") for path in (CONFIGS / folder).glob("*.toml")
+              if load_config(path, find=find_config).cluster.backend == "inline"}  # fmt: skip
+    assert inline == set(TOKEN)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has one card of 80 GiB, as far as checks and counts ask."""
+    stop_ray()
+    monkeypatch.setattr(devices, "usable_gpus", lambda: 1)
+    monkeypatch.setattr(memory, "driver_card", lambda: CARD)
+    monkeypatch.setattr(sizes, "card_bytes", lambda cluster: CARD)
+
+
+def narrow(name: str, tmp_path: Path, *more: str) -> TrainConfig:
+    """The config, with a model of its model's layers, key heads and their width."""
+    config = load_config(CONFIGS / f"{name}.toml", find=find_config)
+    shape = SHAPES[str(config.model.path)]
+    init = InitModelConfig(
+        layers=shape["num_hidden_layers"], hidden=32, mlp=32, heads=8, kv_heads=8, head_dim=128, context=40_960
+    )
+    model = init_model(init, tmp_path / "narrow", 0)
+    given = [f"model.path={model}", f"out={tmp_path}", *more]
+    return load_config(CONFIGS / f"{name}.toml", given, find=find_config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HERE)
+def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path: Path) -> None:
+    """Its cache may take what FILL of the card holds beside the trainer, and holds its longest episode."""
+    config = narrow(name, tmp_path)
+    check_train(config)
+
+    async def sampled() -> tuple[Any, int]:
+        session = await open_session(config, RunFolder.create(config), Display())
+        try:
+            engine: Any = session.engine
+            await session.begin()
+            answer = await engine.generate([5, 6, 7], Sampling(max_tokens=2, seed=1), "a")
+            return answer, engine._batcher._slots._limit
+        finally:
+            await session.close()
+
+    answer, limit = asyncio.run(sampled())
+    with planned_elsewhere():
+        roles = {one.role: one.memory for one in memory_of(config, CARD)}
+    assert len(answer.token_ids) == 2
+    assert limit == int(FILL * CARD) - roles["actor"].held - roles["rollout"].weights
+    assert limit >= config.rollout.max_episode_tokens * TOKEN[Path(name).name]
+
+
+@pytest.mark.parametrize(("name", "held"), [("gpu/one_gpu", 12), ("gpu/lora_one_gpu", 4)])
+def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int) -> None:
+    """`held`: the trainer's bytes per parameter; with adapters theirs are on top, below 2 %."""
+    config = load_config(CONFIGS / f"{name}.toml", find=find_config)
+    with shape_folder(config.model.path) as folder, planned_elsewhere():
+        given = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+        roles = {one.role: one.memory for one in memory_of(given, CARD)}
+    weights = roles["rollout"].weights
+    assert roles["actor"].held == pytest.approx(held * weights / 2, rel=0.02)
+    token = TOKEN[Path(name).name]
+    left = int(FILL * CARD) - roles["actor"].held - weights
+    assert roles["rollout"].cache == min(left, 256 * 16_384 * token) > 4 * 16_384 * token
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "engine_args.kv_cache_mib=2048",
+            r"engine_args\.kv_cache_mib = 2048: one episode of 16,384 tokens takes 2,304 MiB\. Set",
+        ),
+        ("rollout.max_episode_tokens=40000000", r"rollout\.max_episode_tokens: one episode of 40,960 .* takes 5\.6 GiB of the"),
+    ],
+)
+def test_the_start_and_its_plan_refuse_a_cache_that_holds_no_episode(
+    override: str, said: str, card: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["optim.micro_tokens=40960"] if "max_episode" in override else []
+    config = narrow("gpu/lora_one_gpu", tmp_path, override, *more)
+    small = CARD if more == [] else 6 * GIB
+    monkeypatch.setattr(memory, "driver_card", lambda: small)
+    with pytest.raises(ResourceError, match=said):
+        check_train(config)
+    with pytest.raises(ResourceError, match=said):
+        dry_run(config, small / GIB)
+
+
+def test_the_cache_in_host_memory_is_not_the_cards(tmp_path: Path) -> None:
+    """Without a card a plan counts what the engine would take: at most 4 GiB or a quarter of the machine, at least an episode."""
+    base = {"env": {"id": "key_value"}, "engine": "embedded", "model": {"init": {"layers": 36, "kv_heads": 8, "heads": 8,
+            "head_dim": 128, "hidden": 32, "context": 40_960}}, "rollout": {"max_episode_tokens": 16_384}}  # fmt: skip
+    found = {one.role: one.memory for one in memory_of(config_from(base, []), None)}
+    assert 16_384 * 294_912 <= found["rollout"].cache <= max(16_384 * 294_912, 4 * GIB)
+    given = {one.role: one.memory for one in memory_of(config_from(base, ["engine_args.kv_cache_mib=5000"]), None)}
+    assert given["rollout"].cache == 5000 << 20

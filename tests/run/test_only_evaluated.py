@@ -1,0 +1,109 @@
+"""An environment with weight 0 is only evaluated: what training needs is asked of it nowhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import longest_sample, own_advantages
+from agentrl.errors import ConfigError, UserError
+from agentrl.run.checks import check_config
+from agentrl.run.plan import batches_of
+from agentrl.train.learner_checks import fill_length_norm
+from tests.env.toysuite import write_source, write_suite
+
+RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
+IDLE = {"use": "calls.none", "args": {"names": ["erase"]}}
+
+
+def spec(root: dict[str, Any]) -> str:
+    Path("mine.json").write_text(json.dumps({"agentrl_reward": 1, "name": "mine", "root": root, "success": RIGHT}))
+    return str(Path("mine.json").resolve())
+
+
+def suite(**params: Any) -> dict[str, Any]:
+    write_suite(Path.cwd())
+    return {"id": "sums", "params": {"source": str(write_source(Path("suite").resolve(), splits=True)), **params}}
+
+
+def rows() -> dict[str, Any]:
+    """One environment of which every task is in both splits."""
+    tool = {"name": "look", "description": "look up", "parameters": {"type": "dict", "properties": {}, "required": []}}
+    lines = [{"messages": [{"role": "user", "content": f"question {n}"}], "calls": [{"name": "look", "arguments": {}}],
+              "tools": [{"type": "function", "function": tool}]} for n in range(9)]  # fmt: skip
+    Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    params = {"data": str(Path("rows.jsonl").resolve()), "layout": "native", "splits_by": "none"}
+    return {"id": "function_calling", "params": params}
+
+
+SIBLINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "held-out tasks": (rows, "is also trained on"),
+    "a split of its own": (lambda: {"id": "key_value", "params": {"split": "heldout"}}, r"trains on the split 'train'"),
+    "no training task": (lambda: suite(families=["odd"]), r"split 'train' has no task"),
+    "an estimator without its critic": (lambda: {"id": "key_value", "advantage": {"name": "gae"}}, "needs a critic"),
+    "an estimator without its terms": (
+        lambda: {"id": "key_value", "advantage": {"name": "multi_reward", "args": {"terms": ["nowhere"]}}},
+        "no node with id 'nowhere'",
+    ),
+    "a clock in its wrappers": (
+        lambda: {"id": "key_value", "wrappers": [{"name": "time_budget", "args": {"seconds": 60}}]},
+        "counts wall-clock time",
+    ),
+    "a reward for nothing": (lambda: {"id": "key_value", "reward": spec(IDLE)}, "an empty answer earns 1"),
+}
+
+
+@pytest.mark.parametrize("need", SIBLINGS)
+def test_what_training_needs_is_not_asked_of_it(need: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, refusal = SIBLINGS[need]
+    env = {**make(), "name": "other"}
+    with pytest.raises(UserError, match=refusal):
+        check_config(config({**env, "weight": [[0, 0.0], [5, 1.0]]}))  # 0 at the start only
+    check_config(config({**env, "weight": 0.0}))
+
+
+def test_no_episode_of_it_is_forked() -> None:
+    """`rollout.branch` forks episodes of updates, for an estimator that can credit branches."""
+    other = {"id": "key_value", "name": "other", "advantage": {"name": "grpo"}}
+    branched: dict[str, Any] = {"rollout": {"branch": {}}, "algorithm": {"advantage": {"name": "tree"}}}
+    with pytest.raises(ConfigError, match="compares members as if none shared its beginning"):
+        check_config(config(other, **branched))
+    check_config(config({**other, "weight": 0.0}, **branched))
+
+
+def test_a_warm_start_that_names_it_trains_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its held-out tasks must not be among them. Of an environment that the warm start leaves out, `sft.params` is nothing."""
+    monkeypatch.chdir(tmp_path)
+    env = {**rows(), "name": "other", "weight": 0.0}
+    with pytest.raises(ConfigError, match="is also trained on"):
+        check_config(config(env, sft={"envs": ["key_value", "other"]}))
+    apart = {**env, "params": {**env["params"], "splits_by": "task"}, "weight": 1.0, "sft": {"params": {"splits_by": "none"}}}
+    del apart["params"]["splits_by"]
+    check_config(config(apart, sft={"envs": ["key_value"]}))
+
+
+def test_its_limits_and_estimator_are_nothing_to_an_update() -> None:
+    long = {"max_turns": 50, "max_turn_tokens": 1000, "max_episode_tokens": 50_000}
+    other = {"id": "key_value", "name": "other", "limits": long, "advantage": {"name": "gae"}}
+    aggregate: dict[str, Any] = {"algorithm": {"aggregate": "seq_mean_token_sum_norm"}, "optim": {"micro_tokens": 60_000}}
+    alone = config(None, **aggregate)
+    only, both = config({**other, "weight": 0.0}, **aggregate), config({**other, "weight": 0.5}, **aggregate)
+    assert longest_sample(only) == longest_sample(alone) < longest_sample(both) == 50_000
+    assert fill_length_norm(only).length_norm == longest_sample(alone)
+    assert own_advantages(only) == {} and set(own_advantages(both)) == {"other"}
+    assert batches_of(only) == batches_of(alone) != batches_of(both)
+
+
+def config(other: dict[str, Any] | None, **sections: Any) -> TrainConfig:
+    """key_value, which is trained on, and another environment."""
+    env = [{"id": "key_value"}, *([] if other is None else [other])]
+    return TrainConfig.model_validate({
+        "name": "x", "env": env, "model": {"init": {}}, "cluster": {"backend": "inline"}, "engine": "embedded",
+        "steps": 8, "rollout": {}, **sections,
+    })  # fmt: skip
