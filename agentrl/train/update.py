@@ -45,7 +45,7 @@ from agentrl.train.kl import check_kl, kl_kind
 from agentrl.train.meter import FIRST, SAMPLED, TRAINED, Meter, measured
 from agentrl.train.minibatch import added_of, counts_of, minibatches, norm_length
 from agentrl.train.modules import Micro
-from agentrl.train.usage import Usage
+from agentrl.train.usage import CardUsage
 from agentrl.train.visits import SOURCE, Visits
 
 log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ class Steps:
         self._engine, self._view, self._where = engine, view, where
         self.norms: list[float] = []
         self._taken: list[float] = []
-        self._usage = Usage(engine, view)
+        self._usage = CardUsage(engine, view)
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:

@@ -73,7 +73,7 @@ def card_of(device: torch.device) -> Card | None:
     return found
 
 
-class Usage:
+class CardUsage:
     """What one role's steps take of its ranks' cards, from its making to `metrics`."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
