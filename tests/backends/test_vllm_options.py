@@ -346,7 +346,7 @@ def test_the_stage_of_a_start_is_read_from_the_files_that_children_map(tmp_path:
     stage.imported = True
     assert stage.now() == "vLLM's engine process, which imports it again"
     weights.write_bytes(bytes(8192))
-    code = f"import mmap; held = mmap.mmap(open({str(weights)!r}, 'r+b').fileno(), 0); print(flush=True); input()"
+    code = f"import mmap; file = open({str(weights)!r}, 'r+b'); held = mmap.mmap(file.fileno(), 0); print(flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
