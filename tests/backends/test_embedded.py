@@ -131,12 +131,12 @@ async def test_a_publish_a_pause_and_the_end_wait_for_the_pass_under_way(engine,
     engine._model.forward = slow
     tasks = [asyncio.create_task(engine.generate(prompt_of(40, seed=n), Sampling(max_tokens=200), f"{n}")) for n in range(4)]
     for act in (engine.pause, engine.resume, engine.forget, partial(publish, engine, 7, changed(model, 1))):
-        for _ in range(50 if act is engine.pause else 1):
+        for _ in range(50 if act == engine.pause else 1):
             await asyncio.sleep(0.002)
             if inside:  # seen only if passes run in a thread
                 break
         await act()
-        assert act is not engine.pause or not inside
+        assert act != engine.pause or not inside
     assert engine._batcher.version == 7
     await asyncio.sleep(0.06)
     await engine.close()
