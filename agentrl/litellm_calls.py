@@ -45,7 +45,7 @@ def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
     """An answer as the next request holds it: with the provider's own ids and fields (reasoning, signatures) as they came, and
     its `calls` in a form that strict servers take."""
-    from agentrl.render.toolcalls import write_call
+    from agentrl.render.toolcalls import sendable, write_call
 
     row: dict[str, Json] = {"role": "assistant", "content": message.content, **message.model_dump(exclude_none=True)}
     if load_litellm().get_llm_provider(model)[1] in _openai_like():
@@ -58,7 +58,7 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
         ids = [item.get("id") for item in row["tool_calls"]]
         own = len(set(filter(None, ids))) == len(ids)
         for item, call in zip(row["tool_calls"], calls, strict=True):
-            written = write_call(call)
+            written = write_call(sendable(call))
             function = written["function"] if call.arguments is None else {**written["function"], "arguments": call.raw}
             item |= {"function": {**item["function"], **function}} | ({} if own else {"id": call.id})
     return row
