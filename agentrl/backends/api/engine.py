@@ -13,7 +13,6 @@ import asyncio
 import importlib.util
 import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -29,7 +28,7 @@ from agentrl.executors import in_thread
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import call_of_api
 from agentrl.reward.judge.load import addressed, load_litellm
-from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
 from agentrl.trajectory import Json, Message, ToolCall
 
 
@@ -124,7 +123,6 @@ class LiteLlmEngine(Engine):
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._transcript = transcript or Transcript()
         self._calls = Calls()
-        self._begun: dict[str, float | None] = {}
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self.renderer = ApiRenderer(self._transcript)
 
@@ -144,21 +142,10 @@ class LiteLlmEngine(Engine):
             tools = entry.get("tools", tools)
             if "message" in entry:
                 messages.append(entry["message"])
-        self._begun[request_key] = None
-        try:
-            answer = await self._calls.run(request_key, self._ask(messages, tools, sampling, request_key))
-        finally:
-            self._begun.pop(request_key, None)
+        answer = await self._calls.run(request_key, self._ask(messages, tools, sampling))
         if answer is None:
             return Generation([], [], [], "abort")
         return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
-
-    def progress(self, request_key: str) -> Underway | None:
-        """Seconds since the call left this engine's own queue. Whether tokens are arriving is unknown."""
-        if request_key not in self._begun:
-            return None
-        began = self._begun[request_key]
-        return Underway(0.0 if began is None else time.monotonic() - began, 0)
 
     async def abort(self, request_key: str) -> None:
         self._calls.abort(request_key)
@@ -174,7 +161,7 @@ class LiteLlmEngine(Engine):
     async def close(self) -> None:
         self._calls.abort_all()
 
-    async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling, key: str) -> Any:
+    async def _ask(self, messages: list[dict[str, Json]], tools: list[dict[str, Json]], sampling: Sampling) -> Any:
         """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
         options = {**self._options, **({"tools": tools} if tools else {})}
         if sampling.top_p < 1:
@@ -183,7 +170,6 @@ class LiteLlmEngine(Engine):
             try:
                 async with self._gate:
                     self._attempts += 1
-                    self._begun[key] = self._begun.get(key) or time.monotonic()
                     # litellm's own retries are off: they would neither respect `max_wait` nor leave the queue meanwhile.
                     return await load_litellm().acompletion(
                         model=self._model,
