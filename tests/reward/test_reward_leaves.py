@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 from reward_episodes import SHELF, call, episode, gold, leaf, spec, tool_schema, value
@@ -465,7 +466,8 @@ def test_episode_stopped():
 def test_costs():
     trajectory = episode([call("f"), call("f")], [call("f")], "end")
     for turn in trajectory.turns:
-        turn.seconds, turn.prompt_tokens = 2.0, 1000
+        turn.seconds, turn.prompt_tokens = 50.0, 1000  # of a slow engine: no cost
+        turn.results = [replace(result, seconds=2.0) for result in turn.results]
     assert value("cost.turns", {"max": 6}, trajectory) == 0.5
     assert value("cost.calls", {"max": 5, "free": 1}, trajectory) == 0.5
     assert value("cost.calls", {"max": 2}, trajectory) == 1

@@ -98,7 +98,6 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
         episode_timeout=22.0,
         context=512,
         env_timeout=23.0,
-        stall_timeout=300.0,
     )
     policy, collector = env.policy, session.collector
     assert list(collector.envs.values()) == [env]

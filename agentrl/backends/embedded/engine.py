@@ -24,7 +24,7 @@ from agentrl.errors import EngineError, PromptTooLongError, ResourceError
 from agentrl.executors import in_thread
 from agentrl.images import images_in
 from agentrl.processor import own_threads, threads_for
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
@@ -148,9 +148,9 @@ class EmbeddedEngine(Engine, WeightTarget):
             if self._under_way.get(request_key) is request:
                 del self._under_way[request_key]
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         request = self._under_way.get(request_key)
-        return None if request is None else Underway(request.active_s, len(request.logprobs))
+        return None if request is None else len(request.logprobs)
 
     async def pause(self) -> None:
         self._paused = True
