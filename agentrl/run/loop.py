@@ -56,7 +56,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         # An unbroken run has it: this one was interrupted, or to end, here.
         owed, done = await _evaluated(session, run_log)
         await session.saver.rate(owed)
-    await meter.read()  # what was sampled before the first step is none of its tokens
+    if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
+        await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
     while not done:
         await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)
