@@ -171,6 +171,56 @@ def test_the_last_line_says_if_the_main_path_was_not_tested(tmp_path: Path, miss
     assert (ran.stdout.splitlines()[-1] == UNTESTED) == last, ran.stdout
 
 
+HELD = '''
+import asyncio
+from agentrl.backends.vllm import replicas
+from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.config.schema import ClusterConfig, VllmConfig
+from agentrl.rollout.engine import Generation, Sampling
+
+class Replica:
+    """In place of vLLM: a stream that stays open after its last answer."""
+
+    def __init__(self, options): ...
+
+    async def start(self):
+        return 1
+
+    async def stage(self):
+        return ""
+
+    async def close(self): ...
+
+    async def cancel(self, request_id): ...
+
+    async def generate_many(self, requests, live):
+        yield [(place, Generation([1], [-1.0], [0], "length")) for place in range(len(requests))]
+        await asyncio.sleep(3600)
+
+async def main():
+    replicas.VllmActor = Replica
+    start_ray(ClusterConfig())
+    made = replicas.Replicas({}, VllmConfig(), cuda=False, catch_up=None)
+    await made.start()
+    request = ([5], Sampling(4), "a", "a#0")
+    print("answer", (await made.generate(await made.route(request), request)).token_ids, flush=True)
+    await made.close()
+    stop_ray()
+    print("alive", [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()], flush=True)
+    await asyncio.sleep(2)
+    print("ended", flush=True)
+
+asyncio.run(main())
+'''
+
+
+def test_an_open_stream_of_answers_does_not_outlive_ray(tmp_path: Path) -> None:
+    """On a real Ray, with a stand-in for vLLM. Ray's client would end this process with 1 from within the open stream's task."""
+    (tmp_path / "held.py").write_text(HELD)
+    ran = subprocess.run([sys.executable, "held.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, ["answer [1]", "alive []", "ended"]), ran.stderr
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a command runs: its folder, and the environment, whose mark all of its processes inherit."""
@@ -285,7 +335,7 @@ def test_a_run_ends_as_it_says(
     if cluster == "joined":
         address, token = str(request.getfixturevalue("head")).split()
         where.append(f"cluster.address={address}")
-        place.env["RAY_AUTH_TOKEN"] = token
+        place.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     run, before = place.folder / "runs" / "run", unheld_memory()
     own = [*ending.overrides, *(() if "callbacks" in "".join(ending.overrides) else ("callbacks=[{name='ending'}]",))]
     code, said = said_by(
