@@ -128,7 +128,7 @@ def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     return _left(config, _counted(config, card, trains=trains), card)
 
 
-def _counted(config: TrainConfig, card: int, *, trains: bool) -> list[RolePlacement]:
+def _counted(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
     """As `_others`, for the size of the engine's cache."""
     try:
         return _others(config, card, trains)
