@@ -84,6 +84,7 @@ _ANYWHERE = {
     "reward.judge.retries": _JUDGE,
     "vllm.replicas": _CAPACITY,
     "vllm.kv_cache_mib": _CAPACITY,
+    "engine_args.kv_cache_mib": _CAPACITY,
     "vllm.max_num_seqs": _CAPACITY,
     "vllm.max_num_batched_tokens": _CAPACITY,
     "vllm.max_replicas": _CAPACITY,

@@ -15,7 +15,7 @@ from agentrl.config import TrainConfig
 from agentrl.config.envs import trained, widest
 from agentrl.config.models import other_models
 from agentrl.config.schema import OptimConfig
-from agentrl.errors import ResourceError
+from agentrl.errors import ConfigError, ModelError, ResourceError
 from agentrl.rollout.engine_maker import EngineMaker, EngineMemory
 from agentrl.run.engines import engine_name, engine_of, maker_of
 from agentrl.run.judges import ROLE as JUDGE
@@ -107,7 +107,7 @@ def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
     episode."""
     config = _typed(config, card)
     counted = _card_of_engine(config, card) is not None and "kv_cache_mib" not in config.engine_args
-    return _engine(config, _others(config, card, trains=True) if counted else [], card)[1]
+    return _engine(config, _counted(config, card, trains=True) if counted else [], card)[1]
 
 
 def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
@@ -127,7 +127,17 @@ def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     if "kv_cache_mib" in config.engine_args or (card := _card_of_engine(config, None)) is None:
         return None
     config = _typed(config, card)
-    return _left(config, _others(config, card, trains), card)
+    return _left(config, _counted(config, card, trains=trains), card)
+
+
+def _counted(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
+    """As `_others`, for the size of the engine's cache."""
+    try:
+        return _others(config, card, trains)
+    except (ConfigError, ModelError) as problem:
+        raise type(problem)(
+            f"engine_args.kv_cache_mib: it is not set, and what the trainer leaves of the GPU is not known ({problem}). Set it"
+        ) from problem
 
 
 def _card_of_engine(config: TrainConfig, card: int | None) -> int | None:

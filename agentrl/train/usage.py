@@ -96,7 +96,7 @@ class CardUsage:
             lengths, predicted = self._lengths[rows], self._predicted[rows]
             self._tokens += float(lengths.sum())
             if self._model is not None:
-                self._flops += self._model.of(lengths, float(predicted.sum()))
+                self._flops += self._model.of(lengths.tolist(), float(predicted.sum()))
             if trees_of(self._view, rows):  # less is computed than the rows have
                 self._model = None
 

@@ -80,7 +80,7 @@ def test_auto_without_a_cluster_says_how_to_plan_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
     with pytest.raises(
-        ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*cluster.address=\"\" --dry-run"
+        ResourceError, match=r"'auto': no Ray runs on this machine.*--address=HEAD:6379.*--dry-run --gpu-memory GIB --nodes 4x8"
     ):
         joining.check_join("auto")
 

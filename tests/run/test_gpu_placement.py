@@ -275,9 +275,8 @@ def test_a_config_is_placed_as_its_comment_says(
     code = main(["train", str(GPU / f"{name}.toml"), *overrides(name, address, models), "--dry-run", "--gpu-memory", "80"])
     out = capsys.readouterr()
     assert code == 0, out.err
-    tables = [part.splitlines() for part in out.out.split("\n\n") if part.startswith("role ")]
-    assert len(tables) == 1, out.out
-    rows = [line.split(maxsplit=4) for table in tables for line in table[1:]]
+    table = out.out.partition("\nrole ")[2].partition("\n\n")[0].splitlines()
+    rows = [line.split(maxsplit=4) for line in table[1:]]
     order = list(dict.fromkeys(node for _, _, _, node, _ in rows))
     assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == LOCATIONS[name]
 
