@@ -90,8 +90,8 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
     keys = [f"model.path={model}", *(QUICK if quick else []), f"out={folder / 'runs'}"]
     _agentrl(folder, "eval", keys, "--model", model, "--out", str(folder / "untouched"), "-n", "2" if quick else "200")
     seconds = _agentrl(folder, "train", keys)
-    untouched = json.loads((folder / "untouched" / "summary.json").read_text())
-    return {"model": Path(model).name, "success_untouched": untouched["success"], **_of(folder / "runs" / "learn", seconds)}
+    untouched = json.loads((folder / "untouched" / "report.json").read_text())["success"]
+    return {"model": Path(model).name, "success_untouched": untouched["mean"], **_of(folder / "runs" / "learn", seconds)}
 
 
 def one_card(device: torch.device, folder: Path, model: str | None, quick: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 HEAD = """# On a card
 
 What benchmarks/gpu.py found on GPUs, by card and day, the newest first. Written by `python benchmarks/gpu.py --page`; the
-figures are in `benchmarks/results/gpu-*.json`.
+figures are in the files `gpu-CARD-DATE.json` of `benchmarks/results`.
 
 A card is often on a machine without a network. `benchmarks/gpu_proof.sh loads` writes what has to be carried there, each load
 below 60 MB, and `benchmarks/gpu_proof.sh` there runs everything in the order below, each part in less than 9 minutes and

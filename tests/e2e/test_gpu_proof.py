@@ -16,7 +16,7 @@ from tests.conftest import proof
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_proof.sh"
-PARTS = ["publish", *(pytest.param(part, marks=proof) for part in ("learn", "trainer", "kernels", "vllm"))]
+PARTS = ["kernels", *(pytest.param(part, marks=proof) for part in ("learn", "trainer", "publish", "vllm"))]
 
 
 def run(*words: str, root: Path = ROOT, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
