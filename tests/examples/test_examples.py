@@ -99,7 +99,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_example_is_listed_and_has_a_test_here() -> None:
     listed = re.findall(r"\]\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == NAMES and len(NAMES) == 11
+    assert sorted(listed) == NAMES and len(NAMES) == 12
     assert [name for name in NAMES if f"test_{name}" not in globals()] == []
 
 
