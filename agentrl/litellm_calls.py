@@ -22,31 +22,15 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def request_of(
-    model: str,
-    messages: Sequence[Mapping[str, Json]],
-    *,
-    base: str | None,
-    base_key: str,
-    args: Mapping[str, Any],
-    args_key: str,
-    timeout: float,
-    tools: Sequence[Mapping[str, Json]] = (),
-    **own: Any,
+    own: Mapping[str, Any], args: Mapping[str, Any], base: str | None, *, args_key: str, base_key: str
 ) -> dict[str, Any]:
-    """The keyword arguments of one call of litellm's: `args` as they are, with references resolved, over the caller's `own`.
-    Raises as `addressed`."""
+    """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` as they are, with references
+    resolved, of which none is what is asked. Raises as `addressed`."""
     given, where = resolved(dict(args), args_key), addressed(base, base_key)
     headers = {**given.get("extra_headers", {}), **where.get("extra_headers", {})}
-    return {
-        **own,
-        **given,
-        **where,
-        **({"extra_headers": headers} if headers else {}),
-        **({"tools": list(tools)} if tools else {}),
-        "model": model,
-        "messages": list(messages),
-        "timeout": timeout,
-    }
+    asked = {name: own[name] for name in ("model", "messages", "timeout")}
+    found = {**own, **given, **where, **({"extra_headers": headers} if headers else {}), **asked, "tools": own.get("tools")}
+    return {name: value for name, value in found.items() if name != "tools" or value}
 
 
 def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
@@ -61,7 +45,7 @@ def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
 def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
     """An answer as the next request holds it: with the provider's own ids and fields (reasoning, signatures) as they came, and
     its `calls` in a form that strict servers take."""
-    from agentrl.render.toolcalls import write_call
+    from agentrl.render.toolcalls import sendable, write_call
 
     row: dict[str, Json] = {"role": "assistant", "content": message.content, **message.model_dump(exclude_none=True)}
     if load_litellm().get_llm_provider(model)[1] in _openai_like():
@@ -74,7 +58,7 @@ def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str,
         ids = [item.get("id") for item in row["tool_calls"]]
         own = len(set(filter(None, ids))) == len(ids)
         for item, call in zip(row["tool_calls"], calls, strict=True):
-            written = write_call(call)
+            written = write_call(sendable(call))
             function = written["function"] if call.arguments is None else {**written["function"], "arguments": call.raw}
             item |= {"function": {**item["function"], **function}} | ({} if own else {"id": call.id})
     return row

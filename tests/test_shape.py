@@ -46,6 +46,7 @@ LEVELS = {
     "watchdog": 0,
     "quiet": 0,
     "matching": 0,
+    "numerals": 0,
     "schemas": 0,
     "shown": 0,
     "plain_data": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 from functools import partial
@@ -34,6 +35,7 @@ EPILOG = """examples:
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
   agentrl train configs/quickstart.toml --dry-run      what it would be: batches, memory, what is trained; runs nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
+  agentrl train my.toml --dry-run --gpu-memory 80 --nodes 4x8    ... on 4 nodes of 8 cards: which process is on which card
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
   agentrl train --resume runs/NAME steps=400           ... for more steps (a decaying optim.schedule is stretched)
 
@@ -53,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")
+    parser.add_argument(
+        "--nodes",
+        metavar="NODESxCARDS",
+        help="with --gpu-memory: plan for so many nodes of so many cards each (by default one, with as many as the run takes)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -82,13 +89,25 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
         except NameTakenError as taken:  # no mistake of the config: who has a run may plan the next one
             say(f"warning: the start refuses this: {taken}", file=sys.stderr)
         check_named(config, partial(_origins, args))
-        found = dry_run(config, args.gpu_memory)
+        found = dry_run(config, args.gpu_memory, _nodes(args))
         say(json.dumps(found.json(), indent=2) if args.json else found.text())
         return 0
-    if args.gpu_memory is not None or args.json:
-        option = "--json" if args.json else "--gpu-memory"
-        raise ConfigError(f"{option} is for planning: use it together with --dry-run")
+    options = {"--json": args.json, "--gpu-memory": args.gpu_memory is not None, "--nodes": args.nodes is not None}
+    if given := [option for option, used in options.items() if used]:
+        raise ConfigError(f"{given[0]} is for planning: use it together with --dry-run")
     return _train(args, config, before, restarts)
+
+
+def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
+    """The nodes of a plan, and the cards of each."""
+    if args.nodes is None:
+        return None
+    sizes = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", args.nodes)
+    if sizes is None:
+        raise ConfigError(f"--nodes = {args.nodes}: expected nodes x cards of each. Write 4x8 for 4 nodes of 8 cards")
+    if args.gpu_memory is None:
+        raise ConfigError(f"--nodes = {args.nodes}: the memory of their cards is not known. Add --gpu-memory GIB")
+    return int(sizes[1]), int(sizes[2])
 
 
 def _origins(args: argparse.Namespace) -> Origins:

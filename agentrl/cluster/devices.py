@@ -26,6 +26,8 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
     Joins the cluster if the config (or RAY_ADDRESS) names one and this process is not connected yet; raises ResourceError
     if it cannot be reached. Without an address and before Ray is started, it is this machine, as Ray will find it.
     """
+    if (planned := _planned.get()) is not None:
+        return planned[:1] if cluster.backend == "inline" else planned
     if cluster.backend == "inline" and role not in ("rollout", "judge"):
         return [this_machine()]
     if not connected():
@@ -40,17 +42,20 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
 
 def joins(cluster: ClusterConfig) -> bool:
     """Whether a run joins a cluster that is already there."""
-    return bool(cluster.address or os.environ.get("RAY_ADDRESS"))
+    return not is_planned() and bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
-# Not an argument: `this_machine` is asked deep inside checks that have nothing else to do with a plan.
-_planned: ContextVar[bool] = ContextVar("a run elsewhere is planned", default=False)
+# Not an argument: the nodes are asked for deep inside checks that have nothing else to do with a plan.
+_planned: ContextVar[list[ClusterNode] | None] = ContextVar("the nodes of a planned run", default=None)
 
 
 @contextmanager
-def planned_elsewhere() -> Iterator[None]:
-    """In this context a run without a cluster to join is planned for another machine, with as many GPUs as it asks for."""
-    token = _planned.set(True)
+def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
+    """In this context a run is planned for other machines: for `nodes`, their number and the GPUs of each, or for one with as
+    many GPUs as the run asks for. No cluster is joined."""
+    count, gpus = nodes or (1, math.inf)
+    names = [f"node {number:0{len(str(count))}}" for number in range(1, count + 1)]
+    token = _planned.set([ClusterNode(name, math.inf, float(gpus)) for name in names])
     try:
         yield
     finally:
@@ -59,13 +64,11 @@ def planned_elsewhere() -> Iterator[None]:
 
 def is_planned() -> bool:
     """Whether this is in `planned_elsewhere`: what this machine has, and what is installed on it, does not matter."""
-    return _planned.get()
+    return _planned.get() is not None
 
 
 def this_machine() -> ClusterNode:
     """The driver's machine, as a node."""
-    if is_planned():
-        return ClusterNode("another machine", math.inf, math.inf)
     return ClusterNode("this machine", float(usable_cpus()), float(usable_gpus()))
 
 

@@ -81,7 +81,7 @@ def _here() -> str:
         raise ResourceError(
             "cluster.address = 'auto': no Ray runs on this machine. Start one here (ray start --head, or ray start "
             '--address=HEAD:6379), give the head\'s address, or set cluster.address = "" for this machine alone; a run for '
-            'another machine is planned with cluster.address="" --dry-run --gpu-memory GIB'
+            "another machine is planned with --dry-run --gpu-memory GIB --nodes 4x8"
         ) from None
 
 

@@ -13,8 +13,8 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.hosts import Hosts
 from agentrl.cluster.mesh import Mesh
 from agentrl.cluster.pool import pools_of_roles
-from agentrl.cluster.reserve import Location, locations_of, reserve
-from agentrl.cluster.spread import Unpooled
+from agentrl.cluster.reserve import locations_of, reserve
+from agentrl.cluster.spread import Location, Unpooled, joined, keys_of_roles
 from agentrl.cluster.worker import Worker
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import AgentrlError
@@ -41,9 +41,7 @@ class Pools:
     ) -> None:
         self._timeout, self._call_timeout = cluster.startup_timeout, call_timeout
         found, loose = pools_of_roles(cluster, roles), unpooled or {}
-        self._pool_of = {role: name for role, (name, _) in found.items()} | {role: one.key for role, one in loose.items()}
-        # Last, because a role beside another is in that one's pool, whatever it is.
-        self._pool_of |= {role: self._pool_of[other] for role, other in (beside or {}).items()}
+        self._pool_of = keys_of_roles(found, loose, beside or {})
         self._beside = frozenset(beside or {})
         self._held = reserve(dict(found.values()), list(loose.values()), cluster.startup_timeout)
         self._hosts: dict[str, Hosts] = {}
@@ -92,12 +90,8 @@ class Pools:
 
     def locations(self, role: str, gpus: int = 0) -> list[Location]:
         """Where each process of a role will be, asked before they are started; `gpus` as in `ray_options`."""
-        name = self._pool_of[role]
-        ranks = locations_of(self._held[name])
-        if not self._uses_cards_of_others(role):
-            return ranks
-        parts = [ranks[first : first + gpus] for first in range(0, len(ranks), gpus)]
-        return [Location(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
+        ranks = locations_of(self._held[self._pool_of[role]])
+        return joined(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
         """Whether a role's own processes are beside those of other roles, which hold the GPUs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,13 +42,36 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict
     """
     shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
     # Largest first, onto the fullest node that has room: the search then rarely has to go back.
-    # By GPUs before CPU slots: they are what runs short.
-    shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0], item))
+    # By GPUs before CPU slots: they are what runs short. Among equals the config's order stays.
+    shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0]))
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     chosen: dict[str, list[str]] = {name: [] for name in pools}
     if not _search(pools, shares, 0, left, chosen):
-        raise ResourceError("the pools do not fit the cluster\n" + table(pools, nodes))
+        raise ResourceError(f"the pools do not fit the cluster{_obstacle(pools, nodes)}\n" + table(pools, nodes))
     return chosen
+
+
+def _obstacle(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> str:
+    """The pool that fits on no such nodes even alone, with the way out; empty if each does."""
+    cpus, gpus = largest(nodes)
+    for name, pool in pools.items():
+        if pool.nodes > len(nodes):
+            plan = f", or plan for more (--nodes {pool.nodes}x8)" if math.isinf(gpus) else ""
+            return (
+                f": cluster.pools.{name}.nodes = {pool.nodes}, and the number of nodes is {len(nodes)}. Lower it, add nodes{plan}"
+            )
+        for asked, has, key in ((pool.gpus, gpus, "GPUs"), (pool.cpus, cpus, "CPU slots")):
+            if pool.per_node * asked > has:
+                return (
+                    f": cluster.pools.{name}.per_node = {pool.per_node}, each with {asked:g} {key}, and the largest node has "
+                    f"{has:g}. Lower it to at most {int(has // asked)}, with more cluster.pools.{name}.nodes"
+                )
+    return ""
+
+
+def largest(nodes: Sequence[ClusterNode]) -> tuple[float, float]:
+    """The most CPU slots of a node, and the most GPUs."""
+    return max((node.cpus for node in nodes), default=0.0), max((node.gpus for node in nodes), default=0.0)
 
 
 def need(pool: PoolConfig) -> tuple[float, float]:

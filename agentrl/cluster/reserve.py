@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.pool import ClusterNode, table
-from agentrl.cluster.spread import Unpooled, assign, demands
+from agentrl.cluster.spread import Location, Unpooled, assign, demands
 from agentrl.config.schema import PoolConfig
 from agentrl.errors import ResourceError
 
@@ -126,15 +126,6 @@ def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict
         group = placement_group([bundle] * len(pins), strategy="PACK", bundle_label_selector=pins)
         held[name] = Reserved(cpus, gpus, tuple(count for _, count in share), group)
     return held
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a process is, or will be: the address of its node, the node's id, and the GPUs that it uses there."""
-
-    address: str
-    node: str
-    cards: tuple[str, ...]
 
 
 def locations_of(held: Reserved) -> list[Location]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.cluster.pool import ClusterNode, need, place, table
+from agentrl.cluster.pool import ClusterNode, largest, need, place, table
 from agentrl.config.schema import PoolConfig
 from agentrl.errors import ResourceError
 
@@ -21,6 +22,7 @@ class Unpooled:
     """`count` processes, each with `cpus` CPU slots and `gpus` GPUs. `key`: the config key that sets the count.
 
     `block`: each node gets a multiple of so many, for a process of another role that uses the cards of all of a block.
+    `size_key`: the config key that sets the GPUs of a process, or of a block.
     """
 
     key: str
@@ -28,6 +30,7 @@ class Unpooled:
     cpus: float
     gpus: float
     block: int = 1
+    size_key: str = ""
 
     def blocks(self) -> Unpooled:
         """The same with each block as one process."""
@@ -37,8 +40,8 @@ class Unpooled:
     def fit(self, room: Sequence[float]) -> int:
         """How many fit into (CPU slots, GPUs)."""
         # What it does not ask for sets no limit; a process that asks for nothing fits anywhere.
-        each = [int(has // asks) for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks]
-        return min(each, default=self.count)
+        each = [has // asks for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks and not math.isinf(has)]
+        return int(min(each, default=self.count))
 
     def taken(self, room: Sequence[float], count: int) -> list[float]:
         """What is left of (CPU slots, GPUs) beside `count` of them."""
@@ -65,13 +68,66 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
         found = _on_any_nodes(units, left)
     if found is None:
         raise ResourceError(
-            "the run's processes do not fit the cluster: without a pool each actor takes a GPU of its own, and so does each "
-            "process of the engine (rollout.colocate = true lets both use the same)\n" + table(pools, nodes, demands(unpooled))
+            f"the run's processes do not fit the cluster: {_obstacle(pools, unpooled, nodes)}\n"
+            + table(pools, nodes, demands(unpooled))
         )
     order = [node.name for node in nodes]
     for one in unpooled:
         shares[one.key] = [(node, found[one.key][node] * one.block) for node in order if found[one.key].get(node)]
     return shares
+
+
+def _obstacle(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes: Sequence[ClusterNode]) -> str:
+    """The key whose value has no place, with the way out."""
+    _, most = largest(nodes)
+    for one in (each.blocks() for each in unpooled):
+        if one.gpus > most:
+            return f"{one.size_key} = {one.gpus:g}: these GPUs are on one node, and the largest has {most:g}. Lower it"
+    wanted = sum(one.count * one.gpus for one in unpooled)
+    left = sum(node.gpus for node in nodes) - sum(need(pool)[1] * pool.nodes for pool in pools.values())
+    keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
+    # Else the GPUs suffice, but not in the right sizes, or not with CPU slots.
+    problem = f"{keys} take {wanted:g} GPUs, and {left:g} are left" if wanted > left else f"{keys} do not divide among the nodes"
+    turns = ", or set rollout.colocate = true (both then use the same)" if len(unpooled) > 1 else ""
+    return (
+        f"{problem}: without a pool each actor takes a GPU of its own, and so does each process of the engine. Lower one, or add "
+        f"nodes{turns}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a process is, or will be: the address of its node, the node's id, and the GPUs that it uses there."""
+
+    address: str
+    node: str
+    cards: tuple[str, ...]
+
+
+def locations(shares: Mapping[str, Shares], gpus: Mapping[str, float]) -> dict[str, list[Location]]:
+    """The node and the GPUs of each process, which are numbered on each node as they are taken; `gpus`: of a process, by key."""
+    taken: dict[str, float] = {}
+    found: dict[str, list[Location]] = {key: [] for key in shares}
+    for key, node in ((key, node) for key, share in shares.items() for node, count in share for _ in range(count)):
+        first = taken.get(node, 0.0)
+        taken[node] = first + gpus[key]
+        found[key].append(Location(node, "", tuple(map(str, range(int(first), math.ceil(taken[node]))))))
+    return found
+
+
+def joined(ranks: Sequence[Location], size: int) -> list[Location]:
+    """Of processes that use the GPUs of `size` ranks each, where they are."""
+    parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return [Location(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
+
+
+def keys_of_roles(
+    pools: Mapping[str, tuple[str, PoolConfig]], unpooled: Mapping[str, Unpooled], beside: Mapping[str, str]
+) -> dict[str, str]:
+    """The key in `Shares` of each role that has a place: its pool, its own, or that of the role that it is beside."""
+    keys = {role: name for role, (name, _) in pools.items()} | {role: one.key for role, one in unpooled.items()}
+    # Last, because a role beside another is in that one's pool, whatever it is.
+    return keys | {role: keys[other] for role, other in beside.items()}
 
 
 def demands(unpooled: Sequence[Unpooled]) -> dict[str, tuple[int, float, float]]:

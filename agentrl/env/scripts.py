@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.env.base import ToolEnv
 from agentrl.env.sample import sample_arguments
+from agentrl.reward.probes import copied_question
 from agentrl.trajectory import Message, ToolCall
 
 REFUSAL = "I do not know."
@@ -31,8 +32,8 @@ def refuse(env: ToolEnv, rng: Any) -> list[Message]:
 
 
 def echo(env: ToolEnv, rng: Any) -> list[Message]:
-    """Repeats what the user said in the opening."""
-    return [Message("assistant", "\n".join(m.content for m in env.trajectory.messages if m.role == "user"))]
+    """Repeats what the user said in the opening, and puts its formula into a box."""
+    return [Message("assistant", copied_question(env.trajectory.messages))]
 
 
 def spam(env: ToolEnv, rng: Any) -> list[Message]:

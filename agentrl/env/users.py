@@ -209,8 +209,8 @@ def user_call(
 ) -> dict[str, Any]:
     """The keyword arguments of a call of litellm's by a user whose `options` these are; its temperature is 0 by default."""
     args = {key: value for key, value in options.items() if key != "api_base"}
-    where = {"base": options.get("api_base"), "base_key": "api_base", "args": args, "args_key": "options"}
-    return request_of(model, messages, tools=tools, timeout=timeout, **where, temperature=0.0)
+    own = {"model": model, "messages": list(messages), "tools": list(tools), "timeout": timeout, "temperature": 0.0}
+    return request_of(own, args, options.get("api_base"), args_key="options", base_key="api_base")
 
 
 def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]
     user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls. `came`: messages with
     calls as the model wrote them, by `_called`."""
     # Late: an environment whose user is no model needs no parser.
-    from agentrl.render.toolcalls import write_call
+    from agentrl.render.toolcalls import sendable, write_call
 
     ids: dict[str | None, str] = {}
     found: list[dict[str, Any]] = []
@@ -226,11 +226,11 @@ def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]
         if message.role == "assistant" and message.content and not message.tool_calls:
             found.append({"role": "user", "content": message.content})
         elif message.role == "user" and message.tool_calls:
-            written = {"role": "assistant", "content": message.content or None, "tool_calls": map(write_call, message.tool_calls)}
-            row = {**(came.get(_called(message)) or written)}
-            row["tool_calls"] = list(row["tool_calls"])
+            calls = [write_call(sendable(call)) for call in message.tool_calls]
+            written = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
+            row = came.get(_called(message)) or written
             ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
-            found.append(row)
+            found.append(dict(row))
         elif message.role == "user" and message.content:
             found.append({"role": "assistant", "content": message.content})
         elif message.role == "tool" and message.tool_call_id in ids:

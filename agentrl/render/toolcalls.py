@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -102,13 +103,16 @@ def call_of_api(item: Any, index: int) -> ToolCall:
 
 
 def write_call(call: ToolCall) -> dict[str, Json]:
-    """A call in OpenAI's form, as strict servers take it: of a malformed one the arguments are an object with its text."""
-    arguments = {"malformed": call.raw} if call.arguments is None else call.arguments
-    function = {
-        "name": _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call",
-        "arguments": json.dumps(arguments, ensure_ascii=False),
-    }
+    """A call in OpenAI's form."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def sendable(call: ToolCall) -> ToolCall:
+    """The call as strict servers take it in a history: its name of letters that they allow, and arguments that are an object: of
+    a malformed call, one with its text."""
+    name = _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call"
+    return replace(call, name=name, arguments={"malformed": call.raw} if call.arguments is None else call.arguments)
 
 
 def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:

@@ -39,12 +39,14 @@ _ITS_OWN = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIG
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`right`; `said`: the part of the answer that was read, None if there is no mathematics in it; `why`: what ended the
-    comparison before its end."""
+    """`right`; `said`: the part of the text that is its answer, None if there is none; `said_as` and `wanted_as`: how the answer
+    and gold were read; `why`: why it is wrong, or what ended the comparison before its end."""
 
     right: bool
     said: str | None = None
     why: str | None = None
+    said_as: str | None = None
+    wanted_as: Sequence[str] = ()
 
 
 def require_math() -> None:
@@ -53,7 +55,7 @@ def require_math() -> None:
         raise DependencyError("the leaf math.equal compares by math-verify: pip install 'agentrl[math]'")
 
 
-def equal(gold: Sequence[str], answer: str, seconds: int, strict: bool) -> Compared:
+def equal(gold: Sequence[str], answer: str, seconds: int, strict: bool, boxed: bool = False) -> Compared:
     """Whether an answer equals one of the gold ones. Blocks.
 
     An answer that takes more than `seconds` of processor time or the process's memory is wrong. Raises UnscorableError for gold
@@ -61,26 +63,29 @@ def equal(gold: Sequence[str], answer: str, seconds: int, strict: bool) -> Compa
     """
     if len(answer) > MOST_TEXT:
         return Compared(False, why=f"an answer of {len(answer)} characters, of which at most {MOST_TEXT} are read")
-    reply = _ask({"gold": list(gold), "answer": answer, "seconds": seconds, "strict": strict})
+    reply = _ask({"gold": list(gold), "answer": answer, "seconds": seconds, "strict": strict, "boxed": boxed})
     if "unread" in reply:
         raise UnscorableError(_unread(reply["unread"]))
-    return Compared(reply["right"], reply.get("said"), reply.get("why") or reply.get("fault"))
+    why = reply.get("why") or reply.get("fault")
+    return Compared(reply["right"], reply.get("said"), why, reply.get("as"), reply.get("wanted", ()))
 
 
 def fault_of(gold: Sequence[str], seconds: int) -> str | None:
     """Why gold cannot be compared with, or None. Blocks."""
-    reply = _ask({"gold": list(gold), "answer": None, "seconds": seconds, "strict": True})
+    reply = _ask({"gold": list(gold), "answer": None, "seconds": seconds, "strict": True, "boxed": False})
     return _unread(reply["unread"]) if "unread" in reply else reply.get("why") or reply.get("fault")
 
 
 def _unread(text: str) -> str:
-    return f"the gold answer {text[:80]!r} is no mathematics that math-verify reads (a number, an expression, LaTeX)"
+    what = "is no mathematics that is read as a whole"
+    return f"the gold answer {text[:80]!r} {what}. Give a number, an expression or LaTeX, with at most a unit behind it"
 
 
 class _Worker:
     def __init__(self) -> None:
         # Nothing of this process's environment but where its packages are: keys are none of its business.
         kept = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(WORKER.parents[2]), kept.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "utf8", str(WORKER)],
             stdin=subprocess.PIPE,

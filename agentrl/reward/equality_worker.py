@@ -12,60 +12,431 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from latex2sympy2_extended.math_normalization import extract_boxed_content
+from math_verify import verify
+from math_verify.grader import get_pct_val, should_treat_as_complex
+
+from agentrl.numerals import Numeral, numeral
 
 MEMORY = 1 << 30
 """Bytes of address space; SymPy and its parser take a fifth of that."""
 WORN = 1 << 29
 """Bytes in memory from which on the process does not go on after an answer."""
-WRITTEN = ("$", "\\(", "\\[", "\\boxed")
-"""What begins mathematics in a text."""
-_WORD, _TEXT = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}"), re.compile(r"\\(?:text|mathrm|textbf|mathbf|operatorname)\{[^{}]*\}")
-NAMES = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp sqrt max min mod gcd lcm and inf".split()  # noqa: SIM905
+DIGITS = 40
+"""Digits to which numbers without decimals must agree."""
+PLACES = Fraction(1, 10**6)
+"""How much a decimal may differ; from a number below 0.1 by as many of its own digits."""
+
+# -- a text as a whole ---------------------------------------------------------------------------------
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NAMES = _words(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt max min mod gcd lcm det pi inf infinity"
 )
-# An answer in a box is what the policy says it is, wherever "answer" stands in its text.
-READ = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_NO_UNIT = _words(
+    "or and to through half third thirds quarter quarters dozen hundred thousand million billion trillion times squared cubed "
+    "minus plus over by divided factorial mod remainder base point negative not no than more less at least most about if is are "
+    "was equals equal either neither nor between from sum product difference true false yes none"
+)
+"""Words behind a number that make another number of it, or no answer."""
+_SHORT_UNITS = _words(
+    "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s "
+    "m/min L/min g/L mol/L"
+)
+_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb")
+"""Units of which another one is another answer: 5 km is not 5 m."""
+_SHORT_WORDS = _words("is or to no in if it at of on by as an so we he up do go my me us be am pm")
+_TEXT = r"\\(?:text|mathrm|mbox|textrm|textit|textbf|mathbf|mathit|operatorname)\s?\{([^{}\\]*)\}"
+_UNIT = re.compile(
+    r"(?<=[\d)}!%])(?:\s|\\[,;: ]|~)*(?P<degree>(?:\^\s?\{?\s?\\circ\s?\}?|°|\\degree\b)\s*(?:[CFK](?![A-Za-z]))?)?\s*"
+    rf"(?:{_TEXT}|(?P<words>(?:(?<![A-Za-z\\}}])|(?<=\d))[A-Za-z][A-Za-z./ ]*[A-Za-z.]))?"
+    r"\s*(?P<raised>\^\s?\{?-?[1-9]\}?|[²³])?$"
+)
+_LABEL = re.compile(rf"(?:{_TEXT}|[A-Za-z][A-Za-z ]{{2,40}}?)\s*(?:=|:|\bis\b)\s*")
+_ELLIPSIS = re.compile(r"\.\.\.|…|\\[lcvd]?dots")
+_GROUPED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?P<between>\\[,;: ]|\{,\}|[ \u00a0\u2009\u202f])\d{3}(?:(?P=between)\d{3})*(?!\d)")
+_MIXED = re.compile(r"(?<![\d.])(\d{1,9})(?:\s+(\d{1,9})\s?/\s?(\d{1,9})|\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})(?![\d.])")
+_JOINED = re.compile(r"\d\s+[\d.]|\d\.\d+\.|\d[eE][-+]?\d|\.\s*\.|\d_|\d\s+[A-Za-z]\s+\d|(?<![\d.,])0\d|^[nN]/[aA]$")
+"""Numbers that stand beside each other, in other bases, with remainders, dates: the parser would multiply, add or drop."""
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_COMMAND = re.compile(r"\\(?:begin|end)\s?\{[a-z]+\*?\}|\\[A-Za-z]+")
+_SIGNS = str.maketrans({
+    "\u2212": "-", "\u2013": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "π": r"\pi ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+    "∅": r"\emptyset ", "~": " ", "\n": " ", "\t": " ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+})  # fmt: skip
+_HIGH = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_ROOT = re.compile(r"([√∛])\s?(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 
 
-def parsed(text: str) -> list[Any]:
-    """What a text says: an expression (none if there is none that SymPy reads), and the text of it."""
-    return list(parse(text, READ, parsing_timeout=0))
+@dataclass(frozen=True)
+class Read:
+    """A text that was read as a whole. `number`: if it is one as people write them; `name`: of x = 5 the x."""
+
+    text: str
+    value: Any
+    number: Numeral | None = None
+    name: str = ""
+    unit: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.value, sympy.Expr) and bool(self.value.is_number or _only_i(self.value))
+
+    def written(self) -> str:
+        """How it was read."""
+        try:
+            return str(self.value if self.number is None else f"{self.number.value}{'%' * self.number.percent}")[:200]
+        except ValueError:  # more digits than Python writes
+            return "a number of more than 4300 digits"
 
 
-def gold(text: str) -> list[Any]:
-    """The same for gold, which may be LaTeX without dollars. Empty if it is no mathematics, but words: SymPy would read them as
-    products of letters, to which every anagram is equal."""
-    words = _WORD.findall(_TEXT.sub("", text))
-    if not any(map(str.isdigit, text)) and not NAMES.issuperset(map(str.lower, words)):
-        return []
-    for form in [text] if any(mark in text for mark in WRITTEN) else [f"${text}$", text]:
-        found = parsed(form)
-        if any(not isinstance(item, str) for item in found):
-            return found
-    return []
+def read(text: str) -> Read | None:
+    """Read a whole text, but for dollars, blanks, a label before it and a unit behind it; None if anything is left over."""
+    bare = _bare(text)
+    if not bare or _ELLIPSIS.search(text):
+        return None
+    whole = _with_unit(bare)
+    if whole is None and (label := _LABEL.match(bare)) is not None:
+        whole = _with_unit(_bare(bare[label.end() :]))
+    return whole
+
+
+def _bare(text: str) -> str:
+    """A text without blanks at its ends, dollars around it, and emphasis."""
+    text, before = text.strip(), None
+    while text != before:
+        before = text
+        text = text.strip("*").strip().removesuffix(".").removesuffix("\\").strip()
+        text = re.sub(r"^(?:\\[,;:! ]|\\quad|~)\s*|\s*(?:\\[,;:! ]|\\quad|~)$", "", text)
+        for begin, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+            inner = text[len(begin) : -len(end)]
+            if (
+                len(text) > len(begin + end)
+                and text.startswith(begin)
+                and text.endswith(end)
+                and end not in inner.replace("\\$", "")
+            ):
+                text = inner.strip()
+    return text
+
+
+def _with_unit(bare: str) -> Read | None:
+    unit = _UNIT.search(bare)
+    if unit is None or not unit.group().strip():
+        return _expression(bare)
+    words = (unit[2] or unit["words"] or "").replace("~", " ").strip()
+    first = re.split(r"[ /.]", words, maxsplit=1)[0]
+    if first.lower() in NAMES or (unit["words"] and not words[:1].isspace() and _is_product(words.replace(" ", ""))):
+        return _expression(bare)  # 2 sin x, 3xyz
+    if words and not _is_unit(words, unit[2] is not None):
+        return _expression(bare)
+    if unit["raised"] and not words:
+        return _expression(bare)  # a power
+    found = _expression(bare[: unit.start()].strip())
+    name = words + "".join(filter(str.isdigit, (unit["raised"] or "").translate(_HIGH)))
+    return None if found is None else replace(found, unit=name)
+
+
+def _is_unit(words: str, in_text: bool) -> bool:
+    parts = words.replace(".", " ").split()
+    if _NO_UNIT.intersection(map(str.lower, parts)) or any(map(str.isdigit, words)):
+        return False
+    return in_text or all(len(part) > 2 or part in _SHORT_UNITS for part in parts)
+
+
+def _is_product(letters: str) -> bool:
+    """Return whether letters are factors (ab, xyz) and no word."""
+    if len(letters) < 2 or letters.lower() in _SHORT_WORDS or letters in _SHORT_UNITS:
+        return len(letters) < 2
+    codes = sorted(map(ord, letters))
+    return len(letters) == 2 or all(b - a == 1 for a, b in pairwise(codes))
+
+
+def _expression(bare: str) -> Read | None:
+    """Read mathematics without words."""
+    if (number := numeral(bare)) is not None:
+        return Read(bare, _rational(number.value), number)
+    latex = _latex(bare)
+    if latex is None:
+        return None
+    if (number := numeral(latex)) is not None:
+        return Read(bare, _rational(number.value), number)
+    sides = re.split(r"(?<![<>!\\:])=", latex)
+    if len(sides) > 1 and not re.search(r"[,;<>]|\\(?:le|ge|lt|gt|ne|in|approx|cup|pm)\b", latex) and (
+        all(_is_name(side) or not re.search("[A-Za-z]", _COMMAND.sub("", re.sub(_TEXT, "", side))) for side in sides[:-1])
+    ):  # fmt: skip
+        last = _expression(sides[-1].strip())
+        if last is not None and last.is_number:
+            return replace(last, text=bare, name=sides[0].replace(" ", "") if _is_name(sides[0]) else "")
+    try:
+        value = latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
+    except Exception:  # the parser's own are of many kinds
+        return None
+    return Read(bare, value)
+
+
+def _rational(value: Fraction) -> sympy.Rational:
+    return sympy.Rational(value.numerator, value.denominator)
+
+
+def _is_name(text: str) -> bool:
+    return re.fullmatch(r"\s*(?:\\?[A-Za-z]+'?(?:_\{?\w+\}?)?(?:\([^()]*\))?)\s*", text) is not None
+
+
+def _latex(bare: str) -> str | None:
+    """LaTeX that the parser reads as it is meant; None for words, and for numbers that stand beside each other."""
+    text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found.group()), bare)
+    text = _MIXED.sub(_improper, re.sub(r"(?<=\d)([½⅓⅔¼¾])", r" \1", text).translate(_SIGNS))
+    text = _ROOT.sub(lambda found: rf"\sqrt{'[3]' if found[1] == '∛' else ''}{{{found[2] or found[3] or found[4]}}}", text)
+    text = re.sub(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda found: f"^{{{found.group().translate(_HIGH)}}}", text)
+    text = re.sub(r"\\\\(?![A-Za-z])|\\\\(?=.*\\end)|&", r" \g<0> ", text.replace("**", "^"))
+    text = re.sub(r"(?<![A-Za-z\\])d(?=\s*\\)", "{d}", text)  # else of a differential
+    text = re.sub(r"_(\w)\s+", r"_{\1} ", text).replace("\\left", "").replace("\\right", "")
+    if _JOINED.search(text) or any(
+        word.lower() not in NAMES and not _is_product(word)
+        for word in _WORD.findall(_COMMAND.sub(" ", re.sub(_TEXT, " ", text)))
+        if word not in ("and", "or")
+    ):
+        return None
+    text = re.sub(
+        r"\b(sqrt|pi|sin|cos|tan|log|ln)(?![A-Za-z])",
+        lambda f: f.group() if text[f.start() - 1 : f.start()] == "\\" else rf"\{f.group()} ",
+        text,
+    )
+    return normalize_latex(text, _LATEX)
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, top, bottom = (int(found[n] or found[n + 2]) if n > 1 else int(found[1]) for n in (1, 2, 3))
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+# -- an answer within a text ---------------------------------------------------------------------------
+
+_SPAN = r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>.+?)\\\]|(?<!\\)\$(?P<c>[^$\n]+?)(?<!\\)\$|\\\((?P<d>.+?)\\\)"
+_ATOM = (
+    r"(?:\\[a-zA-Z]+(?:\{[^{}\n]*\})*|\\[%$]|[\[({][^()\[\]{}\n]{0,60}[)\]}]|[0-9π∞½⅓⅔¼¾]|[-+*/^=<>≤≥≠≈×÷·±√∛%°!|_{}()\u2212\u2013$€£¥₹⁰¹²³⁴-⁹⁻]"
+    r"|(?<![A-Za-z])(?:[a-zA-Z]|sqrt|sin|cos|tan|log|ln|pi)(?![A-Za-z'])|[.,:](?=[0-9]))"
+)
+_RUN = re.compile(rf"{_SPAN}|(?P<e>{_ATOM}(?:[ ]?{_ATOM})*)", re.DOTALL)
+_ANCHOR, _BOX = re.compile(r"(?i)\banswer\b"), re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
+
+
+def answer_in(text: str) -> str | None:
+    """The part of a text that is its answer: what is in a box, or stands first behind "answer", or last. None without any."""
+    if _BOX.search(text):
+        return extract_boxed_content(text, "last")
+    anchors = list(_ANCHOR.finditer(text))
+    if anchors and (found := _parts(text[anchors[-1].end() :])):
+        return found[0]
+    found = _parts(text)
+    return found[-1] if found else None
+
+
+def _parts(text: str) -> list[str]:
+    """What is mathematics in prose, in order; alternatives with "and" or "or" between them are one."""
+    found: list[str] = []
+    end = -1
+    for match in _RUN.finditer(text):
+        part = next(filter(None, match.groups()), "").strip()
+        if match["e"] is not None:
+            part = re.sub(
+                r"^(?:[A-Za-z]\s+(?=[\d$\\-])|[=:*!)}\]/]\s*|-\s+)+|(?:\s+[a-zA-Z]|[\s!*:(\[{=]|(?<![\d])\.)+$", "", part
+            )
+            if not re.search(r"[0-9π∞½⅓⅔¼¾]|\\[a-z]", part):
+                continue
+        if end >= 0 and _BETWEEN.fullmatch(text[end : match.start()]):
+            found[-1] += f", {part}"
+        else:
+            found.append(part)
+        end = match.end()
+    return found
+
+
+# -- whether it is right -------------------------------------------------------------------------------
+
+_FORMS = (
+    sympy.Number, sympy.NumberSymbol, sympy.Add, sympy.Mul, sympy.Pow, sympy.Symbol, sympy.UnevaluatedExpr, sympy.exp,
+    sympy.FiniteSet, sympy.Interval, sympy.Union, sympy.Tuple, sympy.MatrixBase, type(sympy.I), type(sympy.oo), type(-sympy.oo),
+    sympy.core.relational.Relational, sympy.And, sympy.core.function.AppliedUndef, type(sympy.S.EmptySet), type(sympy.S.Reals),
+)  # fmt: skip
+"""What any answer may consist of; of integrals, sums, products of matrices and so on only what gold consists of."""
+_COMPUTED = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
+
+
+def _only_i(value: Any) -> bool:
+    return {str(symbol) for symbol in value.free_symbols} == {"i"}
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    yield value
+    for part in value.flat() if isinstance(value, sympy.MatrixBase) else getattr(value, "args", ()):
+        yield from _nodes(part)
+
+
+def settled(said: Read, wanted: Read) -> bool:
+    """Return whether an answer is worked out: gold's own text, a number in lowest terms, or an expression that stays as it is."""
+    if _same_text(said.text, wanted.text):
+        return True
+    if said.number is not None:
+        return said.number.lowest
+    kinds = {type(node) for node in _nodes(wanted.value)}
+    symbolic = bool(getattr(said.value, "free_symbols", ())) and not wanted.is_number
+    for node in _nodes(said.value):
+        elementary = symbolic and isinstance(node, sympy.Function) and not isinstance(node, _COMPUTED)
+        if not (isinstance(node, _FORMS) or elementary or type(node) in kinds):
+            return False
+    if isinstance(said.value, sympy.Rational):
+        return False  # of something else than a number, which the parser has computed
+    if said.text.count("\\begin") > wanted.text.count("\\begin"):
+        return False  # a product of matrices, which the parser has multiplied
+    return all(_lowest(part, wanted) for part in _elements(said.value))
+
+
+def _same_text(a: str, b: str) -> bool:
+    plain = [re.sub(r"\\left|\\right|\\[,;:!]|(?<=\\)[dt](?=frac)|[\s$]", "", text) for text in (a, b)]
+    return plain[0] == plain[1]
+
+
+def _elements(value: Any) -> Iterator[Any]:
+    """The numbers that a value consists of: its own, or the elements of a set, a tuple, an interval, a matrix."""
+    if isinstance(value, sympy.Expr):
+        if value.is_number or _only_i(value):
+            yield value
+    elif isinstance(value, (sympy.Set, sympy.Tuple, sympy.MatrixBase, sympy.core.relational.Relational, sympy.And)):
+        for part in value.flat() if isinstance(value, sympy.MatrixBase) else value.args:
+            yield from _elements(part)
+
+
+def _lowest(value: Any, wanted: Read) -> bool:
+    """Return whether nothing is left to compute in a number: no sum or power of numbers, no like terms, no root that is whole."""
+    if isinstance(value, (sympy.Number, sympy.NumberSymbol)) or get_pct_val(value) is not None:
+        return True
+    simple = sympy.count_ops(value) <= sympy.count_ops(wanted.value) and not wanted.number
+    if any(
+        isinstance(node, sympy.Pow) and node.base.is_Rational and node.exp.is_Integer and node.exp != -1 for node in _nodes(value)
+    ):
+        return bool(simple)
+    done = sympy.expand(_complex(value).doit())
+    if done.is_Rational:
+        return False
+    return bool(simple or sympy.count_ops(value) <= sympy.count_ops(done))
+
+
+def equal(wanted: Read, said: Read, strict: bool) -> bool:
+    """Return whether two texts say the same: numbers to six places, all else by math-verify."""
+    if strict and wanted.name and said.name and wanted.name != said.name:
+        return False
+    if (
+        wanted.unit != said.unit
+        and {wanted.unit.rstrip("0123456789").lower(), said.unit.rstrip("0123456789").lower()} <= _SYMBOLS
+    ):
+        return False
+    if wanted.number is not None and said.number is not None:
+        return _same_number(wanted.number, said.number)
+    if wanted.is_number and said.is_number:
+        inexact = any(one.value.has(sympy.Float) or (one.number is not None and not one.number.exact) for one in (wanted, said))
+        return _close(wanted.value, said.value, inexact)
+    if not verify(wanted.value, said.value, strict=strict, timeout_seconds=0):
+        return False
+    pairs = [sorted(_elements(one.value), key=sympy.default_sort_key) for one in (wanted, said)]
+    return len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
+
+
+def _same_number(wanted: Numeral, said: Numeral) -> bool:
+    size = abs(wanted.value)
+    near = PLACES
+    while size and size < near * 10**5 and near > Fraction(1, 10**400):
+        near /= 10
+    room = Fraction(0) if wanted.exact and said.exact else near if size else Fraction(0)
+    if wanted.percent == said.percent:
+        return said.value == wanted.value or abs(said.value - wanted.value) < room
+    if said.value == wanted.value and (wanted.percent or wanted.value.denominator == 1):
+        return True  # 50% is 50, as math-verify has it
+    share = said.value / 100 if said.percent else said.value
+    return abs(share - (wanted.value / 100 if wanted.percent else wanted.value)) <= (near / 100 if wanted.percent else room)
+
+
+def _complex(value: Any) -> Any:
+    """A number whose only letter is i."""
+    return value.subs(dict.fromkeys(value.free_symbols, sympy.I))
+
+
+def _close(wanted: Any, said: Any, inexact: bool | None = None) -> bool:
+    if wanted == said:
+        return True
+    a, b = (_complex(value).evalf(DIGITS + 20) for value in (wanted, said))
+    if not (a.is_finite and b.is_finite):
+        return False
+    if inexact is None:
+        inexact = wanted.has(sympy.Float) or said.has(sympy.Float)
+    room = min(1, 10 * abs(a)) / sympy.Integer(10) ** 6 if inexact else (abs(a) or 1) / sympy.Integer(10) ** DIGITS
+    return bool(abs(a - b) < room)
+
+
+@cache
+def gold(text: str) -> Read | None:
+    """What a gold answer says; None if it is no mathematics as a whole."""
+    found = read(extract_boxed_content(text, "last"))
+    return None if found is None or found.value in (sympy.nan, sympy.zoo) else found
+
+
+def right(wanted: Read, text: str, strict: bool) -> bool:
+    said = read(text)
+    if said is None:
+        return False
+    if not said.name and "=" in text and "=" not in wanted.text:
+        said = read(text.rpartition("=")[2]) or said
+    if isinstance(said.value, sympy.Expr) and "\\approx" in text.replace("≈", "\\approx"):
+        sides = map(read, text.replace("≈", "\\approx").split("\\approx"))
+        said = next((side for side in sides if side is not None and settled(side, wanted)), said)
+    return settled(said, wanted) and equal(wanted, said, strict)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"unread": gold}` for gold that is no mathematics; else whether the answer equals one of them, and how it was read."""
-    wanted = []
+    """`{"unread": gold}` for gold that is no mathematics; else whether the answer equals one of them, and how both were read."""
+    wanted: list[Read] = []
     for text in request["gold"]:
         try:
-            wanted.append(gold(text))
+            found = gold(text)
         except (Exception, RecursionError):  # whatever it is, no answer is to blame
+            found = None
+        if found is None:
             return {"unread": text}
-        if not wanted[-1]:
-            return {"unread": text}
+        wanted.append(found)
+    shown = [one.written() for one in wanted]
     if request["answer"] is None:
-        return {"right": False}
-    said = parsed(request["answer"])
-    right = any(verify(one, said, strict=request["strict"], timeout_seconds=0) for one in wanted)
-    # Its text as it was written: that of the expression may be as long as a number of a billion digits.
-    return {"right": right, "said": next((item for item in said if isinstance(item, str)), None)}
+        return {"right": False, "wanted": shown}
+    if request["boxed"] and not _BOX.search(request["answer"]):
+        return {"right": False, "wanted": shown, "why": "no \\boxed{} in it"}
+    text = answer_in(request["answer"])
+    if text is None or not text.strip():
+        return {"right": False, "wanted": shown, "why": "no mathematics in it" if text is None else "an empty \\boxed{}"}
+    said = read(text)
+    reply = {"wanted": shown, "said": text[:400], "as": None if said is None else said.written()}
+    if said is None:
+        return {**reply, "right": False, "why": "it could not be read as a whole"}
+    if any(right(one, text, request["strict"]) for one in wanted):
+        return {**reply, "right": True}
+    return {**reply, "right": False, **({} if any(settled(said, one) for one in wanted) else {"why": "not worked out"})}
 
 
 def allow(seconds: int) -> None:

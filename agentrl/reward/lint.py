@@ -18,6 +18,7 @@ from agentrl.trajectory import Json, Trajectory
 _EPS = 1e-9
 SAMPLED = frozenset({"cost.tokens", "cost.seconds", "cost.usd"})
 """Leaves of what only a model's episodes have: scripts sample no tokens and take no time."""
+_IDLE = (("empty", "an empty answer"), ("silent", "doing nothing"))
 _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\b", re.IGNORECASE)
 
 
@@ -149,8 +150,8 @@ Probes = Mapping[str, Sequence[Trajectory]]
 def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, idle_share: float = 0.0) -> list[LintFinding]:
     """Findings from probe episodes: lists by kind, one episode per task, tasks in the same order.
 
-    Kinds: `gold` (the scripted solution), `empty` (an empty answer) and `silent` (no turn at all), `spam`
-    (random calls and every number as the answer), `padded` (every gold call three times), `shuffled`
+    Kinds: `gold` (the scripted solution), `empty` (an empty answer), `silent` (no turn at all), `question` (it as the answer),
+    `spam` (random calls and every number as the answer), `padded` (every gold call three times), `shuffled`
     (the gold calls in another order). `order_free`: whether the environment declares that order is free; `idle_share`: of which
     share of its tasks it declares that doing nothing solves them, above 0 nothing is said of idle episodes that are paid.
     """
@@ -188,7 +189,7 @@ def _not_judged(at: str) -> LintFinding:
 
 def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
     low = scorer.range[0]
-    for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
+    for kind, what in (*_IDLE, ("spam", "spam")):
         values = [score.value for score in scores.get(kind, ())]
         known = [value for value in values if value is not None]
         floor = max(known, default=-math.inf)
@@ -226,7 +227,7 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
         if score.success is not True:
             yield LintFinding("error", "gold-no-success", "/success", gold_fault(scorer, trajectory, score))
             break
-    for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing"), ("spam", "spam")):
+    for kind, what in (*_IDLE, ("question", "the question, copied as the answer,"), ("spam", "spam")):
         lucky = sum(score.success is True for score in scores.get(kind, ()))
         if lucky:
             message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
@@ -241,7 +242,7 @@ def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[L
     scores = {kind: [scorer.score(trajectory) for trajectory in probes.get(kind, ())] for kind in ("gold", "empty", "silent")}
     gold = [score.value for score in scores["gold"] if score.value is not None]
     told = not reads_samples(scorer)
-    for kind, what in (("empty", "an empty answer"), ("silent", "doing nothing")):
+    for kind, what in _IDLE:
         idle = scores[kind]
         values = [score.value for score in idle if score.value is not None]
         if idle and all(score.success is True for score in idle):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,7 +13,13 @@ from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
 
 _COPIES = 3
 _SPAM_TURNS = 12
-_EVERY_NUMBER = " ".join(str(number) for number in range(200))
+_EVERY_NUMBER = ", ".join(str(number) for number in range(200))
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\$([^$\n]+)\$|\\\((.+?)\\\)"
+    r"|((?:\\[a-z]+(?:\{[^{}]*\})*|[0-9(√∫∑]|\b[a-z](?=\s?[-+*/^=]))"
+    r"(?:\\[a-z]+|[-0-9a-z.,+*/^_=(){}×·÷√!% ](?![a-z]{3}| ?(?:is|to|of|in|at|or|by)\b))*)",
+    re.DOTALL,
+)
 
 
 class ProbeEnv(ReplayEnv, Protocol):
@@ -37,8 +44,8 @@ def probe_episodes(
     enough: Callable[[], bool] = lambda: False,
     gold_needed: bool = True,
 ) -> dict[str, list[Trajectory]]:
-    """Episodes by kind, one per task: gold, empty, silent, spam, padded and shuffled (see lint_probes). None is begun once
-    `enough`.
+    """Episodes by kind, one per task: gold, empty, silent, question, spam, padded and shuffled (see lint_probes). None is begun
+    once `enough`.
 
     Raises NotImplementedError if the environment has no scripted gold policy; unless `gold_needed`, what gold is made of is then
     left out.
@@ -71,6 +78,7 @@ def _turns(
     idle: list[tuple[str, Callable[[], Turns]]] = [
         ("empty", lambda: [Message("assistant", "")]),
         ("silent", lambda: []),
+        ("question", lambda: _question(build(), task)),
         ("spam", lambda: _spam(build(), task, seed + number)),
     ]
     if gold is None:
@@ -105,6 +113,21 @@ def play_turns(env: ProbeEnv, task: Task, turns: Turns) -> Trajectory:
     if not over:
         trajectory.stop, trajectory.truncated = StopReason.MAX_TURNS, True
     return trajectory
+
+
+def copied_question(messages: Iterable[Message]) -> str:
+    """The question of an opening as an answer: what its user says, and in a box the formula of it."""
+    question = "\n".join(message.content for message in messages if message.role == "user")
+    formulas = [next(filter(None, found.groups()), "").strip(" .,?") for found in _FORMULA.finditer(question)]
+    worth = max(formulas, key=len, default="")
+    return f"{question}\n\\boxed{{{worth}}}" if re.search(r"[0-9a-z]", worth) else question
+
+
+def _question(env: ProbeEnv, task: Task) -> list[Message]:
+    env.reset(seed=task.seed, options={"task": task})
+    opening = list(env.trajectory.messages)
+    env.close()
+    return [Message("assistant", copied_question(opening))]
 
 
 def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:

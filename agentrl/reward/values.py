@@ -7,25 +7,36 @@ import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
+from agentrl.numerals import LONGEST, numeral
 from agentrl.trajectory import Json
 
 Normalizer = Callable[[str], str]
 
 _SPACES = re.compile(r"\s+")
+_RAISED = {"<super>": "^", "<sub>": "_"}
+_SAME_DIGIT = frozenset({"<wide>", "<font>", "<narrow>", "<noBreak>"})
 _BFCL_TABLE = str.maketrans("'", '"', " ,./-_*^")
 _BFCL_SAID_TABLE = str.maketrans("'", '"', ",./-_*^()")
-_NUMBER = re.compile(
-    r"(?<![\w.])(?<![0-9],)[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?"
-    r"(?!\w|[.,][0-9])"
-)
-_LONGEST_NUMBER = 400
 
 
 def _fold(text: str) -> str:
-    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text)).strip().casefold()
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", "".join(map(_apart, text)))
+    return _SPACES.sub(" ", text).strip().casefold()
+
+
+@cache
+def _apart(character: str) -> str:
+    """A character that NFKC would make a digit of the number before it: 10³ is not 103, nor 1½ 11/2, nor 5① 51."""
+    kind, _, made = unicodedata.decomposition(character).partition(" ")
+    if not kind.startswith("<") or kind in _SAME_DIGIT or not any(chr(int(code, 16)).isdigit() for code in made.split()):
+        return character
+    return f"{_RAISED.get(kind, ' ')}{unicodedata.normalize('NFKC', character)}{'' if kind in _RAISED else ' '}"
 
 
 def _bfcl(text: str) -> str:
@@ -140,36 +151,27 @@ def close(a: float, b: float, absolute: float = 0.0, relative: float = 0.0) -> b
     return gap <= max(absolute, relative * size) and math.isfinite(gap)
 
 
-def numbers(text: str) -> list[str]:
-    """Every complete number token of a text, without thousands commas: "170" does not contain 17, and "v17" no number."""
-    return [token.replace(",", "") for token in _NUMBER.findall(text) if 0 < len(token) <= _LONGEST_NUMBER]
-
-
-def as_decimal(value: Json) -> Decimal | None:
-    """A finite number, or a string that is one complete number token; None for anything else (booleans included)."""
+def as_number(value: Json) -> Fraction | None:
+    """A finite number, or a text that is one as a whole; None for anything else (booleans included)."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
-        return Decimal(value) if value.bit_length() < 3 * _LONGEST_NUMBER else None
+        return Fraction(value) if value.bit_length() < 3 * LONGEST else None
     if isinstance(value, float):
-        return Decimal(str(value)) if math.isfinite(value) else None
-    if isinstance(value, str) and len(value) > _LONGEST_NUMBER:
-        return None
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        try:
-            return Decimal(value.strip().replace(",", ""))
-        except InvalidOperation:
-            return None
-    return None
+        return Fraction(repr(value)) if math.isfinite(value) else None
+    found = numeral(value) if isinstance(value, str) else None
+    return None if found is None else found.value
 
 
-def decimals_close(a: Decimal, b: Decimal, absolute: float, relative: float) -> bool:
-    """|a - b| <= max(absolute, relative * |b|); exact equality at any size if both tolerances are 0."""
-    if a == b:
-        return True
-    if absolute == 0.0 and relative == 0.0:
-        return False
-    return close(float(a), float(b), absolute, relative)
+def numbers_close(a: Fraction, b: Fraction, absolute: float, relative: float) -> bool:
+    """|a - b| <= max(absolute, relative * |b|), exactly."""
+    return a == b or abs(a - b) <= max(Fraction(repr(absolute)), Fraction(repr(relative)) * abs(b))
+
+
+def shown(value: Fraction) -> str:
+    """A number in decimals if it ends in a few, else as a fraction."""
+    digits = Decimal(value.numerator) / Decimal(value.denominator)
+    return str(f"{digits:f}" if Fraction(digits) == value else str(value))
 
 
 def leaves_of(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:

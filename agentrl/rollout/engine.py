@@ -122,6 +122,10 @@ class Engine(ABC):
     async def start(self) -> None:
         """Load the model and get ready. Raises EngineError or a UserError with the cause."""
 
+    def starting(self) -> str:
+        """What `start` waits for now, in a few words for the display; "" if it does not say. May be called from any thread."""
+        return ""
+
     @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """Sample one continuation of `token_ids`.

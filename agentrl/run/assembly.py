@@ -80,6 +80,11 @@ class Assembly:
     def policy(self) -> Policy:
         return self.envs[0].policy
 
+    def starting(self) -> str:
+        """How far the start is, for the display."""
+        stage = self.policy.engine.starting()
+        return f"> {stage}" if stage else ""
+
     async def start(self) -> None:
         """Start the engines, then who plays. Raises UserError or EngineError; `close` ends what was started."""
         policy = self.policy

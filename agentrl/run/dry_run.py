@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.catalog import EnvRef
 from agentrl.catalog.scoring import find_spec
 from agentrl.cluster.devices import card_bytes, is_planned, joins, planned_elsewhere
+from agentrl.cluster.spread import Location
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.schema import InitModelConfig
@@ -27,49 +29,90 @@ from agentrl.train.engines import check_train_engine
 from agentrl.train.families.choice import packing_of, with_packing
 from agentrl.train.pretrained import head_dim, model_context
 from agentrl.train.role_layout import mesh_of
+from agentrl.train.shapes import shape_folder
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a run would be. `peaks`: the most that each device must hold; `notes`: everything else, a line each."""
+    """What a run would be. `peaks`: the most that each device must hold; `notes`: everything else, a line each; `nodes`: those
+    that it is planned for."""
 
     plan: RunPlan
     several: list[str]
-    places: str
+    locations: Mapping[str, Sequence[Location]]
     placed: list[RolePlacement]
     peaks: list[Peak]
     notes: list[str]
+    nodes: str = ""
 
     def text(self) -> str:
         """All of it, for a person."""
-        memory = [*([self.places, ""] if self.places else []), table_of(self.placed), *map(told, self.peaks)]
+        memory = [
+            *([self.nodes] if self.nodes else []),
+            *([placement_table(self.locations), ""] if self.locations else []),
+            table_of(self.placed),
+            *map(told, self.peaks),
+        ]
         return "\n".join([*lines(self.plan), "", *self.several, *memory, *self.notes])
 
     def json(self) -> dict[str, Any]:
         """The plan, the memory of each role and the peak of each device in bytes, and the notes."""
         roles = [{"role": one.role, "device": one.device, "ranks": one.ranks, **asdict(one.memory)} for one in self.placed]
-        return {**self.plan.json(), "memory": roles, "peaks": [asdict(peak) for peak in self.peaks], "notes": self.notes}
+        places = {role: [{"node": one.node or one.address, "gpus": list(one.cards)} for one in found]
+                  for role, found in self.locations.items()}  # fmt: skip
+        return {
+            **self.plan.json(),
+            "nodes": self.nodes,
+            "places": places,
+            "memory": roles,
+            "peaks": [asdict(peak) for peak in self.peaks],
+            "notes": self.notes,
+        }
 
 
-def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> DryRun:
+def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[int, int] | None = None) -> DryRun:
     """The plan of a run, all that would be refused before it, where its processes would be if they use GPUs, its memory, and what
     came of one rehearsed episode if an agent plays.
+
     `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
-    cards of the nodes that run it, or host memory if there are none.
+    cards of the nodes that run it, or host memory if there are none. `nodes`: with it, the number of nodes that the run is
+    planned for, whether or not it would join a cluster, and the cards of each; by default one, with as many as it takes.
 
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.
     """
-    if gpu_memory is not None and not joins(config.cluster) and not is_planned():
-        # Again from the beginning, because each of the checks asks where the run will be.
-        with planned_elsewhere():
-            return dry_run(config, gpu_memory)
-    here = gpu_memory is None or joins(config.cluster)
+    if gpu_memory is not None and (nodes is not None or not joins(config.cluster)):
+        with planned_elsewhere(nodes), shape_folder(config.model.path) as folder:
+            return _planned(config, folder, gpu_memory, nodes)
+    return _dry_run(config, gpu_memory)
+
+
+def _planned(config: TrainConfig, folder: str | None, gpu_memory: float, nodes: tuple[int, int] | None) -> DryRun:
+    """The plan for other machines, of a model that may be known by its shape alone, in `folder`."""
+    name = config.model.path
+    known = config if folder is None else config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+    found = _dry_run(known, gpu_memory)
+    used = {(one.address, card) for role in found.locations.values() for one in role for card in one.cards}
+    if nodes is None:
+        size = max(len(used), 1)
+        where = f"planned for one node of {size} card{'s' if size > 1 else ''} (for others: --nodes {-(-size // 8)}x8):"
+    else:
+        where = f"planned for --nodes {nodes[0]}x{nodes[1]}, of whose {nodes[0] * nodes[1]} cards {len(used)} are used:"
+    notes = [*found.notes]
+    if folder is not None:
+        notes.append(
+            f"model.path = {name}: its shape is known here, and no file of it; prompts are counted with the packaged tokenizer"
+        )
+    return replace(found, plan=replace(found.plan, model=name or found.plan.model), notes=notes, nodes=where)
+
+
+def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
+    here = not is_planned()
     suspicious = (check_train if here else check_config)(checked(config), planned=True)
     check_architecture(config)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
     maker_of(engine_name(config), config).check()  # `checked` may have put a model with a smaller cache in its place
-    locations = locations_of_roles(config, engine_name(config)) if here else {}
+    locations = locations_of_roles(config, engine_name(config))
     total = int(gpu_memory * GIB) if gpu_memory is not None else card_bytes(config.cluster)
     placed = memory_of(config, total)
     found = peaks(placed, total)
@@ -83,8 +126,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None) -> DryRun:
         *(f"warning: {line}" for line in suspicious),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),
     ]
-    places = placement_table(locations) if locations else ""
-    return DryRun(plan_of(config, total is not None), environments(config), places, placed, found, notes)
+    return DryRun(plan_of(config, total is not None), environments(config), locations, placed, found, notes)
 
 
 def environments(config: TrainConfig) -> list[str]:

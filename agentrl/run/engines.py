@@ -119,16 +119,17 @@ def workers_apart(config: TrainConfig) -> int:
     return workers - maker_of(engine_name(config), config).seats() if workers else 0
 
 
-def with_threads(config: TrainConfig) -> TrainConfig:
+def with_threads(config: TrainConfig, trains: bool = True) -> TrainConfig:
     """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
 
     Their turns alternate in a synchronous run, so that each has the cores to itself; in an asynchronous one they share them.
+    `trains`: whether there is a trainer.
     """
     if config.model.threads != "auto":
         return config
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
-    training = actors if pool is None else pool.nodes * pool.per_node
+    training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
     sampling = 0 if config.data is not None else _sampling(config)
     at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
     nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
@@ -150,10 +151,20 @@ def computed(dtype: str, threads: int | str | None) -> str:
     return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
 
 
-def computing(config: TrainConfig, role: str) -> str:
-    """`computed`, of the model in the processes of a role."""
+def trainer_computes(config: TrainConfig) -> str:
+    """Type and threads of a run's model, as a line for its start."""
+    return _said(config, "actor")
+
+
+def engine_computes(config: TrainConfig) -> str:
+    """The same for a command that trains nothing; empty if the engine computes no model itself."""
+    return _said(config, "rollout") if "judges" in engine_of(config).traits else ""
+
+
+def _said(config: TrainConfig, role: str) -> str:
     cuda = has_gpus(config.cluster, role)
-    return computed(config.model.computes_in(cuda), None if cuda else with_threads(config).model.threads)
+    how = computed(config.model.computes_in(cuda), None if cuda else with_threads(config, role == "actor").model.threads)
+    return f"the model is {how} (model.dtype, model.threads)"
 
 
 def make_engine(

@@ -10,7 +10,7 @@ from agentrl.config import TrainConfig
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
 from agentrl.run.assembly import Assembly, assemble, read_inputs
-from agentrl.run.engines import samples_on_ray
+from agentrl.run.engines import samples_on_ray, with_threads
 from agentrl.run.memory import engine_room
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.workers import with_workers
@@ -51,7 +51,7 @@ def untrained(config: TrainConfig) -> TrainConfig:
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
     """The parts, live; with `record` every answer is recorded there."""
-    config = untrained(config)
+    config = with_threads(untrained(config), trains=False)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
     room = engine_room(config, trains=False)

@@ -41,7 +41,7 @@ from agentrl.run.checks.sizes import advice
 from agentrl.run.checks.solvable import survey_lines
 from agentrl.run.curve import EVALUATED, draw_curve, points
 from agentrl.run.display import Display, percent
-from agentrl.run.engines import computing
+from agentrl.run.engines import trainer_computes
 from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
@@ -119,7 +119,7 @@ def execute(
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
         config, shown = with_packing(config), with_packing(shown)
-        display.say(f"the model is {computing(config, 'actor')} (model.dtype, model.threads)")
+        display.say(trainer_computes(config))
         for line in () if resumed else survey_lines(shown):
             display.say(line)
         for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):

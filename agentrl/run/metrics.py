@@ -142,6 +142,13 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("optimizer_steps", "steps", "optimizer steps that were taken", ("train", "sft", "data")),
         MetricInfo("skipped_optimizer_steps", "steps", "optimizer steps that were not, since a loss or a gradient was not "
             "finite", ("train", "sft", "data")),
+        MetricInfo("gpu/memory_gib", "GiB", "on cards: the most that tensors of a training process held during the update, "
+            "of the fullest card", ("train", "sft", "data")),
+        MetricInfo("gpu/tokens_per_s", "tokens/s", "on cards: tokens of all trained rows, prompts too, over the seconds of the "
+            "update and the ranks", ("train", "sft", "data")),
+        MetricInfo("gpu/mfu", "share", "in bfloat16 on cards of known speed: operations of the model that forward and backward "
+            "passes need (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) over those that the cards could do by their data "
+            "sheets; not with shared prefixes", ("train", "sft", "data")),
         MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, as something in the batch was not finite"),
         MetricInfo("transcripts_skipped", "transcripts", "teacher transcripts that were too long, since the start", ("sft",)),
         MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model "
@@ -175,6 +182,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("critic/explained_variance", "1", "1 - mean (value - return)^2 / variance of the returns; 1: the values are "
             "the returns, below 0: worse than their mean"),
         MetricInfo("critic/grad_norm", "norm", "as `grad_norm`"),
+        MetricInfo("critic/gpu/<figure>", "1", "as `gpu/memory_gib`, `gpu/tokens_per_s` and `gpu/mfu`"),
         MetricInfo("critic/optimizer_steps", "steps", "as `optimizer_steps`"),
         MetricInfo("critic/skipped_optimizer_steps", "steps", "as `skipped_optimizer_steps`"),
         MetricInfo("critic/lr", "1", "as `lr`"),

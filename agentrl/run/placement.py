@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.devices import has_gpus, nodes_of
+from agentrl.cluster.devices import has_gpus, is_planned, nodes_of
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import need, pools_of_roles
 from agentrl.cluster.roles import launch_roles
 from agentrl.cluster.runtime import ray_of
-from agentrl.cluster.spread import WORKER_CPUS, Unpooled, assign
+from agentrl.cluster.spread import WORKER_CPUS, Location, Unpooled, assign, joined, keys_of_roles, locations
 from agentrl.config import TrainConfig
 from agentrl.errors import AgentrlError, ResourceError
 from agentrl.rollout.engine_maker import PROCESS_MIB
@@ -24,7 +24,6 @@ from agentrl.train.role_layout import mesh_of, separate_reference
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-    from agentrl.cluster.reserve import Location
 
 
 def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
@@ -56,12 +55,14 @@ def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]
     engine, colocated = maker_of(engine_name, config).processes(), beside(config, engine_name)
     if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
         block = engine.gpus if engine is not None and colocated else 1
-        found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block)
+        key = engine.gpus_key if engine is not None else ""
+        found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
     if engine is not None and "rollout" not in {*cluster.roles, *colocated} and has_gpus(cluster, "rollout"):
-        found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus)
+        found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
     if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
         for name, own in judge_processes(config).items():
-            found[place_of(name)] = Unpooled(f"reward.judge.engines.{name}.{own.count_key}", own.count, 0.0, own.gpus)
+            at = f"reward.judge.engines.{name}."
+            found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
     return found
 
 
@@ -149,26 +150,55 @@ def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] | Non
 
 def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Location]]:
     """Where each process of each role would be: its node and its GPUs, by role and rank, as Ray reserves them now (and
-    releases again). Empty if there is nothing to reserve: then Ray places the processes by CPU slots alone.
+    releases again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the
+    processes by CPU slots alone.
 
     Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
     """
-    if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)) or config.cluster.backend != "ray":
+    if config.cluster.backend != "ray":
+        [node, *_] = nodes_of(config.cluster, "actor")
+        one = Location(node.name, "", ("0",))
+        return (
+            {role: [one] for role in dict.fromkeys(["actor", "rollout", *roles_of(config, engine_name)])} if is_planned() else {}
+        )
+    if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)):
         return {}
-    engine, judges = maker_of(engine_name, config).processes(), [place_of(name) for name in judge_processes(config)]
+    judges = [place_of(name) for name in judge_processes(config)]
     roles = [*roles_of(config, engine_name), *judges]
+    own = (_assigned if is_planned() else _reserved)(config, engine_name, roles)
+    # A role without processes of its own uses the actors' processes.
+    shared = own.get("actor", [])
+    elsewhere = {"rollout", JUDGE, *judges}
+    return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
+
+
+def _assigned(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+    """The places of the roles that have some, on the nodes of a plan."""
+    pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine_name)), unpooled_roles(config, engine_name)
+    by_name, others = dict(pools.values()), beside(config, engine_name)
+    shares = assign(by_name, list(unpooled.values()), nodes_of(config.cluster, "actor"))
+    gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
+    places, keys = locations(shares, gpus), keys_of_roles(pools, unpooled, others)
+    engine = maker_of(engine_name, config).processes()
+    size = engine.gpus if engine is not None else 0
+    return {
+        role: joined(places[key], size) if role in others and gpus[key] else places[key]
+        for role, key in keys.items()
+        if role in roles
+    }
+
+
+def _reserved(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+    """The places of the roles that have some, on the cluster's nodes."""
+    engine = maker_of(engine_name, config).processes()
     with ray_of(config.cluster):
         pools = open_pools(config, engine_name)
         assert pools is not None
         try:
             gpus = engine.gpus if engine is not None else 0
-            own = {role: pools.locations(role, gpus) for role in roles if role in pools}
+            return {role: pools.locations(role, gpus) for role in roles if role in pools}
         finally:
             pools.close()
-    # A role without processes of its own uses the actors' processes.
-    shared = own.get("actor", [])
-    elsewhere = {"rollout", JUDGE, *judges}
-    return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
 
 
 def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
@@ -179,7 +209,8 @@ def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
         for (node, address), part in groupby(of_role, key=lambda location: (location.node, location.address)):
             cards = [",".join(location.cards) or "-" for location in part]
             last = first + len(cards) - 1
-            rows.append((role, f"{first}-{last}" if last > first else str(first), f"{address} ({node[:8]})", " ".join(cards)))
+            at = f"{address} ({node[:8]})" if node else address
+            rows.append((role, f"{first}-{last}" if last > first else str(first), at, " ".join(cards)))
             first = last + 1
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows)

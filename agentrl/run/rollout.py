@@ -30,7 +30,7 @@ from agentrl.rollout.evaluate import fault_of, run_tasks, success_rate
 from agentrl.run.checks.suite import suite_notes
 from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
-from agentrl.run.engines import computing, engine_of, talks_in_messages
+from agentrl.run.engines import engine_computes, talks_in_messages
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
@@ -104,9 +104,11 @@ async def run_rollout(
     outcome = RolloutOutcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
-    if missing and request.replay is None and (api_name(request.model) is not None or not talks_in_messages(request.model)):
-        display.say(f"[{request.purpose}] {sampled(config, request)}")
     if missing:
+        if request.replay is None and (api_name(request.model) is not None or not talks_in_messages(request.model)):
+            display.say(f"[{request.purpose}] {sampling_line(config, request)}")
+        if request.replay is None and (computes := engine_computes(config)):
+            display.say(computes)
         interrupt = Interrupt(display.say)
         interrupt.install()
         try:
@@ -128,18 +130,11 @@ async def run_rollout(
     return outcome
 
 
-def sampled(config: TrainConfig, request: RolloutRequest) -> str:
-    """How the model samples, with the keys that say so."""
-    section, rollout, temperature = (
-        "eval" if request.purpose == "eval" else "rollout",
-        config.rollout,
-        request.temperature(config),
-    )
-    more = [
-        f"rollout.{name} = {value}"
-        for name, value in (("top_p", rollout.top_p), ("top_k", rollout.top_k))
-        if value != 1 and value
-    ]
+def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
+    """The model's sampling parameters, by their keys."""
+    section, temperature = "eval" if request.purpose == "eval" else "rollout", request.temperature(config)
+    limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
+    more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
     greedy = " (greedy)" if temperature == 0 else ""
     return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
 
@@ -177,9 +172,7 @@ async def _play(
     scored = done
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
-    if request.replay is None and "judges" in engine_of(config).traits:  # it runs models itself
-        display.say(f"the model is {computing(config, 'rollout')} (model.dtype, model.threads)")
-    with display.doing("starting the engine"):
+    with display.doing("starting the engine", parts.starting):
         await session.start(config)
     with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 

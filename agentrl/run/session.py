@@ -173,7 +173,7 @@ async def _opened(
     if rests(config, "actor"):
         await actors.arun(Actor.offload)
     judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
-    with display.doing(f"starting the engine ({engine_name}){judged}"):
+    with display.doing(f"starting the engine ({engine_name}){judged}", parts.starting):
         await parts.start()
     pages = StorePages() if config.cluster.backend == "ray" else None
 

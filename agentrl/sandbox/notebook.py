@@ -24,9 +24,9 @@ def run(source: str) -> int:
         return 1
     try:
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, NAME, "exec"), space)
+        exec(compile(tree, NAME, "exec", dont_inherit=True), space)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), NAME, "eval"), space)
+            value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), space)
             if value is not None:
                 print(repr(value))
     except SystemExit as leave:

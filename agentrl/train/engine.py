@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,22 @@ from agentrl.train.modules import Micro, Role
 from agentrl.train.optim import Named, Optimizers, make_optimizers
 from agentrl.weights.conversions import Saving
 from agentrl.weights.joined import RowShard
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Operations of a forward pass: of each token with the matrices, of each token with each before it (and itself) in attention,
+    and of each predicted token with the head; `passes`: as many as forward and backward are together."""
+
+    token: float
+    pair: float
+    head: float
+    passes: int
+
+    def of(self, lengths: Sequence[int], predicted: float) -> float:
+        """Forward and backward of rows, of which so many tokens are predicted."""
+        attention = self.pair * sum(float(n) * float(n) for n in lengths)
+        return self.passes * (self.token * float(sum(lengths)) + attention + self.head * predicted)
 
 
 class BaseEngine(ABC):
@@ -142,6 +159,10 @@ class BaseEngine(ABC):
     def expert_load(self) -> Tensor | None:
         """How often each expert was chosen in passes with gradient since the last call, float64 [layers, experts] on the
         host, over the ranks that share rows; None for a dense model, and from an engine that does not count."""
+        return None
+
+    def flops(self) -> Flops | None:
+        """What the model computes, for `gpu/mfu`; None from an engine that does not count."""
         return None
 
     # -- weights for others ----------------------------------------------------------------------------------------

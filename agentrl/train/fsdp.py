@@ -25,7 +25,7 @@ from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.errors import AgentrlError, ConfigError, ModelError
 from agentrl.train.attention import PACKED, register_packed_attention
 from agentrl.train.by_size import by_size
-from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, compute_dtype, flat_state
+from agentrl.train.engine import TRAIN_ENGINES, BaseEngine, Flops, compute_dtype, flat_state
 from agentrl.train.families.layout import same_when_recomputed
 from agentrl.train.families.mixers import keep_rows_apart
 from agentrl.train.head import backbone
@@ -44,6 +44,7 @@ from agentrl.train.routing import Routing
 from agentrl.train.row_shards import row_shards
 from agentrl.train.saving import empty_like, save_model
 from agentrl.train.ulysses import Ulysses
+from agentrl.train.usage import flops_of
 from agentrl.vision import Vision, takes_images
 from agentrl.weights.conversions import Saving
 from agentrl.weights.joined import RowShard
@@ -198,6 +199,9 @@ class FsdpEngine(BaseEngine):
                 micro = shared(micro, self.layout.ulysses)
             out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return out
+
+    def flops(self) -> Flops | None:
+        return flops_of(self.module, self.config)
 
     def expert_load(self) -> Tensor | None:
         return None if self.routing is None else self.routing.take_load()

@@ -45,6 +45,7 @@ from agentrl.train.kl import check_kl, kl_kind
 from agentrl.train.meter import FIRST, SAMPLED, TRAINED, Meter, measured
 from agentrl.train.minibatch import added_of, counts_of, minibatches, norm_length
 from agentrl.train.modules import Micro
+from agentrl.train.usage import CardUsage
 from agentrl.train.visits import SOURCE, Visits
 
 log = logging.getLogger(__name__)
@@ -336,6 +337,7 @@ class Steps:
         self._engine, self._view, self._where = engine, view, where
         self.norms: list[float] = []
         self._taken: list[float] = []
+        self._usage = CardUsage(engine, view)
         self.skipped = 0
 
     def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
@@ -361,6 +363,7 @@ class Steps:
             finite.append(torch.isfinite(share.detach()))
             # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
             self._engine.backward(share, last=index == len(micros) - 1)
+        self._usage.add(micros)
         return [rows for rows, fine in zip(micros, finite, strict=True) if not fine]
 
     def sound(self, broken: list[list[int]]) -> bool:
@@ -378,10 +381,11 @@ class Steps:
             raise NonFiniteError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
 
     def metrics(self) -> dict[str, float]:
-        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps` and `optimizer_steps`
-        (taken)."""
+        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
+        (taken), and what they took of the ranks' cards."""
         return {
             **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
             "skipped_optimizer_steps": float(self.skipped),
             "optimizer_steps": float(len(self._taken)),
+            **self._usage.metrics(),
         }

@@ -37,19 +37,6 @@ class Shape:
     head_dim: int
     vocab: int
 
-    def parameters(self) -> int:
-        """Parameters of the layers' matrices, which every token is multiplied with."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.mlp)
-
-    def flops(self, lengths: list[int], predicted: int) -> float:
-        """Forward and backward (twice the forward) of packed rows: products of the layers, causal attention, and the head for
-        `predicted` tokens. What checkpointing or a chunked head computes again is not counted, as MFU is defined (Chowdhery et
-        al. 2022, PaLM, appendix B)."""
-        layers = 2 * self.parameters() * sum(lengths)
-        attention = sum(2 * n * n for n in lengths) * self.heads * self.head_dim * self.layers
-        return 3.0 * (layers + attention + 2 * self.hidden * self.vocab * predicted)
-
 
 SHAPES = {
     "tiny": Shape("tiny", 64, 128, 2, 4, 2, 32, 512),

@@ -89,7 +89,9 @@ def _one(engine: FsdpEngine, shape: Shape, lengths: list[int], device: torch.dev
         engine.step()
 
     took = seconds(whole, device)
-    flops = shape.flops(lengths, len(micro.targets))
+    counted = engine.flops()
+    assert counted is not None
+    flops = counted.of(lengths, len(micro.targets))
     return {"ms": rounded(took * 1e3), "mfu": rounded(flops / took / limit), "peak_gb": peak_gb(device)}
 
 

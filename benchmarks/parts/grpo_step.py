@@ -199,12 +199,12 @@ def prompts(folder: Path) -> Path:
 def overhead(count: int) -> tuple[dict[str, float], dict[str, float]]:
     """Share of a whole step that is neither generate, forward, backward nor optimizer; aim under 0.05.
 
-    Processor time of this one process, in which engine and actor live. "generate" is the batcher's step (model
+    Processor time of this one process, in which engine and actor live. "generate" is the batcher's passes (model
     and sampling), "forward" the log-probabilities with entropy.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(init_model(MILLION, Path(scratch) / "model", 0))
-        with timed({Batcher: ("step",), FsdpEngine: ("logprobs", "backward", "step")}) as spent:
+        with timed({Batcher: ("advance", "settle"), FsdpEngine: ("logprobs", "backward", "step")}) as spent:
 
             async def measured() -> float:
                 engine = EmbeddedEngine(folder, device="cpu", max_context=1024)

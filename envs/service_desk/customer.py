@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.numerals import amounts
+
 Json = Any
 PATIENCE = 5
 
@@ -18,7 +20,6 @@ _CLOSING = re.compile(
     r"|else (?:can|could|may) (?:i|we))\b[^.!?\n]*\?",
     re.I,
 )
-_AMOUNT = re.compile(r"(?<![\d.])\d[\d,]*\.\d\d(?!\d)")
 _ORDER = re.compile(r"\bW\d{4}\b", re.I)
 _CONFIRM = re.compile(
     r"\b(?:confirm|proceed|go ahead|shall i|should i|do you agree|"
@@ -66,7 +67,7 @@ class Customer:
         text = _CLOSING.sub(" ", text)
         if self.waiting:
             self.waiting = False
-            self.figures[str(self.goal)] = sorted({found.replace(",", "") for found in _AMOUNT.findall(text)})
+            self.figures[str(self.goal)] = sorted(amounts(text))
             return self._next(), None
         if not text.strip():
             return self._tire("Hello? Are you still there?"), None

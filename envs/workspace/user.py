@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.numerals import digits
+
 Json = Any
 PATIENCE = 2
 _CANNOT = re.compile(r"^\W*CANNOT\b", re.M)
@@ -81,5 +83,6 @@ class User:
 
 
 def plain(text: str) -> str:
-    """An answer without case, quotes, emphasis and a final period."""
-    return text.strip().strip("*_`\"'").rstrip(".").strip("*_`\"' ").casefold()
+    """Return an answer without case, quotes, emphasis and a final period; of a number its digits."""
+    bare = text.strip().strip("*_`\"'").rstrip(".").strip("*_`\"' ").casefold()
+    return digits(bare) or bare

@@ -157,6 +157,23 @@ async def test_a_failed_update_is_not_given_to_a_new_replica(model_folder, model
     await engine.close()
 
 
+async def test_the_stage_of_a_start_is_told_and_named_if_it_is_late(model_folder, spawned):
+    spawned.plan["hold"] = asyncio.Event()
+    engine = VllmEngine(model_folder, VllmConfig(replicas=2, startup_timeout=0.2))
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert engine.starting() == "2 x a process for the replica"
+    await asyncio.sleep(0.05)
+    assert engine.starting() == "2 x import of vLLM"
+    with pytest.raises(EngineError, match="startup_timeout; it waited for: import of vLLM"):
+        await starting
+    spawned.plan["hold"].set()
+    engine = await started(model_folder)
+    assert engine.starting() == ""
+    await engine.close()
+
+
 async def test_closing_ends_what_is_just_starting(model_folder, spawned):
     engine = await started(model_folder, replicas=2, max_respawns=1)
     spawned.plan["hold"] = asyncio.Event()

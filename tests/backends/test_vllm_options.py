@@ -272,7 +272,7 @@ def test_every_argument_of_the_installed_vllm_can_be_reached(qwen3_8b: str) -> N
 def test_the_trainer_computes_in_bfloat16_on_a_gpu_unless_told(qwen3_8b: str) -> None:
     found = [
         compute_dtype(ModelConfig(path=qwen3_8b, dtype=dtype), torch.device(device))  # type: ignore[arg-type]
-        for dtype in (None, "float32", "bfloat16")
+        for dtype in ("auto", "float32", "bfloat16")
         for device in ("cuda", "cpu")
     ]
     assert found == [torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]

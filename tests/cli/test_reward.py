@@ -13,7 +13,8 @@ from agentrl.cli.main import build_parser
 from agentrl.errors import UserError
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.lint import lint_probes, lint_spec
-from agentrl.reward.probes import probe_episodes
+from agentrl.reward.probes import copied_question, probe_episodes
+from agentrl.trajectory import Message
 from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec
 
 KEY_VALUE = "agentrl/KeyValue-v0"
@@ -108,7 +109,7 @@ def findings(root, probes, order_free=True):
 
 def test_probes_are_what_they_say(probes):
     assert {kind: len(rows) for kind, rows in probes.items()} == dict.fromkeys(
-        ("gold", "empty", "silent", "spam", "padded", "shuffled"), 3
+        ("gold", "empty", "silent", "question", "spam", "padded", "shuffled"), 3
     )
     for row, gold_episode in enumerate(probes["gold"]):
         count = len(list(gold_episode.calls()))
@@ -118,6 +119,16 @@ def test_probes_are_what_they_say(probes):
         assert len(list(probes["shuffled"][row].calls())) == count
         assert not probes["silent"][row].turns
         assert len(list(probes["spam"][row].calls())) == 12
+        assert gold_episode.task.data["goal"] in probes["question"][row].turns[0].message.content
+
+
+def test_a_spec_that_pays_the_question_is_found():
+    """A comparison that computes what it reads: the question in a box was worth as much as its answer, and lint said nothing."""
+    copied = copied_question([Message("user", "What is 9/10 + 6/2?")])
+    assert copied == "What is 9/10 + 6/2?\n\\boxed{9/10 + 6/2}"
+    scorer = compile_spec(spec(leaf("text.contains", {"expect": "9/10"})))
+    found = lint_probes(scorer, {"gold": [episode("9/10")], "question": [episode(copied)]})
+    assert "the question, copied as the answer, is a success" in next(f.message for f in found if f.code == "cheap-success")
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,9 @@ def test_the_refusal_of_tools_says_how_turns_end_and_what_to_do():
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("function", [{"name": "a>b"}, {"name": "get", "parameters": {"type": "object", "properties": {"x>y": {}}}}])
+@pytest.mark.parametrize(
+    "function", [{"name": "a>b"}, {"name": "get", "parameters": {"type": "object", "properties": {"x>y": {}}}}]
+)
 def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
     """Its calls would never be read: the policy could not do right."""
     template, tokens, bos, eos, *_ = FAMILIES["qwen3-coder"]

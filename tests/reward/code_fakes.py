@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REPORT = b'{"passed": {"t::a": true}, "why": {}, "broken": null, "asked": true}'
+REPORT = b'{"passed": {"t::a": true}, "why": {}, "broken": null, "fault": null}'
 """What the tests' process writes if all pass."""
 
 FAKES = {

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from code_fakes import FAKES
+from code_programs import PROGRAMS
 from reward_episodes import episode, leaf, spec
 
 from agentrl.config.schema import SandboxConfig
@@ -134,6 +135,20 @@ def test_code_cannot_make_a_test_pass(name):
     code = FAKES[name]
     found = grade(TESTS, code, limits=GradeLimits(5.0, 20.0))
     assert found.fault is None and found.passed == 0, found
+
+
+QUICK = (
+    "unittest's subTest, wrong", "hangs where any exception is expected", "exits where that is expected", "a UnicodeDecodeError",
+    "an object that contains everything", "a list by keyword", "standard output alone", "annotations are values",
+    "a module that the sandbox lacks", "a wrong parametrize", "skipped by pytest.skip",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=proof) for name in PROGRAMS])
+def test_right_code_is_paid_wrong_code_is_not_and_a_fault_of_the_tests_is_null(name):
+    tests, code, owed = PROGRAMS[name]
+    found = scored(block(code), tests, seconds=5)
+    assert found.value == owed, found.evidence["root"]
 
 
 def test_what_a_fake_could_gain_is_there_to_be_gained():

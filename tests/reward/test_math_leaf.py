@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import threading
 import time
@@ -78,11 +79,11 @@ def test_other_hostile_answers_are_wrong_soon(answer):
 def test_gold_that_breaks_the_reader_is_not_the_answers_fault(monkeypatch):
     from agentrl.reward import equality_worker
 
-    def parse(text, *args, **more):
+    def read(text):
         raise KeyError(text) if "gold" in text else AttributeError(text)
 
-    monkeypatch.setattr(equality_worker, "parse", parse)
-    asked = {"gold": ["$gold$ 1"], "answer": "2", "seconds": 1, "strict": True}
+    monkeypatch.setattr(equality_worker, "read", read)
+    asked = {"gold": ["$gold$ 1"], "answer": "2", "seconds": 1, "strict": True, "boxed": False}
     assert equality_worker.answer(asked) == {"unread": "$gold$ 1"}
 
 
@@ -100,7 +101,7 @@ def test_scoring_works_in_threads_which_the_library_alone_does_not():
     def work():
         with pytest.raises(ValueError, match="threaded"):
             parse("1/2")
-        found.append(scorer.score(episode(r"$\frac{2}{4}$")).value)
+        found.append(scorer.score(episode(r"$0.50$")).value)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     [thread.start() for thread in threads]
@@ -122,7 +123,7 @@ def test_the_processes_have_a_gigabyte_and_none_of_this_ones_variables(monkeypat
     monkeypatch.setenv("SOME_API_KEY", "sk-secret")
     worker = equality._Worker()
     try:
-        assert worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True})["right"]
+        assert worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["right"]
         limits = Path(f"/proc/{worker._process.pid}/limits").read_text()
         assert "Max address space         1073741824" in limits
         assert b"sk-secret" not in Path(f"/proc/{worker._process.pid}/environ").read_bytes()
@@ -155,7 +156,9 @@ def test_a_process_has_its_seconds_for_each_answer_and_not_for_all_together():
         assert os.getsid(worker._process.pid) != os.getsid(0), "Ctrl-C is not for it"
         used, asked = 0.0, 0
         while used < 2.0:  # of which one at its start
-            assert worker.ask({"gold": ["4"], "answer": f"{asked}+4-{asked}", "seconds": 1, "strict": True})["right"], asked
+            assert worker.ask(
+                {"gold": ["x+4"], "answer": rf"\boxed{{{asked}+x+4-{asked}}}", "seconds": 1, "strict": True, "boxed": False}
+            )["right"], asked
             asked += 1
             used = sum(map(int, Path(f"/proc/{worker._process.pid}/stat").read_text().split()[13:15])) / ticks
     finally:
@@ -197,6 +200,129 @@ def test_a_process_that_a_large_one_starts_is_not_taken_for_a_large_one():
     worker = equality._Worker()
     try:
         assert len(large) > 512 << 20
-        assert not worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True})["worn"]
+        assert not worker.ask({"gold": ["4"], "answer": "4", "seconds": 5, "strict": True, "boxed": False})["worn"]
     finally:
         worker.end()
+
+
+RIGHT = [
+    ("The answer is 42.", "42"), ("It is 1,234.", "1234"), (r"so \boxed{\frac{1}{2}}", "0.5"), ("$0.75$", r"\frac{3}{4}"),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1"), (r"$\sqrt{8}$", r"2\sqrt{2}"), (r"\boxed{2, 1}", r"\{1, 2\}"), (r"\boxed{x=5}", "5"),
+    ("22 zeros: 10000000000000000000000", "10000000000000000000000"), ("50%", "0.5"), (r"\boxed{[0,1)}", "[0,1)"),
+    ("It is 7", "7"), (r"\boxed{4}. The final answer is 5.", "4"), ("5", "5 apples"), ("It is 1 1/2", "1 1/2"),
+    ("1.5", "1 1/2"), (r"\boxed{3/2}", "1 1/2"), (r"\boxed{1\frac12}", "1 1/2"), ("1000000", "1 000 000"),
+    ("1,000,000", "1 000 000"), (r"\boxed{5\sqrt{2}}", "5√2"), ("7.0710678", "5√2"), ("5√2", "5√2"), ("1000", "10³"),
+    (r"\boxed{10^3}", "10³"), ("1/3", r"0.\overline{3}"), (r"\boxed{0.333333}", r"0.\overline{3}"),
+    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", '\\begin{pmatrix}\n1&2\\\\\n3&4\n\\end{pmatrix}'),
+    (r"\boxed{\begin{pmatrix}a&b\\c&d\end{pmatrix}}", r"\begin{pmatrix}a&b\\c&d\end{pmatrix}"), ("$18.90", r"\$18.90"),
+    ("18.9", r"\$18.90"), (r"\boxed{\$18.90}", r"\$18.90"), (r"\boxed{\infty}", "infinity"),
+    (r"\boxed{1.6\times 10^{-19}}", "1.6e-19"), ("1.6e-19", r"1.6\times10^{-19}"), (r"\boxed{5}", "x=5"),
+    (r"\boxed{x=5}", "x=5"), (r"\boxed{5\text{ cm}}", "5"), (r"\boxed{5}", "5 cm"), (r"\boxed{50\%}", "50"),
+    (r"\boxed{12.5\%}", "12.5%"), ("12.5", "12.5%"), ("0.125", "12.5%"), ("0.8333333", "5/6"), ("0.666666", "2/3"),
+    ("0.666667", "2/3"), (r"\frac{\pi}{2}", r"\frac{\pi}{2}"), ("1.570796", r"\frac{\pi}{2}"),
+    (r"\boxed{\frac{1+\sqrt5}{2}}", r"\frac{1+\sqrt{5}}{2}"), ("1.618034", r"\frac{1+\sqrt{5}}{2}"),
+    (r"\boxed{\frac{\sqrt{5}+1}{2}}", r"\frac{1+\sqrt{5}}{2}"),
+    (r"\boxed{\frac12+\frac{\sqrt5}{2}}", r"\frac{1+\sqrt{5}}{2}"), (r"\boxed{\ln 2}", r"\ln 2"), ("0.693147", r"\ln 2"),
+    (r"\boxed{e^2}", "e^2"), (r"\boxed{2^{100}}", "2^{100}"), ("1267650600228229401496703205376", "2^{100}"),
+    (r"\boxed{y=2x+1}", "y=2x+1"), (r"\boxed{\{1, 2\}}", "1, 2"), (r"\boxed{1 \text{ and } 2}", "1, 2"),
+    ("The answer is 3 + 4 = 7.", "7"), (r"\boxed{9/10+6/2=3.9}", "3.9"),
+    (r"\boxed{(-\infty,2]\cup[3,\infty)}", r"(-\infty,2]\cup[3,\infty)"), (r"\boxed{A}", "A"), ("The answer is $A$.", "A"),
+    (r"\boxed{\text{A}}", "A"), (r"\boxed{-5}", "−5"), ("−5", "-5"), ("The answer is **42**.", "42"),
+    (r"\boxed{\frac{5}{1}}", r"\frac{5}{1}"), (r"\boxed{5}", r"\frac{5}{1}"), (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{\dfrac{1}{2}}", r"\frac12"), (r"\boxed{\frac{\sqrt2}{2}}", r"\frac{1}{\sqrt{2}}"), (r"\boxed{3+4i}", "3+4i"),
+    (r"\boxed{4i+3}", "3+4i"), (r"\boxed{\pm 5}", "±5"), (r"\boxed{5,-5}", "±5"), (r"\boxed{x\in[0,1)}", "[0,1)"),
+    (r"\boxed{\pi/4 \approx 0.785}", r"\frac{\pi}{4}"), (r"\[ x = 5 \]", "5"), (r"x is \(5\).", "5"),
+    ("**Answer:** 5 cm", "5"), ("Answer: 5 apples. I counted 3 times.", "5"), (r"\boxed{2x}", "2x"), (r"\boxed{x+x}", "2x"),
+    (r"\boxed{\text{Area}=5}", "5"), (r"\boxed{5}.", "5.0"), (r"\boxed{\tan x}", r"\frac{\sin x}{\cos x}"), ("答案是5。", "5"),
+    (r"\boxed{6.02\times10^{23}}", "6.02e23"), (r"\boxed{x=1, x=2}", "x=1 or x=2"), (r"\boxed{1,2}", "x=1 or x=2"),
+    (r"\boxed{\frac{3}{4}}", "3:4"), (r"\boxed{(1,2)}", "(1,2)"), ("5/6", "5/6"), ("The answer is 5/6", "5/6"),
+    ("-3/4", r"-\frac34"), (r"$-\frac{3}{4}$", "-0.75"),
+]  # fmt: skip
+"""An answer and the gold that it equals."""
+WRONG = [
+    ("The answer is 41.", "42"), (r"\boxed{x^2+1}", "x^2+2x+1"), (r"\boxed{(0,1)}", "[0,1)"), (r"\boxed{y}", "x"),
+    ("I do not know", "42"), ("", "42"), (r"\boxed{3} or \boxed{4} or \boxed{5}", "4"), (r"\boxed{9/10 + 6/2}", "3.9"),
+    (r"\boxed{\frac{9}{10}+\frac62}", r"\frac{39}{10}"), ("What is 9/10 + 6/2?", "3.9"), ("9/10 + 6/2", "39/10"),
+    (r"\boxed{1/2 * 2/3}", "1/3"), (r"\boxed{2^{10}}", "1024"), (r"\boxed{12/4}", "3"), (r"\boxed{\frac{2}{4}}", "1/2"),
+    (r"\boxed{\sqrt{16}}", "4"), (r"\boxed{5!}", "120"), (r"\boxed{\binom{5}{2}}", "10"), (r"\boxed{\log_2 8}", "3"),
+    (r"\boxed{\int_0^1 x dx}", "1/2"), (r"\boxed{\frac{d}{dx}x^2}", "2x"), (r"\boxed{\int 2x dx}", "x^2"),
+    (r"\boxed{\sum_{n=1}^{10} n}", "55"), (r"\boxed{x+1=6}", "x=5"), (r"\boxed{x+1=6}", "5"), (r"\boxed{\sin(\pi/6)}", "1/2"),
+    (r"\boxed{\gcd(4,6)}", "2"), (r"\boxed{\sqrt{2}+\sqrt{2}}", r"2\sqrt{2}"), (r"\boxed{\sqrt2\cdot\sqrt3}", r"\sqrt{6}"),
+    (r"\boxed{|-5|}", "5"), (r"\boxed{17 \mod 5}", "2"), (r"\boxed{3\times4}", "12"), (r"\boxed{3\times 10^2}", "300"),
+    (r"\boxed{\{1+1,3\}}", r"\{2,3\}"),
+    (r"\boxed{\begin{pmatrix}1&1\\0&1\end{pmatrix}\begin{pmatrix}1&1\\0&1\end{pmatrix}}",
+     r"\begin{pmatrix}1&2\\0&1\end{pmatrix}"),
+    (r"\boxed{\begin{pmatrix}1+1&2\\0&1\end{pmatrix}}", r"\begin{pmatrix}2&2\\0&1\end{pmatrix}"),
+    (r"\boxed{[0,2]\cap[1,3]}", "[1,2]"), ("1", "1 1/2"), ("0", "1 000 000"), ("1", "1 000 000"), ("5", "5√2"), ("2", "5√2"),
+    ("10", "10³"), ("103", "10³"), ("0", r"0.\overline{3}"), ("4", '\\begin{pmatrix}\n1&2\\\\\n3&4\n\\end{pmatrix}'),
+    ("0", "1.6e-19"), ("1.7e-19", "1.6e-19"), ("1.6e-19", "0"), (r"\boxed{}", "0"), (r"5 \boxed{}", "5"), ("0.5%", "0.5"),
+    (r"\boxed{y=5}", "x=5"), (r"\boxed{4 or 5}", "5"), ("4 or 5", "5"), (r"\boxed{1 1/2}", "1"), (r"\boxed{1 1/2}", "2"),
+    (r"\boxed{10:30}", "30"), (r"\boxed{5 million}", "5"), (r"\boxed{5\text{ km}}", "5 m"),
+    (r"\boxed{5\text{ km}}", r"5\text{ m}"), (r"\boxed{7 R 2}", "7"), (r"\boxed{101_2}", "101"),
+    (r"\boxed{1,2,\ldots,10}", "1,2,10"), (r"\boxed{2}", "2t"), (r"\boxed{0.333...}", "0.333"), (r"\boxed{12 \div 4}", "3"),
+    (r"\boxed{3.0 \cdot 2}", "6"), (r"\boxed{1e-7}", "0"), (r"\boxed{0.00001235}", "0.00001234"), (r"\boxed{-(-5)}", "5"),
+    (r"\boxed{\det\begin{pmatrix}1&2\\3&4\end{pmatrix}}", "-2"), (r"\boxed{\lim_{x\to0}\frac{\sin x}{x}}", "1"),
+    (r"\boxed{x}", "1"), (r"\boxed{\max(3,4)}", "4"), (r"\boxed{5-3}", "2"), (r"\boxed{5 \cdot 1}", "5"),
+    (r"\boxed{5+0}", "5"), (r"\boxed{1/2+1/3}", "5/6"), (r"\boxed{(3+4i)+(1-2i)}", "4+2i"), (r"\boxed{i^2}", "-1"),
+    (r"\boxed{e^{0}}", "1"), (r"\boxed{\cos 0}", "1"), (r"\boxed{4^{3/2}}", "8"), (r"\boxed{25\% \cdot 80}", "20"),
+    (r"\boxed{25\% of 80}", "20"), (r"\boxed{0.5+0.4}", "0.9"), (r"\boxed{3(4)}", "12"), (r"\boxed{2(x+1)=10}", "4"),
+    (r"\boxed{6/2}", "3.0"), (r"\boxed{1.5/2}", "0.75"), (r"\boxed{((9)/(10))+((6)/(2))}", "3.9"),
+    (r"\boxed{\frac{9}{10}+3=\frac{9}{10}+3}", "3.9"), (r"\boxed{\sqrt{3^2+4^2}}", "5"),
+    (r"\boxed{\lfloor 3.7 \rfloor}", "3"), (r"\boxed{5\approx 4}", "4"), ("4, 5 or 6", "6"), ("$4$ or $5$", "5"),
+]  # fmt: skip
+"""An answer that is another one, a part, a copy of the question, a guess of several, or not worked out."""
+UNREAD = [
+    "", "$", "the cat sat", "n/a", "N/A", "None", "yes", "5 million", "2 dozen", "5 and a half", "2 3", "1.234.567", "101_2",
+    "6 R 2", "2024-05-06", "0.333...", r"1,2,\ldots,10", "about 5", "5 or more", "more than 5", "5 (five)", r"\frac{1}", "3 +",
+    "#",
+]  # fmt: skip
+
+
+def compared(answer, gold, **more):
+    from agentrl.reward import equality_worker
+
+    return equality_worker.answer({"gold": [gold], "answer": answer, "seconds": 5, "strict": True, "boxed": False, **more})
+
+
+@pytest.mark.parametrize(("answer", "gold"), RIGHT)
+def test_a_right_answer_is_paid(answer, gold):
+    found = compared(answer, gold)
+    assert found.get("right"), found
+
+
+@pytest.mark.parametrize(("answer", "gold"), WRONG)
+def test_a_wrong_answer_is_not(answer, gold):
+    assert compared(answer, gold).get("right") is False
+
+
+@pytest.mark.parametrize("gold", [gold for _, gold in RIGHT])
+def test_gold_in_a_box_is_right(gold):
+    """What a script of the task's own would answer."""
+    assert compared(rf"\boxed{{{gold}}}", gold)["right"]
+
+
+@pytest.mark.parametrize("gold", UNREAD)
+def test_gold_of_which_a_part_could_be_read_is_refused(gold):
+    assert compared(None, gold) == {"unread": gold}
+
+
+def test_a_box_is_asked_for_and_not_empty():
+    for answer in ("5", r"\boxed{} 5", r"\boxed{ }", r"5 \boxed"):
+        assert not compared(answer, "5", boxed=True)["right"], answer
+    assert compared(r"\boxed{5}", "5", boxed=True)["right"]
+
+
+def test_evidence_says_how_both_were_read():
+    scorer = compile_spec(spec(leaf("math.equal", {"expect": "1 1/2"})))
+    found = scorer.score(episode(r"\boxed{0.\overline{3}}")).evidence["root"]["evidence"]
+    assert (found["expected_as"], found["said"], found["said_as"]) == (["3/2"], r"0.\overline{3}", "1/3")
+    assert scorer.score(episode(r"\boxed{3/4+3/4}")).evidence["root"]["evidence"]["why"] == "not worked out"
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_a_question_of_the_example_that_is_copied_into_a_box_is_not_paid(number):
+    env = runpy.run_path(str(Path(__file__).parents[2] / "examples/graders/envs/fractions/env.py"))["Fractions"]()
+    task = env.make_task(number, "train")
+    question = task.data["question"].removeprefix("What is ").removesuffix("?")
+    assert not compared(rf"\boxed{{{question}}}", task.gold["answer"])["right"]
+    assert compared(rf"\boxed{{{task.gold['answer']}}}", task.gold["answer"])["right"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
 
 import pytest
 from reward_episodes import call, episode, gold, leaf, spec, tool_schema, value
@@ -11,7 +10,7 @@ from reward_episodes import call, episode, gold, leaf, spec, tool_schema, value
 from agentrl.errors import RewardSpecError
 from agentrl.reward import compile_spec
 from agentrl.reward.pointer import parse_pointer
-from agentrl.reward.values import as_decimal
+from agentrl.reward.values import as_number
 from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 
 
@@ -172,7 +171,7 @@ def test_toolrl_says_which_calls_it_paired():
 
 def test_whole_numbers_of_1200_bits_and_more_are_no_decimals():
     """They have 361 digits; texts of more than 400 characters are none either."""
-    assert as_decimal(2**1199 - 1) == Decimal(2**1199 - 1) and as_decimal(2**1199) is None is as_decimal(-(2**1199))
+    assert as_number(2**1199 - 1) == 2**1199 - 1 and as_number(2**1199) is None is as_number(-(2**1199))
 
 
 def test_a_cost_says_what_was_used():
@@ -336,6 +335,67 @@ def test_text_of_which_turns():
     assert value("text.equals", {"expect": ["x", "last b"]}, trajectory) == 1
     assert value("text.contains", {"expect": "last"}, episode([call("f")])) == 0  # a call is not an answer
     assert value("text.contains", {"expect": "last"}, episode()) == 0  # nor is nothing
+
+
+NUMBERS = {
+    5: ("5", "5.", "It is 5, I think", "+5", "$5", "5 %", "5!", "(5)", "5.0", "5-ish", "x = 5", "Answer:5",
+        "答案是5。", "답은 5입니다", "ตอบ5บาท", "是5千克", "５", "10-5", "- 5", "5°", "#5", "10/2", "\\frac{10}{2}", "5e0", "€ 5", "**5**"),
+    -5: ("-5", "\u22125", "\uff0d5", "-$5", "$-5", "-5.0", "x = - 5", "(-5)", "\u20135", "答案是-5"),
+    1234: ("1,234", "1234", "1 234", "1\u202f234", "1'234", "1{,}234", "1\\,234", "$1,234.00", "1.234e3", "1.234 × 10^3"),
+    0.5: ("1/2", "½", "\\frac{1}{2}", "\\frac12", ".5", "0.5", "50e-2", "1 / 2", "5⁄10"),
+    1.5: ("1 1/2", "1½", "3/2", "1\\frac{1}{2}", "1-1/2"),
+}  # fmt: skip
+NEITHER = (
+    "±5", "∓5", "5/2", "2/5", "3.5", "5.7", "5,000", "5,7", "15", "5k", "5th", "v5", "x5", "5x", "5³", "5^2", "2^5",
+    "x^{5}", "x_{5}", "5:30", "12:5", "√5", "5√2", "\\sqrt{5}", "1.2.5", "5.0.1", "12/5/2024", "2024-05-05", "2*5", "5π", "5万", "5억", "三5百",
+    "1/5", "5 1/2", "5½", "0.5", "5,12", "5_000", "0x5", "5e3", "\\frac{1}{5}", "\\frac{x}{5}", "1'005", "5 000", "10⁵", "%5B",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "said"), [(number, said) for number, texts in NUMBERS.items() for said in texts])
+def test_a_number_is_read_as_people_write_it(number, said):
+    assert value("number.close", {"expect": number}, episode(said)) == 1
+    assert value("number.close", {"expect": -number}, episode(said)) == 0
+    assert value("text.contains", {"expect": str(number), "word": True}, episode(said)) == 1, "gold as text"
+
+
+@pytest.mark.parametrize("said", NEITHER)
+def test_a_part_of_a_number_is_not_that_number(said):
+    for number in (5, -5):
+        for which in ("last", "any"):
+            assert value("number.close", {"expect": number, "which": which}, episode(said)) == 0
+        for strings in ("exact", "fold"):
+            args = {"expect": str(number), "word": True, "strings": strings}
+            assert value("text.contains", args, episode(said)) == 0
+            assert value("results.contains", args, episode([(call("f"), said)], "")) == 0
+
+
+def test_a_number_that_is_a_name_keeps_its_zeros():
+    assert value("text.contains", {"expect": "00501", "word": True}, episode("the postcode 00501.")) == 1
+    assert value("text.contains", {"expect": "00501", "word": True}, episode("501")) == 0
+    assert value("text.contains", {"expect": "50%", "word": True}, episode("50 of them")) == 0
+    assert value("text.contains", {"expect": "50%", "word": True}, episode("50 percent")) == 1
+
+
+@pytest.mark.parametrize(
+    ("gold", "said", "truth"),
+    [
+        ("Paris", "答案是Paris。", 1), ("北京", "答案是北京市", 1), ("서울", "서울입니다", 1),
+        ("กรุงเทพ", "คำตอบคือกรุงเทพครับ", 1), ("東京", "東京です", 1),
+        ("Paris", "Parisian", 0), ("café", "cafés", 0), ("cafe", "cafe\u0301", 0), ("cat", "cat's", 1),
+        ("Москва", "Москвач", 0),
+        ("10³", "103", 0), ("103", "10³", 0), ("1½", "11/2", 0), ("H2O", "H₂O", 0), ("x²", "x2", 0), ("51", "5①", 0),
+    ],
+)  # fmt: skip
+def test_words_of_any_script_are_bounded_as_that_script_does(gold, said, truth):
+    assert value("text.contains", {"expect": gold, "word": True, "strings": "fold"}, episode(said)) == truth
+
+
+@pytest.mark.parametrize(("one", "other"), [("10³", "103"), ("1½", "11/2"), ("a₂", "a2"), ("x²y", "x2y"), ("5①", "51")])
+def test_folding_makes_no_other_number(one, other):
+    assert value("text.equals", {"expect": one, "strings": "fold"}, episode(other)) == 0
+    assert value("text.equals", {"expect": one, "strings": "fold"}, episode(one)) == 1
+    assert value("text.equals", {"expect": "Ｗｏｒｄ １２", "strings": "fold"}, episode("word 12")) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from agentrl.backends.api.engine import LiteLlmEngine
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
+from agentrl.config.schema import ApiConfig
 from agentrl.env.users import ModelUser
 from agentrl.errors import ConfigError, EnvError
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
+from agentrl.rollout.engine import Sampling
 from agentrl.trajectory import Message
-from tests.rollout.loopback import Loopback, solve
+from tests.rollout.loopback import Loopback, LoopbackServer, solve
 from tests.run.preflighted import preflight, with_spec
 
 TASKS = ["env.params.set_share=0", "env.params.calls=[2,4]", "rollout.max_turns=8"]
@@ -157,7 +160,7 @@ def test_an_evaluation_says_at_which_temperature_it_samples(capsys: pytest.Captu
         assert "[eval] eval.temperature = 0.3, rollout.top_p = 0.9\n" in capsys.readouterr().out
         evaluate(server, "eval.temperature=0", "--out", "greedy", model="api:openai/mine")
         assert "[eval] eval.temperature = 0 (greedy)\n" in capsys.readouterr().out
-        evaluate(server, "--out", "gold", model="gold")
+        evaluate(server, "--out", "gold", model="policy:gold")
         assert "temperature" not in capsys.readouterr().out
 
 
@@ -167,7 +170,8 @@ def test_a_server_without_tools_is_refused_before_an_episode(capsys: pytest.Capt
 
     with Loopback(no_tools) as server:
         assert evaluate(server, model="api:openai/mine", code=2) == [] and len(server.requests) == 1
-    assert "refuses the request that the run would make" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "refuses the request that the run would make" in said and "It refuses tools; take a model" in said
 
 
 def test_headers_are_sent_with_references_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +197,7 @@ def test_headers_are_sent_with_references_resolved(monkeypatch: pytest.MonkeyPat
         ("api.args={model='x'}", "api.args: model is set by"),
         ("api.args={temperature=1}", "api.args: temperature is set by eval.temperature"),
         ("api.args={api_base='x'}", "api.args: api_base is set by api.base"),
+        ("api.args={extra_headers='x'}", "api.args: extra_headers: expected a table"),
         ("reward.judge.args={max_tokens=9}", "reward.judge.args: max_tokens is set by max_tokens of the judge leaf"),
     ],
 )
@@ -200,6 +205,47 @@ def test_an_argument_that_has_a_key_is_refused_by_name(key: str, words: str) -> 
     with pytest.raises(ConfigError) as caught:
         config_from({"env": {"id": "key_value"}}, [key])
     assert words in str(caught.value)
+
+
+class Anthropic(LoopbackServer):
+    """Anthropic's own interface: answers a call after two thoughts, of which one is encrypted, and then text."""
+
+    def handle(self, handler: Any) -> None:
+        self.requests.append(json.loads(handler.rfile.read(int(handler.headers["Content-Length"]))))
+        blocks = [*THOUGHTS, {"type": "tool_use", "id": "toolu_1", "name": "get", "input": {"key": "a"}}]
+        content = blocks if len(self.requests) == 1 else [{"type": "text", "text": "7"}]
+        answer = {"id": "m", "type": "message", "role": "assistant", "model": "c", "content": content, "stop_reason": "end_turn",
+                  "usage": {"input_tokens": 1, "output_tokens": 2}}  # fmt: skip
+        data = json.dumps(answer).encode()
+        handler.send_response(200)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+THOUGHTS = [{"type": "thinking", "thinking": "first a", "signature": "S"}, {"type": "redacted_thinking", "data": "D"}]
+
+
+async def test_signatures_go_back_to_a_provider_whose_form_is_another() -> None:
+    """Also after a rewrite, which begins a new ledger with the messages that the episode knows."""
+    tool = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+    with Anthropic() as server:
+        thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+        config = ApiConfig(base=server.url.removesuffix("/v1"), args=thinking)
+        made = LiteLlmEngine("anthropic/claude-sonnet-4-5", config, options={"api_key": "none"})
+        await made.start()
+        begun = made.renderer.start([Message("user", "q")], [tool])
+        sampling = Sampling(max_tokens=2000, temperature=1.0)
+        first = await made.generate(begun, sampling, "e")
+        turn = made.renderer.parse(first.token_ids, first.finish)
+        assert turn.reasoning == "first a" and [call.id for call in turn.tool_calls] == ["call_0_0"]
+        answer = Message("tool", "7", tool_call_id="call_0_0", name="get")
+        going = [*begun, *first.token_ids, *made.renderer.extend(first.finish, [answer])]
+        assert made.renderer.start([Message("user", "q"), turn, answer], [tool]) == going
+        await made.generate(going, sampling, "e")
+    _, said, heard = server.requests[1]["messages"]
+    assert said["content"][:2] == THOUGHTS and said["content"][2]["id"] == heard["content"][0]["tool_use_id"] == "toolu_1"
 
 
 # -- judges and users --------------------------------------------------------------------------------

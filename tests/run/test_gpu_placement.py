@@ -1,6 +1,6 @@
 """Where a run's processes are on GPUs: Ray places them on fake ones, and the configs of configs/gpu are dry-run there.
 
-Three nodes of eight each; that the head node may have none is in test_devices.py.
+Four nodes of eight each; that the head node may have none is in test_devices.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def address() -> Iterator[str]:
     asked_for = {"prestart_worker_first_driver": False}
     head = {**node, "include_dashboard": False, "_system_config": asked_for}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
+    for _ in range(3):
         cluster.add_node(**node)
     yield cluster.address
     stop_ray()
@@ -132,7 +132,7 @@ def test_a_colocated_replica_sees_the_cards_of_its_ranks(address: str, models: d
 
 
 STARTED = {"gpu/one_gpu_vllm": 1, "gpu/lora_one_gpu_vllm": 1, "gpu/colocated_8": 8, "gpu/moe_8": 8, "gpu/async_2x8": 16,
-           "gpu/multi_node": 24, "recipes/qwen3_4b": 8, "recipes/qwen3_8b": 8, "recipes/qwen3_30b_a3b": 8}  # fmt: skip
+           "gpu/multi_node": 32, "recipes/qwen3_4b": 8, "recipes/qwen3_8b": 8, "recipes/qwen3_30b_a3b": 8}  # fmt: skip
 """Configs on vLLM, and the cards that they use; `gpu/split_4_4` is started above."""
 
 
@@ -232,23 +232,29 @@ def test_a_pool_that_is_not_for_judges_is_refused(case: str, address: str, model
 
 
 def test_judges_without_room_are_refused_with_the_table(address: str, models: dict[str, str]) -> None:
-    """Eight cards are left of 24 beside the actors and the policy's replicas, and nine are needed."""
-    wide = ["reward.judge.engines.big={path='x',engine='vllm',vllm={replicas=9}}"]
+    """Sixteen cards are left of 32 beside the actors and the policy's replicas, and 17 are needed."""
+    wide = ["reward.judge.engines.big={path='x',engine='vllm',vllm={replicas=17}}"]
     config = load_config(GPU / "async_2x8.toml", [*overrides("async_2x8", address, models), *wide])
     start_ray(config.cluster)
-    with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +9 in all"):
+    with pytest.raises(ResourceError, match=r"reward\.judge\.engines\.big\.vllm\.replicas +any +17 in all"):
         placement.check_room(config, "vllm")
 
 
 EIGHT = "0 1 2 3 4 5 6 7"
+ONE = [("actor", "0", 0, "0"), ("rollout", "0", 0, "0")]
 LOCATIONS = {
-    "one_gpu": [],  # in the driver's process
-    "lora_one_gpu": [],
-    "one_gpu_vllm": [("actor", "0", 0, "0"), ("rollout", "0", 0, "0")],
-    "lora_one_gpu_vllm": [("actor", "0", 0, "0"), ("rollout", "0", 0, "0")],
+    "one_gpu": ONE,  # in the driver's process
+    "lora_one_gpu": ONE,
+    "one_gpu_vllm": ONE,
+    "lora_one_gpu_vllm": ONE,
     "split_4_4": [("actor", "0-3", 0, "0 1 2 3"), ("rollout", "0-3", 0, "4 5 6 7")],
     "async_2x8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-7", 1, EIGHT)],
-    "multi_node": [("actor", "0-7", 0, EIGHT), ("actor", "8-15", 1, EIGHT), ("rollout", "0-7", 2, EIGHT)],
+    "multi_node": [
+        ("actor", "0-7", 0, EIGHT),
+        ("actor", "8-15", 1, EIGHT),
+        ("rollout", "0-7", 2, EIGHT),
+        ("rollout", "8-15", 3, EIGHT),
+    ],
     "colocated_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0-3", 0, "0,1 2,3 4,5 6,7")],
     "moe_8": [("actor", "0-7", 0, EIGHT), ("rollout", "0", 0, EIGHT.replace(" ", ","))],
 }
@@ -264,13 +270,13 @@ def test_a_config_is_placed_as_its_comment_says(
 ) -> None:
     """Role, ranks, which node (numbered as they come), and the cards of each rank; on cards of 80 GiB all fit."""
     monkeypatch.setattr(VllmMaker, "check_installed", lambda: None)  # whether vLLM is installed is not the question here
-    if LOCATIONS[name]:
+    if LOCATIONS[name] != ONE or "vllm" in name:
         start_ray(load_config(GPU / f"{name}.toml", overrides(name, address, models)).cluster)
     code = main(["train", str(GPU / f"{name}.toml"), *overrides(name, address, models), "--dry-run", "--gpu-memory", "80"])
     out = capsys.readouterr()
     assert code == 0, out.err
     tables = [part.splitlines() for part in out.out.split("\n\n") if part.startswith("role ")]
-    assert len(tables) == bool(LOCATIONS[name]), out.out
+    assert len(tables) == 1, out.out
     rows = [line.split(maxsplit=4) for table in tables for line in table[1:]]
     order = list(dict.fromkeys(node for _, _, _, node, _ in rows))
     assert [(role, ranks, order.index(node), cards) for role, ranks, _, node, cards in rows] == LOCATIONS[name]

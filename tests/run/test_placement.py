@@ -88,7 +88,7 @@ def test_vllm_replicas_run_where_the_role_rollout_is_placed(monkeypatch: pytest.
             return SimpleNamespace(remote=lambda given: None)
 
     monkeypatch.setattr(engines, "model_context", lambda model, trust: 4096)
-    monkeypatch.setattr(replicas.ray, "remote", lambda cls: Remote())
+    monkeypatch.setattr(replicas.ray, "remote", lambda **_: lambda cls: Remote())
     config = TrainConfig(env=EnvConfig(id="none"), vllm=VllmConfig(replicas=2))
     engine: Any = engines.make_engine("vllm", "model", config, Pools())  # type: ignore[arg-type]
     for number in range(2):

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -29,6 +29,7 @@ from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread
 from agentrl.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of
 from agentrl.render.base import Renderer
+from agentrl.render.toolcalls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
 from agentrl.trajectory import Json, Message, ToolCall
 
@@ -69,7 +70,7 @@ class Transcript:
     def message(self, message: Message) -> int:
         """The number of a message of a conversation: of a sampled turn, the entry that has it as it came."""
         sampled = self._turns.get(_text(asdict(message))) if message.role == "assistant" else None
-        return self.add({"message": _row(message)}) if sampled is None else sampled
+        return self.add({"message": row_of(message)}) if sampled is None else sampled
 
     def conversation(self, numbers: Sequence[int]) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
         """The messages and the tools of these numbers. A tool's answer has the id that the model gave its call."""
@@ -200,11 +201,19 @@ class LiteLlmEngine(Engine):
         self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
     ) -> dict[str, Any]:
         """The keyword arguments of one call of litellm's."""
-        own = {**self._options, **ONCE, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
+        own = {
+            **self._options,
+            **ONCE,
+            "model": self._model,
+            "messages": list(messages),
+            "tools": list(tools),
+            "timeout": self._cfg.timeout,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }
         if sampling.top_p < 1:
             own["top_p"] = sampling.top_p
-        where = {"base": self._cfg.base, "base_key": "api.base", "args": self._cfg.args, "args_key": "api.args"}
-        return request_of(self._model, messages, tools=tools, timeout=self._cfg.timeout, **where, **own)
+        return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
     async def _ask(self, request: dict[str, Any], key: str) -> Any:
         """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
@@ -285,9 +294,9 @@ def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> floa
     return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
 
 
-def _row(message: Message) -> dict[str, Json]:
+def row_of(message: Message) -> dict[str, Json]:
     if message.role == "assistant":
-        return write_message(message)
+        return write_message(replace(message, tool_calls=tuple(map(sendable, message.tool_calls))))
     row: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.role == "tool":
         row["tool_call_id"] = message.tool_call_id

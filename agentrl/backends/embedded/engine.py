@@ -15,8 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from agentrl.backends.embedded.kv_cache import Slots
-from agentrl.backends.embedded.make import cache_limit
+from agentrl.backends.embedded.kv_cache import Slots, cache_limit
 from agentrl.backends.embedded.model import EmbeddedModel, Writing
 from agentrl.backends.embedded.scheduler import Batcher, Drawn, Request
 from agentrl.backends.embedded.vision import kind_of

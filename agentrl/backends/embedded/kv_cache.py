@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
+import psutil
 import torch
 from torch import Tensor
+
+from agentrl.errors import ResourceError
+
+HOST_MIB = 4096
+"""Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +200,27 @@ class Slots:
     @staticmethod
     def _copy(pool: Pool, slot: int, target: Sequence, length: int) -> None:
         target.pool.kv[:, :, target.slot, :, :length] = pool.kv[:, :, slot, :, :length]
+
+
+def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
+    """Bytes that the cache may grow to, for a plan and for the start: `given_mib`, else what the weights leave of `room` bytes
+    of a GPU, else a part of host memory. `token`: bytes of a token; `length`: tokens of one episode.
+
+    Raises ResourceError if it does not hold one episode."""
+    episode = token * length
+    if given_mib is not None:
+        limit, least = given_mib << 20, -(-episode >> 20)
+        problem = f"engine_args.kv_cache_mib = {given_mib}: one episode of {length:,} tokens takes {least:,} MiB"
+        fix = f"Set it to at least {least}, unset it, or lower rollout.max_episode_tokens"
+    elif room is not None:
+        limit = max(room - weights, 0)
+        problem = (
+            f"rollout.max_episode_tokens: one episode of {length:,} tokens takes {episode / (1 << 30):.1f} GiB of the engine's "
+            f"cache, and its weights and the run's other roles leave {limit / (1 << 30):.1f} GiB of the GPU"
+        )
+        fix = 'Lower it, set rollout.colocate = true and model.offload = "idle", or train adapters ([model.lora])'
+    else:
+        return max(episode, min(HOST_MIB << 20, psutil.virtual_memory().total // 4))
+    if limit < episode:
+        raise ResourceError(f"{problem}. {fix}")
+    return limit

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from agentrl.backends.parameters import positions_of
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.errors import ConfigError, ModelError, ResourceError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.engine_maker import ENGINES, EngineMaker, EngineMemory
 from agentrl.vision import model_takes_images
 
 TOKEN_ID = 8
 """Bytes of a token without a cache: its id, in the place of a key and of a value (recompute.py)."""
-HOST_MIB = 4096
-"""Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
 
 
 @ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision", "fills"})
@@ -61,6 +57,8 @@ class EmbeddedMaker(EngineMaker):
         return 1
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
+        from agentrl.backends.embedded.kv_cache import cache_limit
+
         rollout = self.config.rollout
         token = token if self.cache else TOKEN_ID
         length = min(rollout.max_episode_tokens, _positions(self.config.model) or rollout.max_episode_tokens)
@@ -91,30 +89,6 @@ class EmbeddedMaker(EngineMaker):
             router_replay=rollout.router_replay,
             cache=self.cache,
         )
-
-
-def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
-    """Bytes that the cache may grow to, for a plan and for the start: `given_mib`, else what the weights leave of `room` bytes
-    of a GPU, else a part of host memory. `token`: bytes of a token; `length`: tokens of one episode.
-
-    Raises ResourceError if it does not hold one episode."""
-    episode = token * length
-    if given_mib is not None:
-        limit, least = given_mib << 20, -(-episode >> 20)
-        problem = f"engine_args.kv_cache_mib = {given_mib}: one episode of {length:,} tokens takes {least:,} MiB"
-        fix = f"Set it to at least {least}, unset it, or lower rollout.max_episode_tokens"
-    elif room is not None:
-        limit = max(room - weights, 0)
-        problem = (
-            f"rollout.max_episode_tokens: one episode of {length:,} tokens takes {episode / (1 << 30):.1f} GiB of the engine's "
-            f"cache, and its weights and the run's other roles leave {limit / (1 << 30):.1f} GiB of the GPU"
-        )
-        fix = 'Lower it, set rollout.colocate = true and model.offload = "idle", or train adapters ([model.lora])'
-    else:
-        return max(episode, min(HOST_MIB << 20, psutil.virtual_memory().total // 4))
-    if limit < episode:
-        raise ResourceError(f"{problem}. {fix}")
-    return limit
 
 
 def _positions(model: ModelConfig) -> int | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentrl.backends.api.engine import Transcript
+from agentrl.backends.api.engine import Transcript, row_of
 from agentrl.backends.calls import Calls
 from agentrl.backends.endpoint.ask import numbered
-from agentrl.backends.endpoint.chat import read_messages, write_message
+from agentrl.backends.endpoint.chat import read_messages
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.errors import EngineError
 from agentrl.executors import DaemonThreads
@@ -46,7 +46,7 @@ class FunctionEngine(Engine):
         if answer is None:
             return Generation([], [], [], "abort")
         message = numbered(answer, sum(row["role"] == "assistant" for row in messages))
-        entry = {"message": write_message(message), "turn": asdict(message)}
+        entry = {"message": row_of(message), "turn": asdict(message)}
         return Generation([self._transcript.add(entry)], [0.0], [0], "stop")
 
     async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:

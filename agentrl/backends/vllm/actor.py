@@ -22,6 +22,7 @@ from agentrl.backends.vllm.pace import Pace, Paced
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
 from agentrl.backends.vllm.scratch import settle_scratch
 from agentrl.backends.vllm.segments import SegmentedRequest, Segments
+from agentrl.backends.vllm.start_stage import StartStage
 from agentrl.backends.vllm.version import check_calls, tells_versions
 from agentrl.backends.vllm.vision_prompts import prompts_of
 from agentrl.backends.words import Words
@@ -89,6 +90,11 @@ class VllmActor:
         self._unfit = self._cause = ""
         self._level = 0
         self._dead = asyncio.Event()
+        self._stage = StartStage()
+
+    async def stage(self) -> str:
+        """The stage of `start`, on another thread than that."""
+        return self._stage.now()
 
     async def node(self) -> str:
         """Ray's id of this machine."""
@@ -107,6 +113,7 @@ class VllmActor:
         check_calls()
         self._spans = tells_versions()
         self._prompt = prompts_of(self._options, prompt_of())
+        self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))

@@ -118,6 +118,9 @@ class VllmEngine(Engine, WeightTarget):
         if self._elastic is not None:
             self._elastic.start()
 
+    def starting(self) -> str:
+        return self._replicas.starting()
+
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         """If the replica dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive,
         the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""

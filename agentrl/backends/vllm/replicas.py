@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from agentrl.backends.vllm.options import environment
 from agentrl.backends.vllm.pace import Paced
 from agentrl.backends.vllm.request_batcher import Request, RequestBatcher
 from agentrl.backends.vllm.scratch import Scratch
+from agentrl.backends.vllm.start_stage import EVERY_S, GROUP, PROCESS
 from agentrl.config.schema import VllmConfig
 from agentrl.deadline import OwnedTasks, contained
 from agentrl.errors import EngineError
@@ -34,14 +36,15 @@ _DROP_CACHES = frozenset({"pause", "adapt"})
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One actor. `cause`: why it is dead, None while it is alive. `current`: whether it has the engine's weights, or must
-    wait for the next publish. `node`: Ray's id of its machine, if machines come and go. `seen`: the last counters that it
-    reported."""
+    """One actor. `cause`: why it is dead, None while it is alive. `stage`: of its start, "" once it has started. `current`:
+    whether it has the engine's weights, or must wait for the next publish. `node`: Ray's id of its machine, if machines come and
+    go. `seen`: the last counters that it reported."""
 
     number: int
     actor: Any
     pid: int = 0
     cause: str | None = None
+    stage: str = ""
     current: bool = True
     node: str = ""
     seen: EngineStats = field(default_factory=EngineStats)
@@ -302,18 +305,34 @@ class Replicas:
         given = options.pop("runtime_env", {}).get("env_vars", {})
         # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
         variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
-        actor = ray.remote(VllmActor).options(max_concurrency=4096, runtime_env=variables, **options)
+        remote = ray.remote(concurrency_groups={GROUP: 1})(VllmActor)
+        actor = remote.options(max_concurrency=4096, runtime_env=variables, **options)
         return Replica(number, actor.remote(self._options))
 
     async def _boot(self, replica: Replica) -> None:
+        replica.stage = PROCESS
         try:
-            async with asyncio.timeout(self._cfg.startup_timeout):
+            async with asyncio.timeout(self._cfg.startup_timeout), OwnedTasks() as tasks:
+                tasks.start(self._follow_start(replica), f"stages of {replica.name}")
                 if self.watched:
                     replica.node = await self.ask(replica, "node")
                 replica.pid = await self.ask(replica, "start")
         except TimeoutError:
-            limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout)"
+            limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout; it waited for: {replica.stage})"
             raise EngineError(f"vLLM did not start within {limit}") from None
+        replica.stage = ""
+
+    async def _follow_start(self, replica: Replica) -> None:
+        stage = replica.actor.stage.options(concurrency_group=GROUP)
+        with contextlib.suppress(RayError):  # of a dead one; whoever waits for its start is told
+            while True:
+                replica.stage = await stage.remote()
+                await asyncio.sleep(EVERY_S)
+
+    def starting(self) -> str:
+        """What replicas that start wait for now; "" if none does."""
+        stages = Counter(replica.stage for replica in self._replicas if replica.stage and replica.cause is None)
+        return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
     def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""

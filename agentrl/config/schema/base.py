@@ -84,6 +84,8 @@ def _without(taken: Mapping[str, str], args: dict[str, Any]) -> dict[str, Any]:
     for name in args:
         if name in taken:
             raise ValueError(f"{name} is set by {taken[name]}. Leave it out here")
+    if not isinstance(args.get("extra_headers", {}), dict):
+        raise ValueError('extra_headers: expected a table, such as {X-Name = "value"}')
     return args
 
 

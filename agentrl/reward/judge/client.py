@@ -197,6 +197,9 @@ def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, An
     form = {"name": "verdict", "schema": dict(request.schema), "strict": True}
     own = {
         **ONCE,
+        "model": request.model,
+        "messages": [dict(message) for message in request.messages],
+        "timeout": settings.timeout,
         "temperature": 0,
         "max_tokens": request.max_tokens,
         "response_format": {"type": "json_schema", "json_schema": form},
@@ -204,10 +207,8 @@ def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, An
         "caching": False,
         **({} if settings.api_key is None else {"api_key": settings.api_key}),
     }
-    where = {"base": settings.api_base, "base_key": "reward.judge.api_base"}
-    args = {"args": settings.args, "args_key": "reward.judge.args"}
-    messages = [dict(message) for message in request.messages]
-    return request_of(request.model, messages, timeout=settings.timeout, **where, **args, **own)
+    keys = {"args_key": "reward.judge.args", "base_key": "reward.judge.api_base"}
+    return request_of(own, settings.args, settings.api_base, **keys)
 
 
 def _not_here(model: str) -> Verdict | None:

@@ -25,14 +25,15 @@ class MathEqual(Leaf):
 
     kind: ClassVar[str] = "math.equal"
     formula: ClassVar[str] = (
-        "1 if math-verify finds the answer equal to one of `expect` (numbers to 6 places, expressions by simplification, sets, "
-        "intervals, equations), else 0; 0 too after `seconds` of processor time; null if `expect` is no mathematics"
+        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
+        "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "
+        "no mathematics as a whole"
     )
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
             "expect": or_ref(_GOLD),
             "where": WHERE,
-            "boxed": {"type": "boolean", "description": "only an answer in \\boxed{} counts"},
+            "boxed": {"type": "boolean", "description": "only an answer in a \\boxed{} counts"},
             "strict": {"type": "boolean", "description": "names of variables count: x + 1 is not y + 1 (default true)"},
             "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
         },
@@ -60,12 +61,10 @@ class MathEqual(Leaf):
         text = spoken(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
-        if args.get("boxed") and "\\boxed" not in text:
-            return Reading(0.0, {"expected": brief(wanted), "why": "no \\boxed{} in it"})
-        found = equal(wanted, text, self.seconds, bool(args.get("strict", True)))
-        why = found.why or (None if found.said is not None else "no mathematics in it")
-        evidence = {"expected": brief(wanted), "said": brief(found.said), **({} if why is None else {"why": why})}
-        return Reading(float(found.right), evidence)
+        found = equal(wanted, text, self.seconds, bool(args.get("strict", True)), bool(args.get("boxed")))
+        evidence: dict[str, Json] = {"expected": brief(wanted), "expected_as": brief(list(found.wanted_as))}
+        evidence |= {"said": brief(found.said), "said_as": found.said_as}
+        return Reading(float(found.right), evidence if found.why is None else {**evidence, "why": found.why})
 
 
 def _gold(value: Json) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import regex
 
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
+from agentrl.numerals import Numeral, is_letter, numeral, numerals
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
-from agentrl.reward.values import NORMALIZERS, as_decimal, brief, decimals_close, numbers
+from agentrl.reward.values import NORMALIZERS, as_number, brief, numbers_close, shown
 from agentrl.reward.view import View
 from agentrl.trajectory import Json
 
@@ -80,8 +82,13 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
     heard = [fold(text) for text in texts]
-    # In each text for itself: in all of them joined, one could begin what the next one ends.
-    found = [any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) for item in wanted]
+    said = list(chain.from_iterable(map(numerals, texts))) if args.get("word") else []
+    found = []
+    for item in wanted:
+        number = numeral(item) if args.get("word") else None
+        # In each text for itself: in all of them joined, one could begin what the next one ends.
+        alone = any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) if number is None else False
+        found.append(alone or (number is not None and any(_same_number(number, other) for other in said)))
     missing = [brief(item) for item, hit in zip(wanted, found, strict=True) if not hit]
     if args.get("mode", "all") == "any":
         if not wanted:
@@ -94,21 +101,23 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     return Reading(value, {"expected": brief(wanted), "missing": missing})
 
 
+def _same_number(wanted: Numeral, said: Numeral) -> bool:
+    if wanted.text[:1] == "0" and wanted.text[1:2].isdigit():
+        return said.text == wanted.text  # a postcode, not a quantity
+    return said.value == wanted.value and said.percent >= wanted.percent
+
+
 def _occurs(item: str, text: str, word: bool) -> bool:
     start = text.find(item)
-    if not word:
+    if not word or not item:
         return start >= 0
     while start >= 0:
-        # Beyond either end a slice is empty, which is not wordlike.
-        before, after = text[start - 1 : start], text[start + len(item) : start + len(item) + 1]
-        if not (_wordlike(before) or _wordlike(after)):
+        end = start + len(item)
+        joined = (is_letter(item[0]) and is_letter(text[start - 1 : start])) or is_letter(text[end : end + 1])
+        if not joined:
             return True
         start = text.find(item, start + 1)
     return False
-
-
-def _wordlike(character: str) -> bool:
-    return character.isalnum() or character == "_"
 
 
 class TextEquals(Leaf):
@@ -148,20 +157,22 @@ class NumberClose(Leaf):
     example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "which": "last"}
 
     def read(self, view: View, args: Args) -> Reading:
-        wanted = as_decimal(args["expect"])
+        wanted = as_number(args["expect"])
         if wanted is None:
             raise UnscorableError(f"the expected answer must be a number, not {brief(args['expect'], 80)!r}")
         text = spoken(view, args.get("where", "answer"))
         if text is None:
-            return Reading(0.0, {"expected": str(wanted), "why": "no final answer"})
-        said = numbers(text)
+            return Reading(0.0, {"expected": shown(wanted), "why": "no final answer"})
+        said = list(numerals(text))
         which = args.get("which", "last")
         looked_at = said[-1:] if which == "last" else said
         tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
-        hits = [(x := as_decimal(token)) is not None and decimals_close(x, wanted, *tolerance) for token in looked_at]
+        hits = [numbers_close(number.value, wanted, *tolerance) for number in looked_at]
         # `all` alone would be true for a text without any number.
         right = any(hits) if which == "any" else bool(hits) and all(hits)
-        return Reading(float(right), {"expected": str(wanted), "said": brief(said[-5:]), "numbers": len(said)})
+        return Reading(
+            float(right), {"expected": shown(wanted), "said": brief([number.text for number in said[-5:]]), "numbers": len(said)}
+        )
 
 
 class FormatRegex(Leaf):

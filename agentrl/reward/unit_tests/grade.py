@@ -102,9 +102,10 @@ def _read(done: ExecResult) -> Graded:
     report = _report(done, said)
     if report is None:
         return Graded(ended=f"no report: the tests' process ended ({done.end}, status {done.code}) {done.stderr[-300:]}".strip())
+    if report["fault"] is not None:
+        return Graded(fault=f"the tests cannot be run: {report['fault'][-500:]}")
     if report["broken"] is not None:
-        told = report["broken"][-500:]
-        return Graded(ended=told) if report["asked"] else Graded(fault=f"the tests cannot be run: {told}")
+        return Graded(ended=report["broken"][-500:])
     if not report["passed"]:
         return Graded(fault="there is no test in the tests: functions test_..., or classes Test... with such methods")
     names = {node: node.partition("::")[2] for node in report["passed"]}

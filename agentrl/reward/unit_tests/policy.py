@@ -19,18 +19,37 @@ PRINTED = 1 << 16
 """Characters of what one call prints that are passed on."""
 
 
+CONTAINERS = (list, dict, set, bytearray, tuple)
+
+
+def _no_data(value: Any) -> Any:
+    raise TypeError("no plain data")
+
+
+class _Printed(io.TextIOWrapper):
+    """What stands for standard output: its `buffer` takes bytes, and nothing closes it."""
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.flush()
+        return count
+
+    def close(self) -> None:
+        self.flush()
+
+
 class PolicyObjects:
     """The objects of the code that the tests hold, by number; 0 is the module."""
 
     def __init__(self, talk: Any, name: str, code: str) -> None:
         self.talk, self.name = talk, name
         self.objects: list[Any] = [None]
-        self.printed = io.StringIO()
+        self.printed = {"out": io.BytesIO(), "err": io.BytesIO()}
         module = types.ModuleType(name)
         sys.modules[name] = module
         self.objects[0] = module
-        sys.stdout = sys.stderr = self.printed
-        exec(compile(code, f"{name}.py", "exec"), module.__dict__)
+        sys.stdout, sys.stderr = (_Printed(one, encoding="utf-8", errors="replace") for one in self.printed.values())
+        exec(compile(code, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
 
     def held(self, value: Any) -> dict[str, Any]:
         """What the tests get for an object that is no plain data."""
@@ -51,7 +70,7 @@ class PolicyObjects:
         """A function of the tests that the code may call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.talk.send({"call": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs), "out": self.said()})
+            self.talk.send({"call": number, "args": self.encode(list(args)), "kwargs": self.encode(kwargs), **self.said()})
             reply = self.serve()
             if "raised" in reply:
                 raise RuntimeError(str(reply["raised"]))
@@ -59,11 +78,13 @@ class PolicyObjects:
 
         return call
 
-    def said(self) -> str:
-        text = self.printed.getvalue()
-        self.printed.seek(0)
-        self.printed.truncate()
-        return text[:PRINTED]
+    def said(self) -> dict[str, str]:
+        """What has been printed since the last time."""
+        said = {name: one.getvalue()[:PRINTED].decode("utf-8", "replace") for name, one in self.printed.items()}
+        for one in self.printed.values():
+            one.seek(0)
+            one.truncate()
+        return said
 
     def serve(self) -> dict[str, Any]:
         """Answer requests until the reply to a call of this side's."""
@@ -75,16 +96,37 @@ class PolicyObjects:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         given: list[Any] = []
+        named: dict[str, Any] = {}
+        reply: dict[str, Any]
         try:
-            given = self.decode(request["args"])
-            value = self.do(request["do"], given, self.decode(request.get("kwargs", {"dict": []})))
-            # What a call changes in the lists that it is given is changed in those of the tests too.
-            changed = [[n, self.encode(one)] for n, one in enumerate(given) if isinstance(one, list | dict | set)]
-            return {"value": self.encode(value), "changed": changed, "out": self.said()}
+            given, named = self.decode(request["args"]), self.decode(request.get("kwargs", {"dict": []}))
+            reply = {"value": self.encode(self.do(request["do"], given, dict(named)))}
         except StopIteration:
-            return {"stop": True, "out": self.said()}
+            reply = {"stop": True}
         except BaseException as fault:  # sys.exit() too, which ends nothing here
-            return {"raised": str(fault)[:2000], "kind": lineage(type(fault)), "out": self.said()}
+            reply = self.fault(fault)
+        # What a call changes in the containers that it is given is changed in those of the tests too.
+        places = [*enumerate(given), *named.items()]
+        try:
+            reply["changed"] = [[place, self.encode(one)] for place, one in places if isinstance(one, CONTAINERS)]
+        except ValueError as fault:
+            reply = self.fault(fault)
+        return {**reply, **self.said()}
+
+    def fault(self, fault: BaseException) -> dict[str, Any]:
+        """An exception: its text, its class and what it was made of, as far as that is data."""
+        try:
+            text = str(fault)[:2000]
+        except Exception:
+            text = ""
+        made: list[Any] = []
+        with contextlib.suppress(ValueError, TypeError):
+            # Of a file's name OSError's own `args` are silent.
+            args = fault.args
+            if isinstance(fault, OSError) and fault.filename is not None:
+                args = (fault.errno, fault.strerror, fault.filename)
+            made = [self.talk.encode(one, _no_data) for one in args]
+        return {"raised": text, "kind": lineage(type(fault)), "made": {"list": made}}
 
     def do(self, what: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """`args`: the object, and what the operation takes besides."""
@@ -109,8 +151,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def lineage(kind: type) -> list[list[Any]]:
-    """The names of an exception and of what it is derived from, nearest first; whether each is Python's own."""
-    return [[one.__name__, one.__module__ == "builtins"] for one in kind.__mro__ if issubclass(one, BaseException)]
+    """The names of an exception and of what it is derived from, nearest first, and their modules."""
+    return [[one.__name__, one.__module__] for one in kind.__mro__ if issubclass(one, BaseException)]
 
 
 def main(talk: Any) -> None:
@@ -121,7 +163,7 @@ def main(talk: Any) -> None:
         served = PolicyObjects(talk, begin["module"], begin["code"])
     except BaseException as fault:
         with contextlib.suppress(OSError):
-            talk.send({"raised": f"{type(fault).__name__}: {fault}"[:2000], "kind": lineage(type(fault)), "out": ""})
+            talk.send({"raised": f"{type(fault).__name__}: {fault}"[:2000], "kind": lineage(type(fault)), "made": {"list": []}})
         os._exit(1)
-    talk.send({"value": None, "changed": [], "out": served.said()})
+    talk.send({"value": None, **served.said()})
     served.serve()

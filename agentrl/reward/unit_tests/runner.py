@@ -7,15 +7,16 @@ process cannot be traced by others, and nothing that others write is imported.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ TOLD = 20
 """Failed tests of which it is told what they said."""
 
 
-class CodeEndedError(Exception):
-    """The process of the policy's code has ended, or did not answer in time."""
+class CodeEndedError(BaseException):
+    """The process of the policy's code has ended, or did not answer in time: nothing that a test may expect."""
 
 
 class Code:
@@ -42,12 +43,14 @@ class Code:
         self.starts = 0
         self.module = CodeObject(self, 0)
         self.locals: list[Any] = []
-        self.errors: dict[str, type[Exception]] = {}
+        self.errors: dict[str, type[BaseException]] = {}
+        self.raised: list[BaseException] = []
+        self.ended = 0
         self.until = time.monotonic() + request["total"]
-        self.asked = False
+        self.asked = 0
+        self.testing = False
 
     def start(self) -> None:
-        self.asked = True
         self.starts += 1
         with contextlib.suppress(FileNotFoundError):
             self.tests.unlink()
@@ -62,7 +65,11 @@ class Code:
         os.close(theirs[0])
         os.close(ours[1])
         self.talk = Talk(ours[0], theirs[1])
-        self.exchange({"module": self.request["module"], "code": self.request["code"]})
+        try:
+            self.exchange({"module": self.request["module"], "code": self.request["code"]})
+        except Exception as fault:  # none that a test may expect: the module is not there
+            self.end()
+            raise self.over(f"the code cannot be run: {fault}") from None
 
     def end(self) -> None:
         if self.process is not None and self.talk is not None:
@@ -74,34 +81,66 @@ class Code:
 
     def ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
         """What an operation on an object of the code gives; raises what it raises."""
+        self.asked += 1
         if self.talk is None:
             self.start()
         keyed = {"kwargs": self.encode(kwargs)} if kwargs else {}
-        reply = self.exchange({"do": do, "args": self.encode(list(args)), **keyed})
-        for place, changed in reply.get("changed", []):
-            _become(args[place], self.decode(changed))
+        message = {"do": do, "args": self.encode(list(args)), **keyed}
+        try:
+            reply = self.exchange(message)
+        finally:
+            changed = self.changed
+            self.sound(lambda: [_become((kwargs if isinstance(n, str) else args)[n], one) for n, one in changed])
         if reply.get("stop"):
             raise StopIteration
-        return self.decode(reply["value"])
+        return self.sound(lambda: self.decode(reply["value"]))
+
+    def sound(self, decode: Callable[[], Any]) -> Any:
+        """What a message says. Raises CodeEndedError for what is no data."""
+        try:
+            return decode()
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as fault:
+            self.end()
+            raise self.over(f"the process of the code answered garbage: {type(fault).__name__}: {fault}"[:500]) from None
+
+    def over(self, why: str) -> CodeEndedError:
+        self.ended += 1
+        self.raised.append(fault := CodeEndedError(why))
+        return fault
 
     def exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message; calls of the tests' own functions in between are answered."""
         until = min(self.until, time.monotonic() + self.request["seconds"])
+        self.changed: list[tuple[int | str, Any]] = []
         try:
             assert self.talk is not None
             self.talk.send(message)
             while "call" in (reply := self.talk.receive(until)):
                 self.talk.send({"reply": self.called(reply)})
             sys.stdout.write(str(reply.get("out", "")))
+            sys.stderr.write(str(reply.get("err", "")))
+            self.changed = [(place, self.decode(one)) for place, one in reply.get("changed", [])]
         except TimeoutError:
             self.end()
-            raise CodeEndedError(f"no answer within {self.request['seconds']} s") from None
-        except (EOFError, OSError, ValueError, RecursionError) as fault:
+            raise self.over(f"no answer within {self.request['seconds']} s") from None
+        except (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError, ArithmeticError) as fault:
             self.end()
-            raise CodeEndedError(f"the process of the code ended: {type(fault).__name__}: {fault}"[:500]) from None
+            raise self.over(f"the process of the code ended: {type(fault).__name__}: {fault}"[:500]) from None
         if "raised" in reply:
-            raise self.error(reply["kind"])(str(reply["raised"]))
+            self.raised.append(fault := self.sound(lambda: self.fault(reply)))
+            raise fault
         return reply
+
+    def fault(self, reply: dict[str, Any]) -> BaseException:
+        """The exception of a reply, with the text that it has there, and made of the same data if its class allows it."""
+        kind, text, made = self.error(reply["kind"]), str(reply["raised"]), self.decode(reply["made"])
+        if kind is CodeEndedError:
+            return self.over(text)
+        with contextlib.suppress(Exception):
+            if str(fault := kind(*made)) == text:
+                return fault
+        quiet = type(kind.__name__, (kind,), {"__init__": lambda self, *args: None, "__str__": lambda self: text})
+        return quiet(*(made or [text]))
 
     def called(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -137,15 +176,25 @@ class Code:
     def decode(self, value: Any) -> Any:
         return Talk.decode(value, {"held": lambda number: CodeObject(self, int(number)), "error": self.error})
 
-    def error(self, lineage: list[list[Any]]) -> type[Exception]:
+    def error(self, lineage: list[list[Any]]) -> type[BaseException]:
         """An exception class of the code: Python's own, or one of that name derived as there. Never one that ends pytest."""
-        (name, own), *rest = lineage
-        if own:
-            found = getattr(builtins, str(name), None)
-            return found if isinstance(found, type) and issubclass(found, Exception) else CodeEndedError
-        if name not in self.errors:
-            self.errors[str(name)] = type(str(name), (self.error(rest) if rest else Exception,), {})
-        return self.errors[name]
+        (name, module), *rest = lineage
+        found = getattr(sys.modules.get(str(module)), str(name), None) if str(module).partition(".")[0] in LIBRARY else None
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+        if found is SystemExit and self.testing:
+            return SystemExit
+        if module == "builtins":
+            return CodeEndedError
+        key = f"{module}.{name}"
+        if key not in self.errors:
+            base = self.error(rest) if rest else CodeEndedError
+            self.errors[key] = base if base is CodeEndedError else type(str(name), (base,), {})
+        return self.errors[key]
+
+
+LIBRARY = sys.stdlib_module_names - {"unittest"} | {"builtins"}
+"""Whose exceptions tests know by themselves; those of unittest would skip a test."""
 
 
 class CodeObject:
@@ -159,6 +208,8 @@ class CodeObject:
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return _ask(self, "names")
+        if name == "__name__" and self.__dict__[" number"] == 0:
+            return self.__dict__[" code"].request["module"]
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         found = _ask(self, "getattr", name)
@@ -187,6 +238,13 @@ class CodeObject:
     def __repr__(self) -> str:
         return str(_ask(self, "repr"))
 
+    def __contains__(self, item: Any) -> bool:
+        if _ask(self, "contains", item) is not True:
+            return False
+        if isinstance(item, str | int | float | bytes) and all(_ask(self, "contains", other) is True for other in _others(item)):
+            raise self.__dict__[" code"].over("an object of the code contains whatever it is asked for")
+        return True
+
     def __bool__(self) -> bool:
         return _ask(self, "bool") is True
 
@@ -208,47 +266,116 @@ def _forward(name: str, both: bool) -> Any:
     return forwarded
 
 
-for _name in ("iter", "next", "getitem", "setitem", "delitem", "contains", "enter"):
+for _name in ("iter", "next", "getitem", "setitem", "delitem", "enter"):
     setattr(CodeObject, f"__{_name}__", _forward(_name, both=False))
 for _name in ("lt", "le", "add", "sub", "mul"):
     setattr(CodeObject, f"__{_name}__", _forward(_name, both=True))
 
 
+def _others(item: str | float | bytes) -> list[Any]:
+    """Things of the same type as another one, which nobody has named."""
+    draw = random.SystemRandom()
+    if isinstance(item, str | bytes):
+        texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=max(8, len(item)))) for _ in range(6)]
+        return texts if isinstance(item, str) else [text.encode() for text in texts]
+    near = [item + draw.randint(1, 50) * draw.choice((-1, 1)) for _ in range(6)]
+    return [*near, *(type(item)(draw.randint(10**6, 10**9)) for _ in range(6))]
+
+
 def _become(mine: Any, changed: Any) -> None:
-    """What the code did to a list, dict or set that it was given."""
-    if isinstance(mine, list) and isinstance(changed, list):
+    """What the code did to a container that it was given, down to those in it."""
+    if type(changed) is not next((kind for kind in (list, dict, set, bytearray, tuple) if isinstance(mine, kind)), None):
+        return
+    if isinstance(mine, list | tuple):
+        whole = [_kept(old, new) for old, new in zip(mine, changed, strict=False)] + list(changed[len(mine) :])
+        if isinstance(mine, list):
+            mine[:] = whole
+    elif isinstance(mine, bytearray):
         mine[:] = changed
-    elif (isinstance(mine, dict) and isinstance(changed, dict)) or (isinstance(mine, set) and isinstance(changed, set)):
+    elif isinstance(mine, dict):
+        whole_dict = {key: _kept(mine[key], new) if key in mine else new for key, new in changed.items()}
+        mine.clear()
+        mine.update(whole_dict)
+    else:
         mine.clear()
         mine.update(changed)
 
 
-class Outcomes:
-    """A plug-in of pytest that keeps what came of each test."""
+def _kept(old: Any, new: Any) -> Any:
+    """The test's own object, made what it has become, if it may be the same one."""
+    if isinstance(new, list | dict | set | bytearray) and isinstance(old, type(new)):
+        _become(old, new)
+        return old
+    if isinstance(new, tuple) and isinstance(old, tuple) and len(old) == len(new):
+        _become(old, new)
+        return old if old == new else new
+    return new
 
-    def __init__(self) -> None:
+
+class Outcomes:
+    """A plug-in of pytest that keeps what came of each test, and whose fault it is."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
         self.passed: dict[str, bool] = {}
         self.why: dict[str, str] = {}
         self.broken: str | None = None
+        self.fault: str | None = None
+        self.failed: set[str] = set()
+        self.asked = self.ended = 0
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.broken = self.broken or str(report.longrepr)[-1000:]
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        """Of an exception at collection, or one that no code can be behind: the tests' own fault."""
+        chain = list(_chain(call.excinfo.value))
+        module = self.code.request["module"]
+        own = any(fault in self.code.raised for fault in chain) or any(
+            isinstance(fault, ImportError) and str(fault.name).partition(".")[0] == module for fault in chain
+        )
+        told = str(report.longrepr)[-1000:]
+        if own and report.when == "collect":
+            self.broken = self.broken or told
+        elif not own and (report.when == "collect" or any(map(_by_tests_alone, chain))):
+            self.fault = self.fault or told
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        self.fault = self.fault or str(excrepr)[-1000:]
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         # Of what is marked to be skipped or to fail no code could pass, and it tells nothing of this one.
         marked = ("skip", "xfail")
         self.passed = {item.nodeid: False for item in items if not any(map(item.get_closest_marker, marked))}
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.code.testing = True
+        self.asked, self.ended = self.code.asked, self.code.ended
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.nodeid not in self.passed:
             return
-        if report.when == "call":
+        if report.skipped and self.code.asked == self.asked and report.nodeid not in self.why:
+            del self.passed[report.nodeid]  # by the tests alone; what they skip after the code has answered may be its doing
+            return
+        if self.code.ended > self.ended or report.failed:
+            # A later report of the same test, as of its other subtests, makes it no better.
+            said = getattr(report.longrepr, "reprcrash", None) or report.longrepr or self.code.raised[-1]
+            if len(self.why) < TOLD or report.nodeid in self.why:
+                self.why.setdefault(report.nodeid, str(said)[-300:])
+            self.failed.add(report.nodeid)
+        elif report.when == "call":
             self.passed[report.nodeid] = report.passed
-        elif report.failed:
+        if report.nodeid in self.failed:
             self.passed[report.nodeid] = False
-        if report.failed and len(self.why) < TOLD:
-            self.why.setdefault(report.nodeid, str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)[-300:])
+
+
+def _chain(fault: BaseException | None) -> Iterator[BaseException]:
+    while fault is not None:
+        yield fault
+        fault = fault.__cause__ or fault.__context__
+
+
+def _by_tests_alone(fault: BaseException) -> bool:
+    """Return whether a test raises this whatever the code answers: a name, a module or a fixture that is not there."""
+    return isinstance(fault, NameError | ImportError | SyntaxError) or type(fault).__name__ == "FixtureLookupError"
 
 
 def main(request: dict[str, Any], program: str) -> dict[str, Any]:
@@ -260,13 +387,14 @@ def main(request: dict[str, Any], program: str) -> dict[str, Any]:
     tests = Path("tests/test_task.py").absolute()
     tests.parent.mkdir(exist_ok=True)
     tests.write_text(request["tests"])
-    code, outcomes = Code(request, tests, program), Outcomes()
+    code = Code(request, tests, program)
+    outcomes = Outcomes(code)
     sys.modules[request["module"]] = code.module  # type: ignore[assignment]
     words = ["-q", "--assert=plain", "--noconftest", "-c", os.devnull, "--import-mode=importlib"]
     words += ["--rootdir", str(tests.parent), "--confcutdir", str(tests.parent)]
     pytest.main([*words, "-p", "no:cacheprovider", "-p", "no:faulthandler", str(tests)], plugins=[outcomes])
     code.end()
-    return {"passed": outcomes.passed, "why": outcomes.why, "broken": outcomes.broken, "asked": code.asked}
+    return {"passed": outcomes.passed, "why": outcomes.why, "broken": outcomes.broken, "fault": outcomes.fault}
 
 
 def serve(request: dict[str, Any], program: str) -> None:

@@ -69,7 +69,7 @@ class Talk:
             if isinstance(value, kind):
                 return {name: kind.__repr__(value) if kind is float else kind.__str__(value)}
         if isinstance(value, bytes | bytearray):
-            return {"bytes": value.hex()}
+            return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
         for kinds, name in (((list,), "list"), ((tuple,), "tuple"), ((set,), "set"), ((frozenset,), "frozenset")):
             if isinstance(value, kinds):
                 return {name: [Talk.encode(item, other, deep + 1) for item in list(value)]}
@@ -97,6 +97,6 @@ class Talk:
 
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16), "float": float, "complex": complex, "decimal": Decimal, "fraction": Fraction,
-    "bytes": bytes.fromhex,
+    "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
 }  # fmt: skip
 CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

@@ -125,6 +125,7 @@ def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
     rollout = one.rollout
     if (name := api_name(one.model.path)) is not None:
         keys = {"temperature": f"{'eval' if purpose == 'eval' else 'rollout'}.temperature", "top_p": "rollout.top_p"}
+        keys["max_tokens"] = "rollout.max_turn_tokens"
         temperature = one.eval.temperature if purpose == "eval" else one_temperature(rollout, "a rollout")
         sampling = Sampling(max_tokens=rollout.max_turn_tokens, temperature=temperature, top_p=rollout.top_p)
         request = LiteLlmEngine(name, one.api).request([QUESTION], _tools(one), sampling)
@@ -285,6 +286,8 @@ def _fix(asked: ApiModel, problem: openai.BadRequestError) -> str:
     name = next((name for name in sent if re.search(rf"\b{name}\b", said)), None)
     if name is None:
         return ""
+    if name == "tools":  # what an episode cannot do without
+        return ". It refuses tools; take a model, or options of its server, with tool calls"
     # What litellm itself refuses it can leave out by its own knowledge of the model; of a server's refusal it knows nothing.
     known = isinstance(problem, litellm.UnsupportedParamsError)
     ways = [f"{asked.args}.drop_params = true" if known else f'{asked.args}.additional_drop_params = ["{name}"]']

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.algorithm import ADVANTAGES
-from agentrl.cluster.devices import card_bytes, has_gpus, joins
+from agentrl.cluster.devices import card_bytes, has_gpus, is_planned, joins
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.models import other_models
 from agentrl.errors import ConfigError
@@ -125,9 +125,12 @@ def check_cache(config: TrainConfig, engine_name: str) -> None:
 
     Reads: engine_args, vllm, model, cluster, and on a GPU that the engine fills what the trainer's memory depends on.
     """
+    if is_planned():
+        return  # the cards of another machine are counted by the plan
     cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
-    if cards or "kv_cache_mib" in config.engine_args:
-        engine_memory(config, card_bytes(config.cluster) if cards else None)
+    card = card_bytes(config.cluster) if cards else None
+    if card is not None or "kv_cache_mib" in config.engine_args:
+        engine_memory(config, card)
 
 
 def advice(config: TrainConfig) -> list[str]:

@@ -20,7 +20,7 @@ class Fractions(ToolEnv):
 
         a, b, c, d, sign = draw(task_rng(self.id, split, rng_seed), split, propose, str)
         result = Fraction(a, b) + Fraction(c, d) if sign == "+" else Fraction(a, b) * Fraction(c, d)
-        gold = rf"\frac{{{result.numerator}}}{{{result.denominator}}}"
+        gold = str(result) if result.denominator == 1 else rf"\frac{{{result.numerator}}}{{{result.denominator}}}"
         question = f"What is {a}/{b} {sign} {c}/{d}?"
         return Task(f"fractions/{split}/{rng_seed}", rng_seed, split, {"question": question}, {"answer": gold})
 

@@ -1,0 +1,181 @@
+"""Read numbers as people write them: the one reader of all reward leaves and environments.
+
+Of the standard library alone: the program that compares mathematics imports it, too.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from math import gcd
+
+LONGEST = 400
+"""Characters of a number."""
+_SCRIPTS = (
+    r"\u0e01-\u0e2e\u0e30-\u0e45\u0e81-\u0ece\u1000-\u1021\u1780-\u17b3\u1100-\u11ff\u3005\u3007\u3040-\u30ff\u3130-\u318f"
+    r"\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
+)
+_LETTER = rf"(?:\d|(?![{_SCRIPTS}])\w)"
+"""What goes on with a word or a number. Scripts without blanks between words end one at each character."""
+_TIMES_TEN = "[十百万萬億亿만억조천백십]|[千兆](?![克米瓦卡赫])"
+_SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
+_MONEY = r"(?:[$€£¥₹₩]|\\\$)"
+_GROUPS = "|".join(
+    rf"[1-9][0-9]{{0,2}}(?:{between}[0-9]{{3}})+(?![0-9])"
+    for between in (",", r"\{,\}", r"\\[,;: ]", " ", "\u00a0", "\u2009", "\u202f", "'", "\u2019")
+)
+_INTEGER = rf"(?:{_GROUPS}|[0-9]+)"
+_PLAIN = rf"(?:(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+\u2212]?[0-9]{{1,4}})?)"
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
+_REPEATED = r"(?:\\(?:overline|bar|dot)\s?\{(?P<again>[0-9]{1,20})\}|\((?P<round>[0-9]{1,20})\))"
+_FRACTION = (
+    rf"(?:\\[dtc]?frac\s?(?:\{{\s?(?P<top_sign>{_SIGN}?)\s?(?P<top>{_PLAIN})\s?\}}|(?P<top1>[0-9]))\s?"
+    rf"(?:\{{\s?(?P<bottom>{_PLAIN})\s?\}}|(?P<bottom1>[0-9]))|(?P<vulgar>[{_VULGAR}]))"
+)
+_VALUE = (
+    rf"(?:(?P<repeated>(?P<before>{_INTEGER}?\.[0-9]{{0,40}}){_REPEATED})"
+    rf"|(?P<whole>{_INTEGER})?\s?{_FRACTION}"
+    rf"|(?:(?P<and>{_INTEGER})(?:\s+|-))?(?P<over>{_PLAIN})\s?[/\u2044]\s?(?P<under>{_PLAIN})"
+    rf"|(?P<mantissa>{_PLAIN})\s?(?:[x×*·⋅]|\\times|\\cdot)\s?10\s?"
+    rf"(?:(?:\^|\*\*)\s?[{{(]?\s?(?P<power>{_SIGN}?[0-9]{{1,4}})\s?[}})]?|(?P<raised>[⁺⁻]?[{_RAISED}]{{1,4}}))"
+    rf"|(?P<plain>{_PLAIN}))"
+)
+_TOKEN = re.compile(
+    rf"(?P<sign>{_SIGN}?)(?P<money>(?:{_MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
+)
+# Beside these a number is part of another one, or of what is none: a power, a product, a date, a version, a name.
+_BEFORE = re.compile(
+    rf"(?:{_LETTER}|[.√∛^]|[{_VULGAR}]|\d[,:/'\u2019*×·⋅]|\d[-\u2013][0-9]{{1,4}}[-\u2013]|[/:]\s?\d|\d\s?/\s?|[_^}}]\{{|\\sqrt\s?\{{|[十百千万萬億亿만억조천백십]|%[0-9a-fA-F]?)\Z"
+)
+_AFTER = re.compile(
+    rf"{_LETTER}|{_TIMES_TEN}|[.,:/'\u2019*×·⋅][0-9]|[-\u2013][0-9]{{1,4}}[-\u2013][0-9]|\s?\^(?!\{{?\\circ)|\*\*[({{0-9]|\s?√|\s?\\sqrt"
+    rf"|[{_VULGAR}]|\s?/\s?[0-9]|\s?\\frac"
+)
+_FULL = str.maketrans({0xFF01 + i: 0x21 + i for i in range(94)})
+_MINUS = frozenset("-\u2212\u2010\u2011\u2013\ufe63⁻")
+_LOOSE_MINUS = re.compile(rf"(?<=[=≈<>≤≥(]) ?([-\u2212\u2013])\s(?={_MONEY}?[0-9.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Numeral:
+    """A number and how it was written. `exact`: without decimals; `lowest`: no fraction that can be reduced."""
+
+    value: Fraction
+    text: str
+    exact: bool
+    lowest: bool = True
+    percent: bool = False
+
+
+def numerals(text: str) -> Iterator[Numeral]:
+    """Yield every complete number of a text: 170 does not contain 17, nor 5/2 a 5, nor 10³ a 10, and v17 has no number."""
+    text = _LOOSE_MINUS.sub(r"\1", text.translate(_FULL))
+    start = 0
+    while (found := _TOKEN.search(text, start)) is not None:
+        token, end = _bounded(text, found)
+        if token is not None:
+            yield token
+        start = max(end, found.start() + 1)
+
+
+def _bounded(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]:
+    """The number of a match, if it stands by itself, and where to look on."""
+    begin, value_at = found.start(), found.end("sign2")
+    before = text[max(0, begin - 8) : begin]
+    if found["sign"] and re.search(rf"(?:{_LETTER}|[)\]}}!])\Z", before):
+        # A dash between two words or numbers is no sign: 10-20, A-5.
+        begin, before = found.start("money"), text[max(0, found.start("money") - 8) : found.start("money")]
+        signed = ""
+    else:
+        signed = found["sign"]
+    end = found.end()
+    if _BEFORE.search(before) or _AFTER.match(text, end) or len(found.group()) > LONGEST:
+        # What is joined to it is no number either.
+        return None, _end_of_joined(text, end)
+    if {signed, found["sign2"]} & {"±", "∓"} or (signed and found["sign2"]):
+        return None, end
+    value = _value(found, text[begin:end])
+    if value is None:
+        return None, max(value_at + 1, end)
+    negative = signed in _MINUS or found["sign2"] in _MINUS
+    return (Numeral(-value.value, value.text, value.exact, value.lowest, value.percent) if negative else value), end
+
+
+_JOINED = re.compile(rf"(?:{_LETTER}|[.,:/'\u2019^*×·⋅√{_VULGAR}\-\u2212\u2010\u2011\u2013{{}}](?=[\w{{]))*")
+
+
+def _end_of_joined(text: str, end: int) -> int:
+    found = _JOINED.match(text, end)
+    return found.end() if found is not None else end
+
+
+def _plain(text: str) -> Fraction:
+    return Fraction(re.sub(r"[^0-9.eE+-]", "", text.replace("\u2212", "-")).lstrip("+"))
+
+
+def _value(found: re.Match[str], text: str) -> Numeral | None:
+    """The number without its sign; None for a fraction over zero."""
+    percent = found["percent"] is not None
+    if found["repeated"] is not None:
+        whole, _, digits = re.sub(r"[^0-9.]", "", found["before"]).partition(".")
+        again = found["again"] or found["round"]
+        share = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
+        return Numeral(Fraction(f"{whole or 0}.{digits or 0}") + share, text, True, True, percent)
+    if found["mantissa"] is not None:
+        raised = found["raised"] and found["raised"].translate(str.maketrans(_RAISED + "⁺⁻", "0123456789+-"))
+        power = int((raised or found["power"]).replace("\u2212", "-").replace("\u2013", "-"))
+        mantissa = _plain(found["mantissa"])
+        # 3 × 10² is a product left standing; 1.6 × 10⁻¹⁹ is how such a number is written.
+        return Numeral(mantissa * Fraction(10) ** power, text, False, abs(power) > 3 and 1 <= mantissa < 10, percent)
+    if found["plain"] is not None:
+        return Numeral(_plain(found["plain"]), text, re.search("[.eE]", found["plain"]) is None, True, percent)
+    if found["vulgar"] is not None:
+        share = Fraction(unicodedata.numeric(found["vulgar"])).limit_denominator(10)
+        top, bottom, negative = Fraction(share.numerator), Fraction(share.denominator), False
+    else:
+        top = _plain(found["over"] or found["top"] or found["top1"])
+        bottom = _plain(found["under"] or found["bottom"] or found["bottom1"])
+        negative = (found["top_sign"] or "") in _MINUS
+    if not bottom or (found["top_sign"] or "") in ("±", "∓"):
+        return None
+    first = found["whole"] or found["and"]
+    exact = top.denominator == bottom.denominator == 1
+    lowest = exact and gcd(top.numerator, bottom.numerator) == 1 and bottom > 1 and (first is None or top < bottom)
+    value = (_plain(first) if first else 0) + top / bottom
+    return Numeral(-value if negative else value, text, exact, lowest, percent)
+
+
+def numeral(text: str) -> Numeral | None:
+    """Return the number that a text is as a whole, or None."""
+    text = text.strip()
+    if len(text) > LONGEST + 8:
+        return None
+    while len(text) > 1 and text[0] in "({" and text[-1] == {"(": ")", "{": "}"}[text[0]]:
+        text = text[1:-1].strip()
+    text = re.sub(rf"^({_SIGN})\s+", r"\1", text).translate(_FULL)
+    found = _TOKEN.fullmatch(text) or _TOKEN.fullmatch(text.removesuffix("."))
+    return None if found is None else _bounded(found.string, found)[0]
+
+
+def digits(text: str) -> str | None:
+    """Return a text that is a plain number without signs of thousands or money, or None; leading zeros are those of a name."""
+    found = numeral(text)
+    if found is None or found.percent or re.search(r"[^-+\u2212$€£¥₹₩0-9., '\u2019\u00a0\u202f]|^0[0-9]", found.text):
+        return None
+    return f"{'-' * (found.value < 0)}{re.sub('[^0-9.]', '', found.text)}"
+
+
+def amounts(text: str) -> set[str]:
+    """Return the amounts of money of a text, as 12.34: numbers with two decimals, or behind a sign of money."""
+    found = (number for number in numerals(text) if re.search(rf"{_MONEY}|\.[0-9]{{2}}(?![0-9])", number.text))
+    return {f"{Decimal(number.value.numerator) / Decimal(number.value.denominator):.2f}" for number in found}
+
+
+def is_letter(character: str) -> bool:
+    """Return whether a character goes on with a word: of scripts without blanks between words none does, but marks do."""
+    return bool(character) and (re.fullmatch(_LETTER, character) is not None or unicodedata.category(character) in ("Mn", "Mc"))
