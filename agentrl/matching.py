@@ -1,7 +1,7 @@
 """Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
 
 A regular expression may take exponential time on a text that is made for it, and `re` can neither be stopped nor lets another
-thread run meanwhile. `regex`, which reads the same expressions, can and does.
+thread run meanwhile. `regex` can and does. What it reads in another way than `re`, it is given in a form that both read alike.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ MOST_TEXT = 1_000_000
 """Characters of a text that a pattern is looked for in: what groups found is remembered at each of them."""
 _TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|[()]|.", regex.DOTALL)
 _RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&\w*|P>\w*)\)")
+_BRACKET = regex.compile(r"\\.|\[", regex.DOTALL)
+_NAMED = frozenset({r"\p", r"\P", r"\N", r"\x"})
+"""Escapes with a name in braces."""
 _SPACED = regex.compile(r"\(\?[\w-]*x")
 
 
@@ -59,9 +62,23 @@ def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
     if (copies := _copies(pattern)) > MOST_COPIES:
         raise ValueError(f"{pattern[:80]!r} repeats a part {copies:.0e} times; at most {MOST_COPIES} are allowed")
     try:
-        return regex.compile(pattern, flags)
+        return regex.compile(_as_re(pattern), flags)
     except (regex.error, RecursionError, OverflowError) as problem:
         raise ValueError(f"{pattern[:80]!r} is not a regular expression: {problem}") from None
+
+
+def _as_re(pattern: str) -> str:
+    """A pattern without what `regex` alone reads: fuzzy matches, as in a{e<=1}, and classes like [:alpha:] within brackets."""
+    tokens, before = list[str](), ""
+    for token in _TOKEN.finditer(pattern):
+        text = token.group()
+        if text in ("{", "{}") and before[:2] not in _NAMED:
+            text = text.replace("{", "\\{")
+        elif text[0] == "[":
+            text = "[" + _BRACKET.sub(lambda found: "\\[" if found.group() == "[" else found.group(), text[1:])
+        tokens.append(text)
+        before = text
+    return "".join(tokens)
 
 
 def _copies(pattern: str) -> float:

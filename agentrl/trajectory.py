@@ -19,26 +19,21 @@ from agentrl.token_ledger import TokenLedger as TokenLedger
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
+Blame = Literal["policy", "infrastructure"]
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault.
-
-    Time that the policy used up is a budget like turns and tokens (`max_turn_time`, `max_tool_time`,
-    `max_episode_time`: scored); time that the infrastructure lost is a fault (`tool_timeout`, `episode_timeout`).
-    An agent's own program that fails (docs/agents.md) is a fault (`agent_error`), unless the run says that its policy is to blame
-    (`agent_failed`: scored).
-    """
+    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault."""
 
     DONE = "done"
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     CONTEXT_FULL = "context_full"
-    MAX_TURN_TIME = "max_turn_time"
     MAX_TOOL_TIME = "max_tool_time"
     MAX_EPISODE_TIME = "max_episode_time"
     TOOL_TIMEOUT = "tool_timeout"
     EPISODE_TIMEOUT = "episode_timeout"
+    ENGINE_TIMEOUT = "engine_timeout"
     ENV_ERROR = "env_error"
     ENGINE_ERROR = "engine_error"
     AGENT_FAILED = "agent_failed"
@@ -46,21 +41,29 @@ class StopReason(StrEnum):
     CANCELLED = "cancelled"
 
     @property
+    def blame(self) -> Blame | None:
+        """The one rule of who is to blame for an episode's end; None: the task's own end, or a budget of what the policy does.
+
+        A policy is limited by its tokens, its turns, and the run time of its own code. Seconds of an engine are never its fault.
+        """
+        match self:
+            case StopReason.DONE | StopReason.MAX_TURNS | StopReason.MAX_TOKENS | StopReason.CONTEXT_FULL:
+                return None
+            # The run time of code that the policy wrote, in one call or in all; an agent whose failures the run blames on it.
+            case StopReason.MAX_TOOL_TIME | StopReason.MAX_EPISODE_TIME | StopReason.AGENT_FAILED:
+                return "policy"
+            case _:
+                return "infrastructure"
+
+    @property
     def infrastructure(self) -> bool:
-        """True if the policy is not to blame: such an episode is unscored (reward None), never 0."""
-        return self in _INFRASTRUCTURE
+        """True if the episode is unscored (reward None, never 0) and tried again."""
+        return self.blame == "infrastructure"
 
-
-_INFRASTRUCTURE = frozenset(
-    {
-        StopReason.ENV_ERROR,
-        StopReason.ENGINE_ERROR,
-        StopReason.AGENT_ERROR,
-        StopReason.CANCELLED,
-        StopReason.TOOL_TIMEOUT,
-        StopReason.EPISODE_TIMEOUT,
-    }
-)
+    @classmethod
+    def _missing_(cls, value: object) -> StopReason | None:
+        # Earlier versions cut a turn whose tokens came too slowly, and scored it: that was the engine's time.
+        return cls.ENGINE_TIMEOUT if value == "max_turn_time" else None
 
 
 @dataclass(frozen=True, slots=True)

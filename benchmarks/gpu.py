@@ -1,9 +1,11 @@
-"""The GPU paths on one card: a training step, attention, the embedded engine and its sleep, weight routes, checkpoints.
+"""The GPU paths on one card: a real model learns, a training step, attention, checkpoints and offload, weight routes, engines.
 
-    python benchmarks/gpu.py [--only limits|step|attention|engine|vllm|publish|checkpoint] [--model 0.6B|4B] [--results]
+    python benchmarks/gpu.py [--only PART] [--model 0.6B|4B] [--real models/smollm2-135m] [--results]
     python benchmarks/gpu.py --device cpu --quick      # a rehearsal in tiny shapes: what runs, not how fast
+    python benchmarks/gpu.py --page > docs/gpu.md      # the page, from the files of results
 
-Needs neither network nor Ray, and vLLM only for part `vllm`; each part takes less than 9 minutes. Speeds are given beside a
+Parts in the order of what is asked first; benchmarks/gpu_proof.sh runs them on a card without a network, and says what to carry
+there. Needs neither network nor Ray, but for `vllm` and `one_card`; each part takes less than 9 minutes. Speeds are given with a
 limit that was measured in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the
 disk. `--results` writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day
 are kept). One JSON object last.
@@ -31,10 +33,12 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 import torch
 from gpu_common import copy_gb_s, peak_flops, rounded
 from gpu_engine import checkpoint, engine, vllm
+from gpu_learn import learn, one_card
+from gpu_page import page
 from gpu_publish import publish
 from gpu_step import attention_ways, step
 
-PARTS = ("limits", "step", "attention", "engine", "vllm", "publish", "checkpoint")
+PARTS = ("learn", "limits", "step", "attention", "checkpoint", "publish", "engine", "vllm", "one_card")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -43,6 +47,8 @@ def run(part: str, args: argparse.Namespace, device: torch.device, folder: Path)
     if part == "limits":
         found = {"product_tflops": peak_flops(device, args.quick) / 1e12, "copy_gb_s": copy_gb_s(device, args.quick)}
         return {name: rounded(value) for name, value in found.items()}
+    if part in ("learn", "one_card"):
+        return (learn if part == "learn" else one_card)(device, folder, args.real, args.quick)
     if part == "step":
         return step(device, folder, args.model, args.quick)
     if part == "attention":
@@ -71,10 +77,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be repeated); by default all")
     parser.add_argument("--model", choices=("0.6B", "4B"), default="0.6B", help="the shape of part `step`")
+    parser.add_argument("--real", metavar="FOLDER", help="the model of parts `learn` and `one_card`")
+    parser.add_argument("--page", action="store_true", help="print the page of all files of results, and run nothing")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a rehearsal")
     parser.add_argument("--results", action="store_true", help="write benchmarks/results/gpu-CARD-DATE.json")
     args = parser.parse_args()
+    if args.page:
+        print(page(RESULTS), end="")
+        return
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "benchmarks/gpu.py: no CUDA device here; --device cpu --quick rehearses it without one\n")

@@ -71,6 +71,8 @@ _ANYWHERE = {
     "rollout.retries": _FAULT,
     "rollout.env_timeout": _FAULT,
     "rollout.stall_timeout": _FAULT,
+    "rollout.turn_timeout": _FAULT,
+    "env.limits.turn_timeout": _FAULT,
     "rollout.slow_loop": _KEPT,
     "reward.judge.api_base": _JUDGE,
     "reward.judge.cache": _JUDGE,

@@ -440,7 +440,6 @@ _TRUNCATIONS = frozenset(
         StopReason.MAX_TOKENS,
         StopReason.CONTEXT_FULL,
         StopReason.EPISODE_TIMEOUT,
-        StopReason.MAX_TURN_TIME,
         StopReason.MAX_TOOL_TIME,
         StopReason.MAX_EPISODE_TIME,
         StopReason.AGENT_FAILED,

@@ -227,7 +227,7 @@ def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]
             found.append({"role": "user", "content": message.content})
         elif message.role == "user" and message.tool_calls:
             calls = [write_call(sendable(call)) for call in message.tool_calls]
-            written = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
+            written: dict[str, Any] = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
             row = came.get(_called(message)) or written
             ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
             found.append(dict(row))

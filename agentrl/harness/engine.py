@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
 
 Ask = Callable[[Sampling], Awaitable[Generation]]
 
@@ -38,7 +38,7 @@ class EpisodeEngine(Engine):
     def refusal(self, sampling: Sampling) -> str:
         return self._engine.refusal(sampling)
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         return self._engine.progress(request_key)
 
     async def abort(self, request_key: str) -> None:

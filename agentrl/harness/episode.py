@@ -38,10 +38,9 @@ from agentrl.rollout.clock import Watch
 from agentrl.rollout.course import EpisodeSpec, Limits, Policy, complete, sampled
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.seeds import derive
-from agentrl.rollout.waits import CutError, Partial, Waits, whose
+from agentrl.rollout.waits import CutError, Waits, whose
 from agentrl.spans import TracePlace, at, here, span
-from agentrl.tool.tool import Blame
-from agentrl.trajectory import Json, Message, StopReason, ToolResult, Trajectory
+from agentrl.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -74,7 +73,7 @@ class AgentEpisode:
     ) -> None:
         self.error: str | None = None
         self.env, self.policy, self.spec, self.limits, self.config = env, policy, spec, limits, config
-        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, limits.stall_timeout, watch)
+        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.watch, self.program, self.endpoint, self.server = watch, program, endpoint, tools
         self.record: Record | None = None
         self.session: AgentSession | None = None
@@ -85,6 +84,7 @@ class AgentEpisode:
         self._asked = 0  # requests for a turn so far, and of them those that were sampled
         self._sampled = 0
         self._reserved = 0  # tokens that requests under way may add to the ledgers
+        self._gave_up = False  # whether the agent has dropped a request before its answer
         self._prompts: Counter[str] = Counter()
         self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
         self._ended = False  # whether the agent has ended by itself
@@ -174,6 +174,8 @@ class AgentEpisode:
         if ended.failure is not None:
             message = f"the agent failed ({ended.failure})"
             self._check_asked(message)
+            if self._reserved or self._gave_up:  # its client has a time limit: the engine's seconds are not the policy's
+                raise AgentFaultError(f"{message} while it waited for the engine")
             if self.config.blame == "policy":
                 raise OverError(StopReason.AGENT_FAILED, message)
             raise AgentFaultError(message)
@@ -182,7 +184,7 @@ class AgentEpisode:
         last = self.record.answer(ended.output if self.config.answer == "output" else None)
         if last is not None and not self.env.has_finished:
             await self._env(self.env.areply(last), "the user's reply", whose(self.env, last.message))
-        return StopReason.DONE
+        return StopReason.MAX_TOKENS if last is not None and last.finish == "length" else StopReason.DONE
 
     def _check_asked(self, *words: str | None) -> None:
         """Raises AgentFaultError if the policy sampled nothing: it is not to blame for that, nor could it learn from it."""
@@ -222,9 +224,9 @@ class AgentEpisode:
                 generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}")
                 if opened is not None:
                     opened.set(**sampled(generation, own, len(token_ids)))
-        except Partial as cut:
-            self._stop(cut)
-            generation, self.record.cut = cut.generation, True
+        except asyncio.CancelledError:
+            self._gave_up = True
+            raise
         except (CutError, EngineError) as fault:
             self._stop(fault)
             raise fault if isinstance(fault, EngineError) else RequestError(str(fault), code="episode_over") from None
@@ -353,7 +355,7 @@ class AgentEpisode:
         before = self.agent_s
         self._charge()
         self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
-        return min(self.config.idle_timeout - self._quiet, self.waits.clock.left)
+        return min(self.config.idle_timeout - self._quiet, self.waits.clock.left("infrastructure"))
 
     def _late(self) -> Exception:
         if self._quiet >= self.config.idle_timeout:

@@ -174,16 +174,16 @@ def shown(value: Fraction) -> str:
     return str(f"{digits:f}" if Fraction(digits) == value else str(value))
 
 
-def leaves_of(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """(JSON Pointer, scalar or empty container) for every leaf of a JSON value, in order."""
+def leaves_of(value: Json, path: str = "", kinds: str = "") -> Iterator[tuple[tuple[str, str], Json]]:
+    """((JSON Pointer, "l" or "o" for each step into a list or an object), scalar or empty container) for every leaf, in order."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from leaves_of(item, f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}")
+            yield from leaves_of(item, f"{path}/{str(key).replace('~', '~0').replace('/', '~1')}", f"{kinds}o")
     elif isinstance(value, (list, tuple)) and value:
         for index, item in enumerate(value):
-            yield from leaves_of(item, f"{path}/{index}")
+            yield from leaves_of(item, f"{path}/{index}", f"{kinds}l")
     else:
-        yield path, value
+        yield (path, kinds), value
 
 
 def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json:

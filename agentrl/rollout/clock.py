@@ -1,7 +1,7 @@
-"""What each episode of a rollout waits for, and who is responsible for the time that it uses.
+"""What each episode of a rollout waits for, and who uses its time.
 
-A deadline counts only the time that the engine or the environment had: not queues, not pauses for a publish, not
-scoring, and not time during which something else blocked the event loop.
+The engine's seconds are nobody's: it is given up only after a silence. An environment's time does not count its queues, scoring,
+or what else blocked the event loop.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agentrl.deadline import LONGEST
-from agentrl.rollout.engine import Engine, Underway
-from agentrl.tool.tool import Blame
-from agentrl.trajectory import TokenLedger
+from agentrl.rollout.engine import Engine
+from agentrl.trajectory import Blame, StopReason, TokenLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +27,26 @@ class Report:
 
 
 class Watch:
-    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes. `cut`: the
-    tokens that were sampled in episodes that were then cancelled, without those of a turn that was not over.
+    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs
+    of life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a turn
+    that was not over.
 
     `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
     """
 
     def __init__(self, look: float = LONGEST) -> None:
-        self.moves, self.cut, self.look = 0, 0, look
+        self.moves, self.heard, self.cut, self.look = 0, 0, 0, look
         self._waits: dict[str, tuple[Callable[[], str], float]] = {}
         self._elsewhere: dict[str, Report] = {}
 
     def moved(self) -> None:
         """Something came back."""
         self.moves += 1
+
+    def hear(self) -> None:
+        """The engine has sampled, for whichever episode."""
+        self.heard += 1
+        self.moved()
 
     @contextmanager
     def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
@@ -90,15 +95,15 @@ class Watch:
 
 
 class Quiet:
-    """Seconds in which nothing moved although the event loop was free to notice."""
+    """Seconds in which a count stood still although the event loop was free to notice."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._moves, self.seconds = watch, watch.moves, 0.0
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self._last, self.seconds = count, count(), 0.0
 
     def add(self, passed: float) -> float:
-        """Count `passed` seconds; start from 0 again if anything moved during them."""
-        if self._watch.moves != self._moves:
-            self._moves, self.seconds = self._watch.moves, 0.0
+        """Count `passed` seconds; start from 0 again if the count moved during them."""
+        if (now := self._count()) != self._last:
+            self._last, self.seconds = now, 0.0
         else:
             self.seconds += passed
         return self.seconds
@@ -106,81 +111,47 @@ class Quiet:
 
 @dataclass(slots=True)
 class EpisodeClock:
-    """Seconds used of an episode's `limit`, by who used them: the policy (sampling, and tools whose lateness is
-    its fault) or the infrastructure (the environment, its other tools, an engine that does not report progress)."""
+    """Seconds of an episode by who used them: the policy (tools that run its own code) or the infrastructure (the environment,
+    its other tools, an agent's program). Each has `limit` seconds of its own, and the engine's are on neither clock."""
 
     limit: float
     used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
 
+    def left(self, who: Blame) -> float:
+        return self.limit - self.used[who]
+
+    def add(self, who: Blame, seconds: float) -> None:
+        self.used[who] += seconds
+
     @property
-    def left(self) -> float:
-        return self.limit - sum(self.used.values())
-
-    def add(self, blame: Blame, seconds: float) -> None:
-        self.used[blame] += seconds
-
-    def blame(self, blame: Blame, seconds: float) -> Blame:
-        """Who used most of the time, including the `seconds` of what is in progress."""
-        used = {**self.used, blame: self.used[blame] + seconds}
-        return "policy" if used["policy"] >= used["infrastructure"] else "infrastructure"
+    def over(self) -> StopReason:
+        """Why an episode ends of which one of the two has used up its time."""
+        return StopReason.MAX_EPISODE_TIME if self.left("policy") <= 0 else StopReason.EPISODE_TIMEOUT
 
 
 class RequestClock:
-    """The time that one request has at the engine.
+    """How long the engine has been silent while one request waits for it.
 
-    If the engine reports progress (`Engine.progress`), only seconds in which it worked on the request count. If not,
-    all seconds do, and a late answer is then never the policy's fault, because nobody knows whether tokens arrived.
+    Any token or answer begins the time anew, also another episode's: an engine that is slow, or has a queue, is at work.
     """
 
-    def __init__(
-        self, engine: Engine, key: str, turn_timeout: float, stall_timeout: float, clock: EpisodeClock, watch: Watch
-    ) -> None:
-        self._engine, self._key, self._clock, self._watch = engine, key, clock, watch
-        self._turn_timeout, self._stall_timeout = turn_timeout, stall_timeout
-        self._waited = self._last_token = 0.0
-        self._quiet = Quiet(watch)
-        self.reported: Underway | None = None
-
-    @property
-    def tokens(self) -> int:
-        return 0 if self.reported is None else self.reported.tokens
-
-    @property
-    def active_s(self) -> float:
-        return self._waited if self.reported is None else self.reported.active_s
-
-    @property
-    def blame(self) -> Blame:
-        return "policy" if self.tokens else "infrastructure"
+    def __init__(self, engine: Engine, key: str, limit: float, watch: Watch) -> None:
+        self._engine, self._key, self._limit, self._watch = engine, key, limit, watch
+        self._silent, self._waited = Quiet(lambda: watch.heard), 0.0
+        self.tokens: int | None = None
 
     def spend(self, passed: float) -> float:
-        """For `deadline.in_time`: the seconds that the request has left."""
+        """For `deadline.in_time`: the seconds of silence that are left."""
         self._waited += passed
-        progress = self._engine.progress(self._key)
-        if progress is not None:
-            if progress.tokens != self.tokens:
-                # A token of this request is a move for all of them: an engine that serves one is not stuck.
-                self._last_token = progress.active_s
-                self._watch.moved()
-            self.reported = progress
-        stalled = self._quiet.add(passed)
-        # The episode's clock gets this request's time only at its end, so until then it is subtracted here.
-        return min(self._turn_timeout - self.active_s, self._clock.left - self.active_s, self._stall_timeout - stalled)
-
-    @property
-    def episode_over(self) -> bool:
-        return self._clock.left - self.active_s <= 0
-
-    @property
-    def thinking(self) -> bool:
-        """Whether the turn's time ran out while tokens arrived: the policy thinks for too long. If no token arrived for
-        half of the time, the engine is considered broken instead."""
-        silent = self.active_s - self._last_token
-        return self.active_s >= self._turn_timeout and self.tokens > 0 and silent < self._turn_timeout / 2
+        tokens = self._engine.progress(self._key)
+        if tokens is not None:
+            if tokens > (self.tokens or 0):
+                self._watch.hear()
+            self.tokens = tokens
+        return self._limit - self._silent.add(passed)
 
     def __str__(self) -> str:
-        if self.reported is None:
-            return "the engine, which does not report progress"
-        done = self.reported
-        state = f"{done.tokens} tokens after {done.active_s:.0f} s" if done.active_s else "queued or paused"
-        return f"the engine ({state})"
+        if self.tokens is None:
+            return f"the engine ({self._waited:.0f} s; it does not report tokens)"
+        speed = self.tokens / self._waited if self._waited else 0.0
+        return f"the engine ({self.tokens} tokens after {self._waited:.0f} s: {speed:.2g} tokens/s)"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ class Collector:
     ) -> None:
         """`envs`: those that `tasks` names. `greedy`: in these environments each group also gets a greedy episode of its task,
         as `Group.baseline`. `on_group` is told of each group with enough scored members, and `accept` asked about those that
-        could be trained; what they raise, `collect` raises. `say`: told if it refuses many in a row."""
+        could be trained; what they raise, `collect` raises. `say`: gets warnings."""
         self.player, self.tasks, self.config = player, tasks, config
         self.envs = {env.name: env for env in envs}
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
@@ -323,9 +322,8 @@ class Collector:
             key=f"g{index}.m{member}.a{attempt}",
             given=choice.given,
         )
-        # `_wait` ends a run in which nothing moves, so requests need no such limit of their own.
         heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
-        return Job(choice.env, spec, choice.params, heat, math.inf, trained=member != GREEDY)
+        return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
 
     async def _member(self, index: int, choice: TaskChoice, member: int) -> Trajectory:
         for attempt in range(self.config.retries + 1):
@@ -347,6 +345,8 @@ class Collector:
             self._tally.unscored(trajectory)
             of = index, trajectory.member, attempt
             log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
+        else:
+            self._tally.answered()
         return not failed
 
     def _is_over(self, index: int, member: int) -> None:
@@ -372,7 +372,7 @@ class Collector:
         self._check_drops()
         self._changed.clear()
         self._raise_crashed()
-        quiet, changed = Quiet(self.watch), asyncio.ensure_future(self._changed.wait())
+        quiet, changed = Quiet(lambda: self.watch.moves), asyncio.ensure_future(self._changed.wait())
         try:
             # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
             if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):

@@ -6,7 +6,6 @@ The built-in loop (`rollout.episode`) and agents of somebody else's (`harness.ep
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -44,9 +43,9 @@ class Limits:
     """Budgets of one episode; times in seconds, lengths in tokens.
 
     `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
-    that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout` and
-    `episode_timeout` limit active time (see `rollout.clock`), `env_timeout` the environment's setup and its
-    teardown; after `stall_timeout` without any move in the rollout, a request counts as lost.
+    that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout`: without a
+    token of the engine for so long, a request is given up. `episode_timeout` limits the policy's own code and, by itself, the
+    rest of what is not the engine's (see `rollout.clock`), `env_timeout` the environment's setup and its teardown.
     """
 
     max_turns: int
@@ -56,7 +55,6 @@ class Limits:
     episode_timeout: float
     context: int
     env_timeout: float = 120.0
-    stall_timeout: float = math.inf
 
     @classmethod
     def of(cls, config: RolloutConfig, context: int) -> Limits:
@@ -69,7 +67,6 @@ class Limits:
             config.episode_timeout,
             context,
             config.env_timeout,
-            config.stall_timeout,
         )
 
 
@@ -159,7 +156,6 @@ def sampled(generation: Generation, sampling: Sampling, prompt: int) -> dict[str
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_tokens,
         "version": generation.versions[-1] if generation.versions else None,
-        "active_s": generation.active_s,
     }
 
 
@@ -188,11 +184,6 @@ async def complete(
 
 def _cause(stop: StopReason, clock: EpisodeClock) -> dict[str, Json] | None:
     """See `Trajectory.cause`."""
-    blame = "infrastructure" if stop.infrastructure else "policy"
-    if stop in _CLOCKS:
-        return {"blame": blame, **{f"{who}_s": seconds for who, seconds in clock.used.items()}}
-    return {"blame": blame} if stop.infrastructure or stop in _BLAMED else None
-
-
-_CLOCKS = frozenset({StopReason.MAX_TURN_TIME, StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT})
-_BLAMED = frozenset({StopReason.MAX_TOOL_TIME, StopReason.AGENT_FAILED})
+    timed = stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
+    used = {f"{who}_s": seconds for who, seconds in clock.used.items()} if timed else {}
+    return None if stop.blame is None else {"blame": stop.blame, **used}

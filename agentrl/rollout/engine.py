@@ -62,10 +62,9 @@ class Generation:
     token. If a stop token ended the turn, it is the last id.
 
     `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
-    clock would be wrong (a replay reports how long the recorded call took). `active_s`: seconds in which the engine
-    worked on the request, neither queued nor paused; None from an engine that does not know. `experts`: if the sampling asks
-    for them, [tokens, routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the
-    engine computed, as it computed them first, so all but the last one, or fewer if the request was cut short."""
+    clock would be wrong (a replay reports how long the recorded call took). `experts`: if the sampling asks for them,
+    [tokens, routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the engine
+    computed, as it computed them first, so all but the last one, or fewer if the request was cut short."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -73,17 +72,7 @@ class Generation:
     finish: Finish
     usage: Usage | None = None
     seconds: float | None = None
-    active_s: float | None = None
     experts: npt.NDArray[Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Underway:
-    """The progress of a request: seconds in which the engine worked on it (neither queued nor paused), and the tokens
-    sampled so far."""
-
-    active_s: float
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +144,9 @@ class Engine(ABC):
         by what it knows of the episode (a script)."""
         return env
 
-    def progress(self, request_key: str) -> Underway | None:
-        """The progress of the episode's running request; None if none is running. With an engine that never reports
-        progress, all waiting counts against the deadlines, including queues and pauses."""
+    def progress(self, request_key: str) -> int | None:
+        """The tokens that the episode's running request has sampled so far; None if none is running, and from an engine that does
+        not know."""
         return None
 
     def connection(self) -> EngineConnection | None:

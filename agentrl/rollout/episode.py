@@ -20,10 +20,9 @@ from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.forks import Fork, Keeper, begin_where_it_goes_on
 from agentrl.rollout.seeds import derive
 from agentrl.rollout.start import prefix_of, written
-from agentrl.rollout.waits import CutError, Partial, Waits, whose
+from agentrl.rollout.waits import CutError, Waits, whose
 from agentrl.spans import span
-from agentrl.tool.tool import Blame
-from agentrl.trajectory import Json, Message, StopReason, TokenLedger, Trajectory, Turn
+from agentrl.trajectory import Blame, Json, Message, StopReason, TokenLedger, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -45,8 +44,8 @@ async def run_episode(
     turn before it is sampled, and may keep a fork of it.
 
     A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
-    reward: it is recorded as a StopReason with `reward` None. If the policy used up its time, the episode is truncated and
-    scored. Cancellation tears the environment down and propagates. `watch` is told what it waits for and what arrives.
+    reward: it is recorded as a StopReason with `reward` None. If the policy's own code used up its time, the episode is truncated
+    and scored. Cancellation tears the environment down and propagates. `watch` is told what it waits for and what arrives.
     """
     episode = _Episode(env, policy, spec, limits, watch := watch or Watch(), begins, keeper)
     with watch.plays(episode.ledgers):
@@ -67,7 +66,7 @@ class _Episode:
         keeper: Keeper | None,
     ) -> None:
         self.begins, self.keeper = begins, keeper
-        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, limits.stall_timeout, watch)
+        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
         self.error: str | None = None
         self.env = env
         self.policy = policy
@@ -165,11 +164,7 @@ class _Episode:
         room was too small; None if it goes on."""
         assert self.record is not None
         record, prompt_tokens = self.record, len(self.ledger)
-        try:
-            generation = await self._generate(room, turn)
-        except Partial as cut:
-            await self._unanswered(cut.generation, prompt_tokens)
-            raise
+        generation = await self._generate(room, turn)
         if generation.finish == "length" and room < self.limits.max_turn_tokens:
             # The budget of the episode cut this turn short, so the environment must not be given half of it.
             await self._unanswered(generation, prompt_tokens)
@@ -184,7 +179,9 @@ class _Episode:
             if len(record.turns) > turn:
                 self._locate(record.turns[turn], generation, prompt_tokens)
         if terminated:
-            return StopReason.DONE
+            # Cut at `max_turn_tokens`: it did not stop by itself.
+            cut = generation.finish == "length" and not message.tool_calls
+            return StopReason.MAX_TOKENS if cut else StopReason.DONE
         if truncated:
             self.error = info.get("error")
             return StopReason(info.get("stop", StopReason.MAX_TURNS))
@@ -316,15 +313,7 @@ class _Episode:
 
     async def _generate(self, room: int, turn: int, purpose: str = "turn") -> Generation:
         """Sample a continuation of the ledger and append it."""
-        try:
-            generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
-        except Partial as cut:
-            self._append(cut.generation, turn, purpose)
-            raise
-        self._append(generation, turn, purpose)
-        return generation
-
-    def _append(self, generation: Generation, turn: int, purpose: str) -> None:
+        generation = await self._sample(self.policy, self.ledger.ids(), room, purpose, self.spec.key)
         try:
             self.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
             if generation.experts is not None:
@@ -332,6 +321,7 @@ class _Episode:
         except ValueError as fault:
             # What a ledger refuses only an engine can have made: the episode is unscored and run again, and the run goes on.
             raise EngineError(f"{purpose} {turn}: {fault}") from None
+        return generation
 
     async def _sample(self, policy: Policy, ids: list[int], room: int, purpose: str, key: str) -> Generation:
         assert self.record is not None
@@ -350,7 +340,7 @@ class _Episode:
         try:
             with span("generation", purpose) as opened:
                 answer = policy.engine.generate(ids, sampling, key)
-                generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}", own)
+                generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}")
                 if opened is not None:
                     opened.set(**sampled(generation, sampling, len(ids)))
         finally:

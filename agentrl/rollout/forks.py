@@ -16,8 +16,7 @@ import numpy as np
 from agentrl.config.schema import BranchConfig
 from agentrl.env import ToolEnv
 from agentrl.render.base import Renderer
-from agentrl.tool.tool import Blame
-from agentrl.trajectory import Json, Message, TokenLedger, Trajectory, Turn
+from agentrl.trajectory import Blame, Json, Message, TokenLedger, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ class EngineMeter:
         self._when: float | None = None
 
     async def read(self) -> dict[str, float | None]:
-        """`engine/tokens_per_s`: sampled tokens per second of wall time since the last reading (None at the first).
+        """`throughput/sampled_tokens_per_s`: sampled tokens per second of wall time since the last reading (None at the first).
         `engine/cache_hit`: share of the prompt tokens since then that came from a prefix cache (None if there were no prompts).
         `engine/running`, `engine/waiting`: requests at this moment; `engine/kv_used` as in `EngineStats`, if it is known. The
         engine's own numbers (`EngineStats.extra`) under their names."""
@@ -26,7 +26,7 @@ class EngineMeter:
         self._when = now
         prompts = stats.prompt_tokens - last.prompt_tokens
         return {
-            "engine/tokens_per_s": (stats.sampled_tokens - last.sampled_tokens) / seconds if seconds else None,
+            "throughput/sampled_tokens_per_s": (stats.sampled_tokens - last.sampled_tokens) / seconds if seconds else None,
             "engine/cache_hit": (stats.cached_tokens - last.cached_tokens) / prompts if prompts else None,
             "engine/running": stats.running,
             "engine/waiting": stats.waiting,

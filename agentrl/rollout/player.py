@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.catalog import EnvRef
@@ -62,14 +62,13 @@ class Job:
     """One episode to be played in the environment `env` (the name of a `RunEnv`).
 
     `params` replace parameters of the environment, `temperature` the policy's; with a temperature of its own an episode is not
-    trained on, unless it is that of the update for which it is played (`trained`). `stall_timeout`, if given, replaces that of
-    the limits. `branches`: of the root of a tree, those that are played from forks of it."""
+    trained on, unless it is that of the update for which it is played (`trained`). `branches`: of the root of a tree, those that
+    are played from forks of it."""
 
     env: str
     spec: EpisodeSpec
     params: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
-    stall_timeout: float | None = None
     trained: bool = False
     branches: tuple[Attempts, ...] = ()
 
@@ -160,8 +159,7 @@ class LocalPlayer(Player):
         """Who plays a job, in which limits, and who scores it here."""
         part = self._envs[job.env]
         policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
-        limits = part.limits if job.stall_timeout is None else replace(part.limits, stall_timeout=job.stall_timeout)
-        return policy, limits, part.scorer if self._asks or not part.scorer.asks else None
+        return policy, part.limits, part.scorer if self._asks or not part.scorer.asks else None
 
     async def _episode(self, part: RunEnv, key: str, play: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
         """An episode under its key: what it asks, its span, and its end are known by that."""

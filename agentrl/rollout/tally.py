@@ -13,7 +13,7 @@ from agentrl.rollout.evaluate import fault_of
 from agentrl.rollout.group import alike, unscored_cause
 from agentrl.rollout.ledger import GroupState
 from agentrl.rollout.progress import Progress
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, StopReason, Trajectory
 
 MAX_REPLACEMENTS_PER_GROUP = 8
 """If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
@@ -24,12 +24,14 @@ MIN_DEAD_GROUPS = 4
 MOST_REFUSED = 32
 """If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
 
+_FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (rollout.max_episodes)"
+
 
 class Tally:
     """Counts what was played, filtered, refused and dropped for the next update, and ends a run that gets nowhere."""
 
     def __init__(self, config: RolloutConfig, progress: Progress, accept: str | None, say: Callable[[str], None]) -> None:
-        """`accept`: the name of the filter that groups pass, if there is one; `say` is told if it refuses many in a row.
+        """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings.
         `progress`: counts faults over the whole run."""
         self._config, self._progress, self._accept, self._say = config, progress, accept, say
         self._filtered = self._refused = 0
@@ -38,6 +40,7 @@ class Tally:
         self._reasons: dict[GroupState, str] = {}
         self._faults: Counter[str] = Counter()
         self._played: Counter[str] = Counter()  # episodes, and those of them without a reward
+        self._silent = 0  # attempts in a row that the engine gave no token
         self._any_scored = False  # ever
         self._dead: list[int] = []
         self.fault: str | None = None
@@ -63,6 +66,14 @@ class Tally:
         self._faults[cause] += 1
         self._progress.faults[cause] += 1
         self._progress.first_fault = self._progress.first_fault or fault_of(trajectory)
+        if trajectory.stop is StopReason.ENGINE_TIMEOUT:
+            self._silent += 1
+            if self._faults[cause] == 1:
+                self._say(f"the engine is too slow: {fault_of(trajectory)}. {_FASTER}")
+
+    def answered(self) -> None:
+        """An attempt at an episode has ended as it should: the engine is at work."""
+        self._silent = 0
 
     def succeeded(self, env: str) -> None:
         """A group of this environment has enough scored members."""
@@ -117,6 +128,7 @@ class Tally:
         the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
         scored. `playing`: the groups that run or are complete; `complete`: how many are; `shares`: of several
         environments."""
+        self._check_silent(version)
         self._check_dropped(version, playing, several=bool(shares))
         most = MOST_REFUSED * self._config.groups
         if self._accept is not None and self._refused > most and not complete:
@@ -131,6 +143,15 @@ class Tally:
                     f"update {version}: the last {failed} groups of environment {env!r} failed (limit {most}), "
                     f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
                 )
+
+    def _check_silent(self, version: int) -> None:
+        """Raise StalledError once all attempts at the episodes that run at once, in a row, were given up on a silent engine."""
+        at_once = min(self._config.max_episodes, self._config.groups * self._config.group_size)
+        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (self._config.retries + 1):
+            raise StalledError(
+                f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
+                f"the first: {self._progress.first_fault}. {_FASTER}"
+            )
 
     def _check_dropped(self, version: int, playing: Collection[int], several: bool) -> None:
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):

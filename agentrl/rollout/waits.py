@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
-from agentrl.deadline import GRACE, LateError, contained, end, in_time, within
+from agentrl.deadline import contained, end, in_time
 from agentrl.env import ToolEnv
 from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.clock import EpisodeClock, RequestClock, Watch
 from agentrl.rollout.engine import Engine, Generation
-from agentrl.tool.tool import Blame
 from agentrl.tool.toolbox import Waiting
-from agentrl.trajectory import Message, StopReason
+from agentrl.trajectory import Blame, Message, StopReason
 
 Answer = TypeVar("Answer")
 
 
 class CutError(Exception):
-    """The episode's time is up, for the reason `stop`."""
+    """The time of an episode, or of its engine, is up: for the reason `stop`."""
 
     def __init__(self, stop: StopReason, message: str) -> None:
         super().__init__(message)
@@ -29,12 +27,12 @@ class CutError(Exception):
 
 
 class Waits:
-    """The waits of one episode. Limits in seconds: `turn` and `episode` of active time (see `clock`); `stall` without
-    any move in the whole rollout, after which the engine counts as stuck."""
+    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `episode` of what is not the engine's (see
+    `clock`)."""
 
-    def __init__(self, key: str, turn: float, episode: float, stall: float, watch: Watch) -> None:
+    def __init__(self, key: str, turn: float, episode: float, watch: Watch) -> None:
         self.clock, self.watch = EpisodeClock(episode), watch
-        self._key, self._turn, self._stall = key, turn, stall
+        self._key, self._turn = key, turn
 
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
@@ -56,7 +54,7 @@ class Waits:
             counted = passed if at_work else 0.0
             spent += counted
             self.clock.add(whose_it_was, counted)
-            return min(limit - spent, self.clock.left)
+            return min(limit - spent, self.clock.left(whose_it_was))
 
         def doing() -> str:
             own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"
@@ -83,76 +81,27 @@ class Waits:
         env.cut(stop)
         return CutError(stop, message)
 
-    def over(self, doing: str, blame: Blame = "infrastructure", spent: float = 0.0) -> tuple[StopReason, str]:
-        """Why an episode whose time is up ends; `spent` seconds are not on its clock yet."""
-        policy = self.clock.blame(blame, spent) == "policy"
-        stop = StopReason.MAX_EPISODE_TIME if policy else StopReason.EPISODE_TIMEOUT
-        return stop, f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout), last on {doing}"
+    def over(self, doing: str) -> tuple[StopReason, str]:
+        """Why an episode whose time is up ends."""
+        limit = f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout)"
+        return self.clock.over, f"{limit}, last on {doing}"
 
-    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str, own: bool = True) -> Generation:
-        """The engine's `answer` to the request `key`. Raises EngineError if it does not come in time, CutError if the
-        episode's time is up, and Partial, with what was sampled so far, if that is the policy's fault (`own`: this is the
-        policy, not another model)."""
-        request = RequestClock(engine, key, self._turn, self._stall, self.clock, self.watch)
+    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
+        """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent."""
+        request = RequestClock(engine, key, self._turn, self.watch)
         task = asyncio.ensure_future(contained(answer, what, EngineError))
         try:
             with self.watch.waits(self._key, lambda: f"{what} at {request}"):
                 if not await in_time(task, request.spend, self.watch.look):
-                    return await self._cut(engine, key, task, request, what, own)
+                    late = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {what} at {request}"
+                    await end(task, f"episode {self._key}, {what}")
+                    raise CutError(StopReason.ENGINE_TIMEOUT, late)
         except asyncio.CancelledError:
             await end(task, f"episode {self._key}, {what}")
             raise
-        finally:
-            self._count(task, request, own)
-        return task.result()
-
-    def _count(self, task: asyncio.Future[Generation], request: RequestClock, own: bool) -> None:
-        """Add the request's time to the episode's clock: the engine's own final number if it reports one."""
-        done = task.done() and not task.cancelled() and task.exception() is None
-        final = task.result().active_s if done else None
-        blame: Blame = request.blame if final is None else "policy"
-        self.clock.add(blame if own else "infrastructure", request.active_s if final is None else final)
-
-    async def _cut(
-        self, engine: Engine, key: str, task: asyncio.Future[Generation], request: RequestClock, what: str, own: bool
-    ) -> Generation:
-        """End a late request: keep what was sampled if the lateness is the policy's fault, else give it up."""
-        spent = f"{what}: {request.active_s:.1f} s of sampling, {request.tokens} tokens"
-        stop: StopReason | None = None
-        message = f"no answer within {self._turn:g} s ({what} at {request})"
-        if request.episode_over:
-            stop, message = self.over(spent, request.blame if own else "infrastructure", request.active_s)
-        elif request.thinking and own:
-            stop, message = StopReason.MAX_TURN_TIME, f"{spent} (rollout.turn_timeout = {self._turn:g})"
-        elif request.active_s < self._turn:
-            message = f"nothing came back for {self._stall:g} s ({what} at {request})"
-        if stop is None or stop.infrastructure:
-            await end(task, f"episode {self._key}, {what}")
-            raise EngineError(message) if stop is None else CutError(stop, message)
-        generation = await self._partial(engine, key, task, what)
-        if generation.finish != "abort":
-            return generation  # it finished before the abort reached it
-        raise Partial(stop, message, replace(generation, finish="length"))
-
-    async def _partial(self, engine: Engine, key: str, task: asyncio.Future[Generation], what: str) -> Generation:
-        """What was sampled before the request was aborted. Raises EngineError if the engine does not return it."""
-        try:
-            await within(GRACE, engine.abort(key), "abort")
-            # Shielded: a timeout must not cancel the request itself, which is ended (and logged) below.
-            return await within(GRACE, asyncio.shield(task), "abort")
-        except LateError:
-            raise EngineError(f"no answer within {GRACE:g} s of being aborted ({what})") from None
-        finally:
-            if not task.done():
-                await end(task, f"episode {self._key}, {what}")
-
-
-class Partial(CutError):
-    """A CutError with what the cut turn had sampled."""
-
-    def __init__(self, stop: StopReason, message: str, generation: Generation) -> None:
-        super().__init__(stop, message)
-        self.generation = generation
+        answered = task.result()
+        self.watch.hear()
+        return answered
 
 
 def running(calls: Sequence[Waiting]) -> Blame | None:

@@ -19,16 +19,16 @@ def nothing() -> str:
 
 
 class Count:
-    """How many episodes of so many have ended; called with each."""
+    """How many of so many are done, by default episodes; called with each."""
 
-    def __init__(self, total: int) -> None:
-        self.done, self.total = 0, total
+    def __init__(self, total: int, unit: str = "episodes") -> None:
+        self.done, self.total, self._unit = 0, total, unit
 
     def __call__(self, _: object) -> None:
         self.done += 1
 
     def __str__(self) -> str:
-        return f"{self.done}/{self.total} episodes"
+        return f"{self.done}/{self.total} {self._unit}"
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         # An unbroken run has it: this one was interrupted, or to end, here.
         owed, done = await _evaluated(session, run_log)
         await session.saver.rate(owed)
+    await meter.read()  # what was sampled before the first step is none of its tokens
     while not done:
         await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 PHASES = {
-    "sft": "every 10 supervised steps of the warm start",
+    "sft": "a supervised step of the warm start",
     "gate": "a greedy evaluation that decides whether the warm start ends",
     "before": "the held-out evaluation before the first update",
     "train": "an update",
@@ -204,11 +204,10 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "With `rollout.max_staleness` 0, `tokens` + `tokens_thrown` are `tokens_sampled` (and greedy episodes)"),
         MetricInfo("tokens_thrown/<why>", "tokens", "those of groups that were `filtered`, `refused`, `stale` or `failed`, "
             "of `cancelled` groups and members (without a turn that was not over), and of attempts that were `retried`"),
-        MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "`tokens_sampled` over the seconds of the rollout (of the "
-            "whole step with `rollout.max_staleness` above 0)"),
+        MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "tokens that the engine sampled for anything since the "
+            "last row (the start of the updates), over all seconds since then, so with `rollout.max_staleness` 0 those of the "
+            "update too"),
         MetricInfo("throughput/trained_tokens_per_s", "tokens/s", "`tokens_trained` over the seconds of the update"),
-        MetricInfo("engine/tokens_per_s", "tokens/s", "tokens that the engine sampled for anything, per second since the last "
-            "row; null in the first"),
         MetricInfo("engine/cache_hit", "share", "share of the prompt tokens that came from the prefix cache"),
         MetricInfo("engine/running", "requests", "requests that are sampled when the row is written"),
         MetricInfo("engine/waiting", "requests", "requests that wait then"),

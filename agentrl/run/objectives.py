@@ -15,6 +15,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import DataConfig
 from agentrl.data.store import RowStore
 from agentrl.executors import in_thread
+from agentrl.run.frame import Count
 from agentrl.run.sft import steps_batch
 from agentrl.train.actor import Actor
 from agentrl.train.pairs import BradleyTerry, Dpo, means
@@ -32,8 +33,8 @@ class Objective(ABC):
     def __init__(self, data: DataConfig, store: RowStore, group: WorkerGroup[Any], sharing: Mode) -> None:
         self.data, self.store, self.group, self.sharing = data, store, group, sharing
 
-    async def begin(self) -> None:  # noqa: B027 - most losses need nothing
-        """What is computed once, with the weights of the start."""
+    async def begin(self, ended: Count) -> None:  # noqa: B027 - most losses need nothing
+        """What is computed once, with the weights of the start; `ended` counts its examples."""
 
     @abstractmethod
     async def step(self, examples: np.ndarray) -> Found:
@@ -72,13 +73,13 @@ class Preferring(Objective):
 
     _reference: Tensor
 
-    async def begin(self) -> None:
+    async def begin(self, ended: Count) -> None:
         count, at = self.store.about.examples, 0
         self._reference = torch.zeros(count, 2, dtype=torch.float64)
         while at < count:
             examples = np.arange(at, min(at + self.data.batch, count))
             self._reference[examples] = await self._totals(await self.view(examples), len(examples))
-            at += len(examples)
+            at = ended.done = at + len(examples)
 
     async def step(self, examples: np.ndarray) -> Found:
         view = await self.view(examples)

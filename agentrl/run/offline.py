@@ -26,6 +26,7 @@ from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
 from agentrl.run.display import Display
 from agentrl.run.engines import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
+from agentrl.run.frame import Count, nothing
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.objectives import OBJECTIVES, Found, Objective
 from agentrl.run.placement import open_pools, start_actors
@@ -156,8 +157,10 @@ def _start_model(config: TrainConfig, folder: RunFolder) -> str:
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     config, display = run.config, run.display
-    with display.doing("the start model's log probabilities" if data_of(config).loss == "dpo" else "beginning"):
-        await run.objective.begin()  # before a checkpoint is loaded
+    ended, pairs = Count(run.store.about.examples, "examples"), data_of(config).loss == "dpo"
+    what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
+    with display.doing(what, look):
+        await run.objective.begin(ended)  # before a checkpoint is loaded
     step = await _load(run)
     display.phase("training", run.total, step)
     if not step:
@@ -190,10 +193,12 @@ async def _measure(run: DataRun, step: int) -> float | None:
     if not len(held):
         return None
     sums, weights = dict[str, float](), 0.0
-    with run.display.doing("held-out loss"):
+    ended = Count(len(held), "examples")
+    with run.display.doing("held-out loss", ended.__str__):
         for at in range(0, len(held), each):
             weight, found = await run.objective.measure(held[at : at + each])
             weights += weight
+            ended.done = min(at + each, len(held))
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + weight * value
     means: Found = {name: value / max(weights, 1.0) for name, value in sums.items()}

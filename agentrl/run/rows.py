@@ -52,16 +52,15 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
     """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
     parts."""
     collector = session.collector
-    rollouts = collector.metrics()
-    sampled = rollouts["tokens_sampled"]
+    trained = update.get("tokens_trained")
     return {
         **episodes,
         **update,
-        **rollouts,
+        **collector.metrics(),
         **session.player.metrics(),
         **session.judges.metrics(),
         **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
-        **_speeds(sampled, update, laps, beside=session.config.rollout.max_staleness > 0),
+        "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
         **{f"time/{name}": seconds for name, seconds in laps.items()},
     }
 
@@ -86,7 +85,7 @@ def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mappi
 def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
     """What the display says of an update: in plain lines too, and only in its frame."""
     each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
-    said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row["throughput/sampled_tokens_per_s"]}
+    said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
     if row.get("tokens_thrown"):
         said["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
     terms = {key: value for key, value in row.items() if key.startswith(("term/", "metric/"))}
@@ -112,11 +111,6 @@ def known(row: Mapping[str, Any]) -> Row:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
-def sampling_seconds(laps: Mapping[str, float], beside: bool) -> float:
-    """Seconds of a step's sampling: the whole step if rollouts continue during the update (`beside`)."""
-    return max(sum(laps.values()) if beside else laps["rollout_s"], 1e-9)
-
-
 def _only(bins: Mapping[str, Bins]) -> Bins | None:
     return next(iter(bins.values()), None)
 
@@ -127,14 +121,6 @@ def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kind
         own = group_values([group for group in groups if group.env == env])
         found |= {f"env/{env}/{key}": value for key, value in own.items()}
     return found
-
-
-def _speeds(sampled: float, update: Mapping[str, Any], laps: Mapping[str, float], *, beside: bool) -> Row:
-    trained = update.get("tokens_trained")
-    return {
-        "throughput/sampled_tokens_per_s": sampled / sampling_seconds(laps, beside),
-        "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
-    }
 
 
 def _episode_times(episodes: Sequence[Trajectory]) -> Row:

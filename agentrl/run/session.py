@@ -129,107 +129,102 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
     """Start every part; `callbacks`: beside those that the config names. If one fails, the parts that were already started are
     closed."""
+    config = with_threads(config)
     async with AsyncExitStack() as opened:  # closes users before what they use
-        session = await _opened(with_threads(config), folder, display, callbacks, opened)
-        session.opened = opened.pop_all()
-        return session
+        accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
+        display.phase("start", 1)
+        with display.doing("making the model"):
+            path = model_folder(config, folder)
+        engine_name = resolve_engine(config)
+        if needs_ray(config):
+            with display.doing("starting Ray"):
+                if start_ray(config.cluster):
+                    opened.callback(stop_ray)
+        horizons = run_bins(config, folder.path)
+        room = engine_room(config, trains=True)  # before the processes that take the rest
+        inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
+        # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
+        with display.doing("starting the training processes"):
+            pools = open_pools(config, engine_name)
+            if pools is not None:
+                opened.callback(pools.close)
+            actors = start_actors(config, pools)
+            opened.callback(actors.close)
+            opened.push_async_callback(in_thread, "batch", _calls_are_sent)
+        learner = Learner(config, actors, pools)
+        opened.callback(learner.close)
+        await check_shared(actors, folder.path, "out")
+        parts = assemble(config, inputs, model=path, pools=pools, room=room)
+        if config.rollout.workers:
+            parts = with_workers(
+                config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say
+            )
+        opened.push_async_callback(parts.close)
+        # A loss of the user's own, which only this process knows.
+        await actors.in_processes(unpack, packed(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
+        with display.doing("loading the model"):
+            await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
+        # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
+        if rests(config, "actor"):
+            await actors.arun(Actor.offload)
+        judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
+        with display.doing(f"starting the engine ({engine_name}){judged}", parts.starting):
+            await parts.start()
+        pages = StorePages() if config.cluster.backend == "ray" else None
 
+        asked = config.algorithm.demonstrations
+        demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
 
-async def _opened(
-    config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback], opened: AsyncExitStack
-) -> Session:
-    accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
-    display.phase("start", 1)
-    with display.doing("making the model"):
-        path = model_folder(config, folder)
-    engine_name = resolve_engine(config)
-    if needs_ray(config):
-        with display.doing("starting Ray"):
-            if start_ray(config.cluster):
-                opened.callback(stop_ray)
-    horizons = run_bins(config, folder.path)
-    room = engine_room(config, trains=True)  # before the processes that take the rest
-    inputs = read_inputs(config, path)  # before any process is started, so that a missing file fails fast
-    # All roles at once, before any process: a run that got only some of its places would wait and keep others from starting.
-    with display.doing("starting the training processes"):
-        pools = open_pools(config, engine_name)
-        if pools is not None:
-            opened.callback(pools.close)
-        actors = start_actors(config, pools)
-        opened.callback(actors.close)
-        opened.push_async_callback(in_thread, "batch", _calls_are_sent)
-    learner = Learner(config, actors, pools)
-    opened.callback(learner.close)
-    await check_shared(actors, folder.path, "out")
-    parts = assemble(config, inputs, model=path, pools=pools, room=room)
-    if config.rollout.workers:
-        parts = with_workers(config, inputs, parts, path, rows=folder.parts, wanted=lambda: collector.version, say=display.say)
-    opened.push_async_callback(parts.close)
-    # A loss of the user's own, which only this process knows.
-    await actors.in_processes(unpack, packed(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
-    with display.doing("loading the model"):
-        await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
-    # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
-    if rests(config, "actor"):
-        await actors.arun(Actor.offload)
-    judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
-    with display.doing(f"starting the engine ({engine_name}){judged}", parts.starting):
-        await parts.start()
-    pages = StorePages() if config.cluster.backend == "ray" else None
+        async def seen(group: Group) -> None:
+            if demonstrations is not None:
+                demonstrations.seen(group, collector.tasks.draw(group.index))  # drawn already: its task
+            if pages is not None:
+                pages.played(collector.version, sum(one.tokens for one in group.trajectories))
+            await watching.group(group)
 
-    asked = config.algorithm.demonstrations
-    demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
-
-    async def seen(group: Group) -> None:
-        if demonstrations is not None:
-            demonstrations.seen(group, collector.tasks.draw(group.index))  # drawn already: its task
-        if pages is not None:
-            pages.played(collector.version, sum(one.tokens for one in group.trajectories))
-        await watching.group(group)
-
-    collector = Collector(
-        parts.player,
-        parts.envs,
-        MixedTasks(parts_of(config), config.rollout.mixture, config.seed),
-        config.rollout,
-        seed=config.seed,
-        greedy=[env.called for env in config.envs if needs_greedy(alone(config, env).algorithm.advantage)],
-        accept=None if accept is None else Acceptance(accept),
-        on_group=seen,
-        say=display.warn,
-    )
-    opened.push_async_callback(collector.close)
-    display.trouble = collector.trouble
-    offload, colocated = rests(config, "actor"), config.rollout.colocate
-    publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
-    saver = Saver(config, folder, learner, collector, display.say, demonstrations)
-    opened.push_async_callback(saver.close)
-    tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
-    opened.callback(tracing.close)
-    watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
-    opened.callback(watchdog.stop)
-    watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it
-    return Session(
-        config,
-        folder,
-        display,
-        parts.envs,
-        parts.player,
-        parts.policy.engine,
-        actors,
-        learner,
-        collector,
-        engine_name,
-        saver,
-        publisher,
-        watchdog,
-        watching,
-        tracing,
-        horizons,
-        parts.judges,
-        opened,
-        demonstrations,
-    )
+        collector = Collector(
+            parts.player,
+            parts.envs,
+            MixedTasks(parts_of(config), config.rollout.mixture, config.seed),
+            config.rollout,
+            seed=config.seed,
+            greedy=[env.called for env in config.envs if needs_greedy(alone(config, env).algorithm.advantage)],
+            accept=None if accept is None else Acceptance(accept),
+            on_group=seen,
+            say=display.warn,
+        )
+        opened.push_async_callback(collector.close)
+        display.trouble = collector.trouble
+        offload, colocated = rests(config, "actor"), config.rollout.colocate
+        publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
+        saver = Saver(config, folder, learner, collector, display.say, demonstrations)
+        opened.push_async_callback(saver.close)
+        tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
+        opened.callback(tracing.close)
+        watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
+        opened.callback(watchdog.stop)
+        watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it
+        return Session(
+            config,
+            folder,
+            display,
+            parts.envs,
+            parts.player,
+            parts.policy.engine,
+            actors,
+            learner,
+            collector,
+            engine_name,
+            saver,
+            publisher,
+            watchdog,
+            watching,
+            tracing,
+            horizons,
+            parts.judges,
+            opened.pop_all(),
+            demonstrations,
+        )
 
 
 def _calls_are_sent() -> None:

@@ -32,8 +32,6 @@ from agentrl.train.seal import seal
 from agentrl.trajectory import Trajectory
 from agentrl.warm_start import MixedTranscripts, Transcripts
 
-STEPS_A_CALL = 10
-
 
 async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
     """Train on teacher transcripts until greedy success on the gate's tasks reaches `sft.gate`.
@@ -84,28 +82,27 @@ def _measured(step: int, config: SftConfig) -> bool:
 async def _to_the_gate(
     session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
 ) -> AsyncGenerator[tuple[int, dict[str, float]], None]:
-    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: steps so far and metrics of a call.
+    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: the steps so far and the metrics of
+    one.
 
-    Transcripts of a call are written while the actors compute the one before it."""
+    Transcripts of a step are written while the actors compute the one before it."""
     config = session.config.sft
     assert config is not None
 
-    async def drawn(first: int) -> tuple[TensorDict, int, int]:
-        # No call goes past the last step or past a step at which the gate is measured.
-        count = min(STEPS_A_CALL, config.max_steps - first, config.gate_every - first % config.gate_every)
-        rows = await source.take(first * config.batch, count * config.batch)
+    async def drawn(first: int) -> tuple[TensorDict, int]:
+        rows = await source.take(first * config.batch, config.batch)
         batch = await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing)
-        return batch, count, source.skipped
+        return batch, source.skipped
 
     async with OwnedTasks() as tasks:
         drawing = tasks.start(drawn(step), "transcripts")
         while not interrupt.requested:
-            batch, count, skipped = await drawing
-            step += count
+            batch, skipped = await drawing
+            step += 1
             if not _measured(step, config):  # else the gate may end it here
                 drawing = tasks.start(drawn(step), "transcripts")
-            with session.display.doing("supervised steps"):
-                metrics = await session.actors.arun(Actor.sft_steps, batch, count)
+            with session.display.doing("a supervised step"):
+                metrics = await session.actors.arun(Actor.sft_steps, batch, 1)
             yield step, metrics | {"transcripts_skipped": float(skipped)}
             if _measured(step, config):
                 return

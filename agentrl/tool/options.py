@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 from agentrl.errors import did_you_mean
 from agentrl.tool.validate import Problem
+from agentrl.trajectory import Blame as Blame
 
 OnTimeout = Literal["stop", "answer"]
-Blame = Literal["policy", "infrastructure"]
 Caller = Literal["assistant", "user"]
 Check = Literal["strict", "lenient", "off"]
 

@@ -80,8 +80,8 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def trainer(folder: str, device: torch.device, **model: Any) -> FsdpEngine:
-    """A training engine with its optimizer, in bfloat16 with float32 master weights. Needs a process group (`one_rank`)."""
-    engine = FsdpEngine(folder, ModelConfig(dtype="bfloat16", **model), 1.0, device=device)
+    """A training engine with its optimizer, by default in bfloat16 with float32 master weights. It needs a process group."""
+    engine = FsdpEngine(folder, ModelConfig(**{"dtype": "bfloat16", **model}), 1.0, device=device)
     engine.use_optimizer(OptimConfig(lr=1e-6))
     return engine
 

@@ -1,5 +1,5 @@
 """Parts `engine` and `vllm`: tokens per second of the embedded engine and of a vLLM replica, and what sleep frees. Part
-`checkpoint`: bytes per second of saving and loading the trainer's state."""
+`checkpoint`: bytes per second of saving and loading the trainer's state, and what moving it to the host takes and frees."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seco
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import VllmConfig
 from agentrl.rollout.engine import Generation, Sampling
+from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.state import BackgroundSave, load_state, save_state
 
 Ask = Callable[[list[int], Sampling, str], Awaitable[Generation]]
@@ -114,9 +115,25 @@ def checkpoint(device: torch.device, folder: Path, quick: bool) -> dict[str, Any
             time.sleep(0.05)
         loaded = seconds(lambda: load_state(model, place / "whole"), device, repeats=2, warmups=0)
         plain = _plain_write(place / "bytes", min(size, GIB))
+        away = _offload(model, device)
     rates = {"save": saved, "asynchronous_wait": waited, "load": loaded}
     found = {f"{name}_gb_s": rounded(size / took / 1e9) for name, took in rates.items()}
-    return {"shape": shape.name, "gb": rounded(size / 1e9), **found, "plain_write_gb_s": rounded(plain)}
+    return {"shape": shape.name, "gb": rounded(size / 1e9), **found, "plain_write_gb_s": rounded(plain), "offload": away}
+
+
+def _offload(model: FsdpEngine, device: torch.device) -> dict[str, Any]:
+    """Seconds of giving the card's memory back and of taking it again, the second time, and the share that is freed."""
+    for _ in range(2):  # the first time makes room on the host
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        began = time.perf_counter()
+        model.offload()
+        middle = time.perf_counter()
+        left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        model.onload()
+        wait(device)
+        ended = time.perf_counter()
+    freed = {"freed": rounded(1 - left / held)} if held else {}
+    return {"offload_s": rounded(middle - began), "onload_s": rounded(ended - middle), **freed}
 
 
 def _plain_write(path: Path, size: int) -> float:

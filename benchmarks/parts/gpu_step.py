@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_common import (
@@ -30,6 +32,7 @@ from agentrl.train.kernels import compiled_head
 from agentrl.train.logprobs import PLAIN, HeadKernels, token_logprobs
 from agentrl.train.modules import Micro
 
+BLOCKS = "without varlen"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"activation_checkpointing": True},
@@ -37,6 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "liger": {"kernels": "liger"},
     "compile+checkpointing": {"compile": True, "activation_checkpointing": True},
     "liger+checkpointing": {"kernels": "liger", "activation_checkpointing": True},
+    "float32+checkpointing": {"dtype": "float32", "activation_checkpointing": True},
+    BLOCKS: {},
 }
 
 
@@ -63,10 +68,15 @@ def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> di
                 continue  # inductor takes minutes on a CPU
             clear(device)
             try:
-                found |= _option(name, path, shape, lengths, device, limit)
+                with patch.object(attention, "varlen_takes", _never) if name == BLOCKS else nullcontext():
+                    found |= _option(name, path, shape, lengths, device, limit)
             except (AgentrlError, RuntimeError, ImportError) as problem:  # no memory, no compiler, no Liger: the others count
                 found[name] = {"error": f"{type(problem).__name__}: {problem}"[:200]}
     return found
+
+
+def _never(width: int) -> bool:
+    return False
 
 
 def _option(name: str, path: str, shape: Shape, lengths: list[int], device: torch.device, limit: float) -> dict[str, Any]:

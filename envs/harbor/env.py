@@ -25,6 +25,7 @@ SYSTEM = (
     "not. When the task is done, answer with a short message and no call."
 )
 TESTS, LOGS = "/tests", "/logs/verifier"
+BEFORE = f"{TESTS}/before.sh"
 SHOWN = 2000  # characters of what the tests printed that are kept in the state
 
 
@@ -197,19 +198,35 @@ class Harbor(SuiteEnv):
     async def _judged(self, box: Sandbox) -> dict[str, Json]:
         """Run the task's tests and read what they left. Tests that leave no verdict have failed: they ran in what the policy
         made of its sandbox. Raises SandboxError if the sandbox failed."""
-        settings, tests = self.current.settings.verifier, self.current.tests()
+        tests = self.current.tests()
+        env = {**resolved(self.current.settings.verifier.env), "TESTS_DIR": box.path(TESTS), "LOGS_DIR": box.path(LOGS)}
+        if (before := tests.pop(BEFORE, None)) is not None:
+            # What the policy wrote runs while neither tests nor a place for their verdict is there, and is ended before they are.
+            ran = await self._ran(box, BEFORE, {BEFORE: before}, env)
+            if isinstance(ran, str):
+                return {"reward": 0.0, "reason": ran}
+            env["BEFORE_DONE"] = "1"
+        done = await self._ran(box, f"{TESTS}/test.sh", {**tests, f"{LOGS}/.made": b""}, env)
+        if isinstance(done, str):
+            return {"reward": 0.0, "reason": done}
+        await box.kill()
+        told = self._told(done, box)
+        if done.end not in ("ok", "error") or done.code < 0 or 128 < done.code < 160:
+            return {"reward": 0.0, "reason": f"the tests were ended ({done.end}, status {done.code})", "tests": told}
+        return {**await self._verdict(box), "tests": told}
+
+    async def _ran(self, box: Sandbox, script: str, files: Mapping[str, bytes], env: Mapping[str, str]) -> ExecResult | str:
+        """Run a script of the tests, with these files alone in their places, or say why it cannot be."""
         await box.kill()
         # What the policy put there itself goes first, links included: nothing of it may pass for tests or verdict.
         await box.remove([TESTS, "/logs"])
         try:
-            await box.write({**tests, f"{LOGS}/.made": b""})
+            await box.write(dict(files))
         except FileExistsError as problem:
-            return {"reward": 0.0, "reason": f"the tests could not be put in place: {problem}"}
-        script = box.path(f"{TESTS}/test.sh")
-        argv = [script] if tests[f"{TESTS}/test.sh"].startswith(b"#!") else ["sh", script]
-        env = {**resolved(settings.env), "TESTS_DIR": box.path(TESTS), "LOGS_DIR": box.path(LOGS)}
-        done = await box.exec(argv, env=env, timeout=settings.timeout_sec, max_output=1 << 20, merge=True)
-        return {**await self._verdict(box), "tests": self._told(done, box)}
+            return f"the tests could not be put in place: {problem}"
+        path = box.path(script)
+        argv = [path] if files[script].startswith(b"#!") else ["sh", path]
+        return await box.exec(argv, env=env, timeout=self.current.settings.verifier.timeout_sec, max_output=1 << 20, merge=True)
 
     def _told(self, done: ExecResult, box: Sandbox) -> Json:
         # Paths as the task knows them: a local sandbox's own are different each time.
@@ -218,7 +235,8 @@ class Harbor(SuiteEnv):
 
     async def _verdict(self, box: Sandbox) -> dict[str, Json]:
         """The number of reward.json, or else of reward.txt, as Harbor reads them: fields of reward.json that are no numbers do
-        not count, and if none is called "reward", reward.txt says that one. Raises EnvError for a reward.json whose verdict is
+        not count, and if none is called "reward", reward.txt says that one. If both do, the lower one counts: the other one may
+        be the policy's. Raises EnvError for a reward.json whose verdict is
         not told from its other numbers."""
         files = {name: await self._left(box, name) for name in ("reward.json", "reward.txt")}
         told = next((name for name, text in files.items() if text is not None), None)
@@ -226,9 +244,10 @@ class Harbor(SuiteEnv):
             return {"reward": 0.0, "reason": "the tests left no verdict"}
         try:
             numbers = _numbers(told, files[told] or "")
-            if "reward" not in numbers and files["reward.txt"] is not None:
+            if told == "reward.json" and files["reward.txt"] is not None:
                 with suppress(ValueError):
-                    numbers |= _numbers("reward.txt", files["reward.txt"])
+                    (other,) = _numbers("reward.txt", files["reward.txt"]).values()
+                    numbers["reward"] = min(numbers.get("reward", other), other)
         except (ValueError, OverflowError, RecursionError) as problem:
             return {"reward": 0.0, "reason": f"{told} is no verdict: {str(problem)[:200]}"}
         key = next(iter(numbers)) if len(numbers) == 1 else self.reward_key

@@ -4,7 +4,6 @@ and `tolerance`, the largest logprob difference to a forward pass."""
 import asyncio
 import copy
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -211,33 +210,27 @@ class EngineContract:
         assert partial.finish == "abort"
         assert len(partial.token_ids) == len(partial.logprobs) == len(partial.versions) < 1500
 
-    async def test_progress_counts_tokens_and_active_seconds_and_no_pause(self, engine):
+    async def test_progress_counts_the_tokens_of_a_request(self, engine):
         assert engine.progress("long") is None
         running = asyncio.create_task(engine.generate(prompt_of(10), Sampling(max_tokens=1000, seed=1), "long"))
-        began = time.monotonic()
 
         async def told(least):
             for _ in range(400):
                 seen = engine.progress("long")
-                if seen is not None and seen.tokens >= least:
+                if seen is not None and seen >= least:
                     return seen
                 await asyncio.sleep(0.05)
             raise AssertionError(f"no {least} tokens")
 
-        first = await told(1)
-        second = await told(first.tokens + 5)
-        assert 0 <= first.active_s < second.active_s <= time.monotonic() - began + 0.2
+        await told(await told(1) + 5)
         await engine.pause()
         await asyncio.sleep(1.0)  # what was sampled before the pause is known by now
         before = engine.progress("long")
-        await asyncio.sleep(1.2)
-        paused = engine.progress("long")
-        assert paused.tokens == before.tokens and paused.active_s - before.active_s < 0.15
+        await asyncio.sleep(0.6)
+        assert engine.progress("long") == before
         await engine.resume()
         await engine.abort("long")
-        partial = await running
-        wall = time.monotonic() - began
-        assert partial.active_s is not None and second.active_s <= partial.active_s <= wall - 2.0
+        assert len((await running).token_ids) >= before
         assert engine.progress("long") is None
 
     async def test_cancelling_frees_what_the_request_held(self, engine):

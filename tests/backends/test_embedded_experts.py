@@ -97,7 +97,7 @@ async def test_tokens_keep_the_experts_that_they_were_computed_with_first(engine
     new.load_state_dict(moe.shaken(new.state_dict(), seed=1))
     prompt = prompt_of(20)
     running = asyncio.ensure_future(ask(engine, prompt, 0, tokens=200))
-    while (progress := engine.progress("a")) is None or progress.tokens < 10:
+    while (progress := engine.progress("a")) is None or progress < 10:
         await asyncio.sleep(0)
     await publish(engine, 1, new.state_dict())
     answer = await running

@@ -26,7 +26,7 @@ from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.collect import Collector
 from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.engine import Engine, Sampling, Underway
+from agentrl.rollout.engine import Engine, Sampling
 from agentrl.rollout.mixture.source import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Hub
@@ -328,7 +328,7 @@ async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytes
 
     def told() -> Any:
         looks.append(1)
-        return {"e@0": (1.5, 7), "f@1": (0.0, 0)}
+        return {"e@0": 7, "f@1": 0}
 
     async def generate(*request: Any) -> str:
         await going.wait()
@@ -339,7 +339,7 @@ async def test_progress_of_a_turn_is_read_in_the_same_process(monkeypatch: pytes
     assert engine.progress("e") is None
     turns = [asyncio.create_task(engine.generate([1], Sampling(4), key)) for key in "ef"]
     await asyncio.sleep(0)
-    assert [engine.progress(key) for key in "efg"] == [Underway(1.5, 7), Underway(0.0, 0), None]
+    assert [engine.progress(key) for key in "efg"] == [7, 0, None]
     assert len(looks) == 1  # one look for all that ask within LOOK seconds
     engine._looked -= LOOK
     engine.progress("e")

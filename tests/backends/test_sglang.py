@@ -68,8 +68,6 @@ class TestSglang(EngineContract):
     # The stand-in draws as the embedded engine does, whose draws have a test of their own.
     test_draws_follow_the_renormalized_kept_set = proof(EngineContract.test_draws_follow_the_renormalized_kept_set)
     # It waits for seconds.
-    test_progress_counts_tokens_and_active_seconds_and_no_pause = proof(
-        EngineContract.test_progress_counts_tokens_and_active_seconds_and_no_pause
-    )
+    test_progress_counts_the_tokens_of_a_request = proof(EngineContract.test_progress_counts_the_tokens_of_a_request)
     test_a_stop_token_is_the_last_id = seeded(EngineContract.test_a_stop_token_is_the_last_id)
     test_a_seed_fixes_the_sample_whatever_else_runs = seeded(EngineContract.test_a_seed_fixes_the_sample_whatever_else_runs)

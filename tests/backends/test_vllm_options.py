@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from agentrl.backends.vllm.actor import possible
 from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.backends.vllm.families import check_family, leave_out_tied_head
 from agentrl.backends.vllm.options import environment
+from agentrl.backends.vllm.start_stage import StartStage
 from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError
@@ -336,3 +339,18 @@ def test_a_tied_head_is_loaded_by_models_that_have_one(tied: bool, head: bool, l
     for _ in range(2):  # once for each publish
         leave_out_tied_head(model, tied)
     assert model.load_weights([("a", 0), ("lm_head.weight", 0)]) == loaded
+
+
+def test_the_stage_of_a_start_is_read_from_the_files_that_children_map(tmp_path: Path) -> None:
+    stage, weights = StartStage(), tmp_path / "model.safetensors"
+    assert stage.now() == "import of vLLM"
+    stage.imported = True
+    assert stage.now() == "vLLM's engine process, which imports it again"
+    weights.write_bytes(bytes(8192))
+    code = f"import mmap; file = open({str(weights)!r}, 'r+b'); held = mmap.mmap(file.fileno(), 0); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert stage.now() == "weights"
+    child.communicate(b"\n")
+    assert stage.now() == "KV cache and a first step"

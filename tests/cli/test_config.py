@@ -38,8 +38,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_a_key_is_explained_with_type_default_unit_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "docs", "rollout.turn_timeout")
-    assert text.startswith("rollout.turn_timeout\n  Limit of a turn, in active time")
-    assert "type: number > 0; default: 120.0; unit: seconds" in text
+    assert text.startswith("rollout.turn_timeout\n  Time without a token or an answer of the engine")
+    assert "type: number > 0; default: 300.0; unit: seconds" in text
 
 
 def test_the_names_that_a_key_takes_are_listed_with_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,4 +177,4 @@ def test_the_schema_offers_names_and_says_what_keys_mean(capsys: pytest.CaptureF
     assert "ppo_clip" in loss["properties"]["name"]["anyOf"][0]["enum"] and loss["description"] == "The policy loss."
     assert "vllm" in whole["properties"]["engine"]["anyOf"][0]["enum"]
     turn = whole["$defs"]["RolloutConfig"]["properties"]["turn_timeout"]
-    assert (turn["unit"], turn["default"], turn["description"][:15]) == ("seconds", 120.0, "Limit of a turn")
+    assert (turn["unit"], turn["default"], turn["description"][:16]) == ("seconds", 300.0, "Time without a t")

@@ -273,14 +273,14 @@ EFFECTS: dict[str, tuple[Observe, str, Effects]] = {
     "SftConfig.max_steps": (
         warm("rows", "end"),
         SHUT,
-        {f"sft.max_steps={n}": {"rows": rows, "end": "shut"} for n, rows in ((20, [80] * 2), (40, [80] * 4), (13, [80, 24]))},
+        {f"sft.max_steps={n}": {"rows": rows, "end": "shut"} for n, rows in ((20, [8] * 20), (40, [8] * 40), (13, [8] * 13))},
     ),
     "SftConfig.batch": (
         warm("rows", "firsts"),
         SHUT,
         {
-            "sft.batch=2": {"rows": [20] * 4, "firsts": [0, 20, 40, 60]},
-            "sft.batch=3": {"rows": [30] * 4, "firsts": [0, 30, 60, 90]},
+            "sft.batch=2": {"rows": [2] * 40, "firsts": list(range(0, 80, 2))},
+            "sft.batch=3": {"rows": [3] * 40, "firsts": list(range(0, 120, 3))},
         },
     ),
     "SftConfig.teacher": (warm("transcripts"), SHUT, {"sft.teacher={wrong=0.5}": ({}, {"wrong": 0.5})}),
@@ -452,7 +452,7 @@ ELSEWHERE: dict[str, str] = {
     "ToolsConfig.sets": f"{MCP}::test_over_http_and_through_a_config",
     "ToolsConfig.args": "tool/test_tool_sets.py::test_the_arguments_of_a_config_reach_the_set_and_its_files_the_identity",
     "ToolsConfig.mcp": f"{MCP}::test_over_http_and_through_a_config",
-    "RolloutConfig.turn_timeout": f"{BLAME}::test_a_cut_episode_keeps_what_was_sampled_and_where",
+    "RolloutConfig.turn_timeout": f"{BLAME}::test_a_run_whose_engine_is_silent_ends_with_its_speed_and_the_key",
     "RolloutConfig.episode_timeout": f"{BLAME}::test_who_used_an_episodes_time_decides",
     "RolloutConfig.env_timeout": f"{BLAME}::test_a_setup_that_hangs_is_a_fault_that_names_the_environment",
     "RolloutConfig.stall_timeout": f"{BLAME}::test_a_stall_says_which_episode_waits_for_what_since_when",

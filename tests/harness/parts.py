@@ -20,7 +20,7 @@ from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import run_episode
 from agentrl.tool import tool
 from agentrl.train.tokenizer import packaged_tokenizer
@@ -137,9 +137,6 @@ class Dice(Engine):
         cut = ids[: sampling.max_tokens]
         logprobs = [-rng.random() for _ in cut]
         return Generation(cut, logprobs, [self.version] * len(cut), "stop" if cut == ids else "length")
-
-    def progress(self, request_key: str) -> Underway | None:
-        return None
 
     async def start(self) -> None: ...
 

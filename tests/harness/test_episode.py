@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from agentrl.config.schema import AgentConfig
 from agentrl.errors import AgentrlError
 from agentrl.harness.programs import Episode
-from agentrl.rollout.engine import Generation
+from agentrl.rollout.engine import Generation, Sampling
 from agentrl.spans import TracePlace, TraceSpan, at, listen
 from agentrl.tool import tool
 from agentrl.trajectory import Message, StopReason, Trajectory
@@ -367,6 +368,30 @@ def test_an_engine_that_fails_is_the_reason_even_if_the_agent_ends_well() -> Non
     (trajectory,) = play(Dice([says("3")], fails=1), FUNCTION, program=forgives)
     assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_ERROR, None)
     assert "the replica went away" in (trajectory.error or "") and len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("limit", ["turn_timeout", "episode_timeout", "client"])
+def test_the_seconds_of_a_slow_engine_are_never_the_policys(limit: str) -> None:
+    """A turn of 2 s: unscored if the engine's limit or the agent's own client ends it; the episode's limit does not count it."""
+
+    async def hurried(episode: Episode) -> str:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            patience = {"timeout": 0.2, "max_retries": 0} if limit == "client" else {}
+            return str((await ask(client.with_options(**patience), [user("again")])).content)
+
+    class Slow(Dice):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+            self.slow = 2.0 if self.asked else 0.0
+            return await super().generate(token_ids, sampling, request_key)
+
+    agent = AgentConfig(python=FUNCTION.python, blame="policy")
+    limits = LIMITS if limit == "client" else replace(LIMITS, **{limit: 1.0})
+    (trajectory,) = play(Slow([says("There are 3.")]), agent, program=hurried, limits=limits)
+    stops = {"turn_timeout": "engine_timeout", "episode_timeout": "done", "client": "agent_error"}
+    assert (trajectory.stop.value, trajectory.reward is None) == (stops[limit], limit != "episode_timeout"), trajectory.error
+    if limit == "client":
+        assert "while it waited for the engine" in (trajectory.error or "")
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:

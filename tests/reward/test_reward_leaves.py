@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
+from dataclasses import replace
 
 import pytest
-from reward_episodes import call, episode, gold, leaf, spec, tool_schema, value
+from reward_episodes import SHELF, call, episode, gold, leaf, spec, tool_schema, value
 
 from agentrl.errors import RewardSpecError
 from agentrl.reward import compile_spec
@@ -339,7 +342,8 @@ def test_text_of_which_turns():
 
 NUMBERS = {
     5: ("5", "5.", "It is 5, I think", "+5", "$5", "5 %", "5!", "(5)", "5.0", "5-ish", "x = 5", "Answer:5",
-        "答案是5。", "답은 5입니다", "ตอบ5บาท", "是5千克", "５", "10-5", "- 5", "5°", "#5", "10/2", "\\frac{10}{2}", "5e0", "€ 5", "**5**"),
+        "答案是5。", "답은 5입니다", "ตอบ5บาท", "是5千克", "５", "10-5", "- 5", "5°", "#5", "10/2", "\\frac{10}{2}", "5e0", "€ 5",
+        "**5**"),
     -5: ("-5", "\u22125", "\uff0d5", "-$5", "$-5", "-5.0", "x = - 5", "(-5)", "\u20135", "答案是-5"),
     1234: ("1,234", "1234", "1 234", "1\u202f234", "1'234", "1{,}234", "1\\,234", "$1,234.00", "1.234e3", "1.234 × 10^3"),
     0.5: ("1/2", "½", "\\frac{1}{2}", "\\frac12", ".5", "0.5", "50e-2", "1 / 2", "5⁄10"),
@@ -347,8 +351,10 @@ NUMBERS = {
 }  # fmt: skip
 NEITHER = (
     "±5", "∓5", "5/2", "2/5", "3.5", "5.7", "5,000", "5,7", "15", "5k", "5th", "v5", "x5", "5x", "5³", "5^2", "2^5",
-    "x^{5}", "x_{5}", "5:30", "12:5", "√5", "5√2", "\\sqrt{5}", "1.2.5", "5.0.1", "12/5/2024", "2024-05-05", "2*5", "5π", "5万", "5억", "三5百",
-    "1/5", "5 1/2", "5½", "0.5", "5,12", "5_000", "0x5", "5e3", "\\frac{1}{5}", "\\frac{x}{5}", "1'005", "5 000", "10⁵", "%5B",
+    "x^{5}", "x_{5}",
+    "5:30", "12:5", "√5", "5√2", "\\sqrt{5}", "1.2.5", "5.0.1", "12/5/2024", "2024-05-05", "2*5", "5π", "5万", "5억",
+    "三5百", "1/5", "5 1/2", "5½", "0.5", "5,12", "5_000", "0x5", "5e3", "\\frac{1}{5}", "\\frac{x}{5}", "1'005", "5 000", "10⁵",
+    "%5B",
 )  # fmt: skip
 
 
@@ -460,7 +466,8 @@ def test_episode_stopped():
 def test_costs():
     trajectory = episode([call("f"), call("f")], [call("f")], "end")
     for turn in trajectory.turns:
-        turn.seconds, turn.prompt_tokens = 2.0, 1000
+        turn.seconds, turn.prompt_tokens = 50.0, 1000  # of a slow engine: no cost
+        turn.results = [replace(result, seconds=2.0) for result in turn.results]
     assert value("cost.turns", {"max": 6}, trajectory) == 0.5
     assert value("cost.calls", {"max": 5, "free": 1}, trajectory) == 0.5
     assert value("cost.calls", {"max": 2}, trajectory) == 1
@@ -562,3 +569,46 @@ def test_junk_scores_within_the_range_or_is_null(node, trajectory):
 def test_a_pointer_reads_tildes_and_slashes_in_names():
     """RFC 6901: ~0 is "~" and ~1 is "/", read in that order, so "~01" is "~1"."""
     assert parse_pointer("/a~0b/c~1d/~01") == ("a~b", "c/d", "~1")
+
+
+PATTERNS = [
+    (r"\[[^[\]]+\]", "[a]"), (r"[^[]+", "x]"), (r"[[:alpha:]]", ":]"), (r"[[:alpha:]]", "a"), (r"(?:foo){e}", "foo"),
+    (r"a{e<=1}", "ab"), (r"a{i}", "a{i}"), (r"a{}", "a{}"), (r"[a||b]", "|"), (r"[a&&b]", "&"), (r"(?i)straße", "STRASSE"),
+    (r"a{1,2}", "aa"), (r"x{,2}", "xx"), (r"\{[^{}]*\}", "{a}"), (r"[]a]+", "]a"), (r"[\[\]]+", "[]"), (r"a{,}", "aaa"),
+    (r"{", "{"), (r"\\{", "\\{"), (r"[{}]{2}", "{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "text"), PATTERNS)
+def test_a_pattern_is_read_as_by_pythons_re(pattern, text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        wanted = re.fullmatch(pattern, text) is not None
+    assert value("format.regex", {"pattern": pattern}, episode(text)) == wanted
+
+
+@pytest.mark.parametrize("credit", ["all", "partial"])
+@pytest.mark.parametrize(
+    ("found", "wanted"), [(["a", "b"], {"0": "a", "1": "b"}), ({"x": [1]}, {"x": {"0": 1}}), ([[1]], [{"0": 1}])]
+)
+def test_a_list_is_no_object_of_its_indices(found, wanted, credit):
+    for have, need in ((found, wanted), (wanted, found)):
+        args = {"expect": need, "by": "fields", "credit": credit}
+        assert value("state.match", args, episode("x", state=have)) == 0
+        assert value("state.match", {**args, "expect": have}, episode("x", state=have)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "gold", "truth"),
+    [
+        (1_000_001, 1_000_000, 0),
+        (1_000_000.4, 1_000_000, 0),
+        (10**12 + 1, 10**12, 0),
+        (1_000_000.0, 1_000_000, 1),
+        (0.3, 0.1 + 0.2, 1),
+    ],
+)
+def test_a_query_s_whole_numbers_are_exact(said, gold, truth):
+    """A tolerance of a millionth of a number made a million and one right."""
+    found = compile_spec(SHELF / "sql.json").score(episode("x", state={"results": [[[said]]]}, task_gold={"results": [[[gold]]]}))
+    assert found.value == truth

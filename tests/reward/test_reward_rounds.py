@@ -135,7 +135,7 @@ def test_a_call_that_used_up_its_time_is_not_made_again() -> None:
     assert by_round("state.match").score(episode).value == 1
 
 
-@pytest.mark.parametrize("stop", ["MAX_TOOL_TIME", "MAX_EPISODE_TIME", "MAX_TURN_TIME"])
+@pytest.mark.parametrize("stop", ["MAX_TOOL_TIME", "MAX_EPISODE_TIME"])
 def test_of_a_turn_that_was_cut_the_calls_that_were_answered_are_made_again(stop: str) -> None:
     """Of two calls of an agent that makes its own, the first was answered, and the second had not ended."""
     gold = [[put("a", "x"), put("a", "y")]]

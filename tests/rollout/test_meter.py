@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.rollout.engine import Sampling
+from agentrl.rollout.engine import EngineStats, Sampling
 from agentrl.rollout.meter import EngineMeter
+from agentrl.run.rows import shown_of, train_row
 
 pytestmark = pytest.mark.asyncio
 
@@ -22,17 +26,17 @@ async def test_what_the_engine_did_since_the_last_reading(tiny: str) -> None:
     await engine.start()
     meter = EngineMeter(engine)
     begun = await meter.read()  # nothing is known yet: no time has passed, and no prompt has come
-    assert (begun["engine/tokens_per_s"], begun["engine/cache_hit"]) == (None, None)
+    assert (begun["throughput/sampled_tokens_per_s"], begun["engine/cache_hit"]) == (None, None)
     await engine.generate(prompt_of(100), Sampling(max_tokens=10, seed=1), "a")
     first = await meter.read()
-    assert first["engine/tokens_per_s"] > 0 and first["engine/cache_hit"] == 0
+    assert first["throughput/sampled_tokens_per_s"] > 0 and first["engine/cache_hit"] == 0
     # the second turn of the episode finds its first one in the cache
     await engine.generate([*prompt_of(100), 1, 2, 3, 4], Sampling(max_tokens=10, seed=1), "a")
     second = await meter.read()
     assert second["engine/cache_hit"] == pytest.approx(100 / 104, abs=0.01)
     assert second["engine/steps"] > first["engine/steps"]
     idle = await meter.read()
-    assert idle["engine/tokens_per_s"] == idle["engine/running"] == 0 and idle["engine/cache_hit"] is None
+    assert idle["throughput/sampled_tokens_per_s"] == idle["engine/running"] == 0 and idle["engine/cache_hit"] is None
     # three requests on two slots: one waits
     tasks = [asyncio.ensure_future(engine.generate(prompt_of(9), Sampling(max_tokens=480), f"{i}")) for i in range(3)]
 
@@ -46,3 +50,28 @@ async def test_what_the_engine_did_since_the_last_reading(tiny: str) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await engine.close()
+
+
+async def test_a_step_whose_groups_lay_ready_has_the_speed_of_what_was_sampled_meanwhile() -> None:
+    """With `max_staleness` above 0 the wait for groups may be nothing, and no episode may have ended since the last row."""
+    sampled = 0
+
+    async def stats() -> EngineStats:
+        return EngineStats(sampled_tokens=sampled)
+
+    engine: Any = SimpleNamespace(stats=stats)
+    session: Any = SimpleNamespace(
+        collector=SimpleNamespace(metrics=lambda: {"tokens_sampled": 0.0}, ledger=SimpleNamespace(counts=dict)),
+        player=SimpleNamespace(metrics=dict),
+        judges=SimpleNamespace(metrics=dict),
+    )
+    meter = EngineMeter(engine)
+    await meter.read()
+    began = time.monotonic()
+    await asyncio.sleep(0.2)  # an update, beside which the engine goes on
+    sampled += 100
+    row = train_row(
+        session, {"success": None, "reward": None, "unscored": 0}, await meter.read(), {"rollout_s": 0.0, "update_s": 0.2}
+    )
+    said, _ = shown_of(row, ["a"])
+    assert 0 < 100 / (time.monotonic() - began) <= said["tokens/s"] <= 100 / 0.2

@@ -103,8 +103,9 @@ def test_the_gate_is_of_each(
 
 
 def test_transcripts_are_written_while_the_actors_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the next call, but none beyond a gate that may end the warm start; and each call has its own, in order."""
-    course, events = Course(config_of(min_steps=30, gate=0.25), tmp_path), list[str]()
+    """Those of the next step, but none beyond a gate that may end the warm start; and each step has its own, in order, and is
+    shown."""
+    course, events = Course(config_of(min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
     course.session.envs = session_of(course.session.config).envs
 
     async def arun(method: Any, *args: Any) -> Any:
@@ -133,6 +134,6 @@ def test_transcripts_are_written_while_the_actors_compute(tmp_path: Path, monkey
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     course.session.folder.warm_start.mkdir(exist_ok=True)
     asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
-    call = ["begin 80 rows", "end"]
-    assert events == ["write 0", call[0], "write 80", call[1], call[0], "write 160", call[1], *call]
-    assert rows == [(10, 0.0), (20, 80.0), (30, 160.0)], "a row counts the transcripts left out up to its own steps"
+    call = ["begin 8 rows", "end"]
+    assert events == ["write 0", call[0], "write 8", call[1], call[0], "write 16", call[1], *call]
+    assert rows == [(1, 0.0), (2, 8.0), (3, 16.0)], "a row counts the transcripts left out up to its own step"

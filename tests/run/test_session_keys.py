@@ -13,6 +13,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError
+from agentrl.rollout.collect import Collector
 from agentrl.rollout.course import Limits
 from agentrl.run.checks.rollout import check_rollout
 from agentrl.run.display import Display
@@ -62,6 +63,24 @@ def config(tmp_path: Path) -> TrainConfig:
     return config_from(base, KEYS)
 
 
+def test_a_part_that_fails_to_close_leaves_no_other_open(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Collector) -> None:
+        raise RuntimeError("it does not close")
+
+    monkeypatch.setattr(Collector, "close", broken)
+
+    async def closed() -> Any:
+        session: Any = await open_session(config, RunFolder.create(config), Display())
+        with pytest.raises(RuntimeError, match="it does not close"):
+            await session.close()
+        return session, [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    session, alive = asyncio.run(closed())
+    assert alive == [] and session.engine._model is None and session.actors.backend._workers == []
+
+
 def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Path) -> None:
     async def opened() -> Any:
         session: Any = await open_session(config, RunFolder.create(config), Display())
@@ -79,7 +98,6 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
         episode_timeout=22.0,
         context=512,
         env_timeout=23.0,
-        stall_timeout=300.0,
     )
     policy, collector = env.policy, session.collector
     assert list(collector.envs.values()) == [env]

@@ -209,9 +209,36 @@ def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provid
     assert played(env, *shell(f"echo {secret} > answer"), "Done.") == (1.0, True)
 
 
+CHEATS = {
+    "writes the verdict": 'echo 1 > "$LOGS_DIR/reward.txt"',
+    "writes the one that goes before": 'echo \'{"reward": 1}\' > "$LOGS_DIR/reward.json"',
+    "writes it and ends the tests": 'echo 1 > "$LOGS_DIR/reward.txt"; kill -9 $PPID',
+    "writes it later": '(while :; do mkdir -p "$LOGS_DIR"; echo 1 > "$LOGS_DIR/reward.txt"; done) >/dev/null 2>&1 &',
+    "changes the tests": 'mkdir -p "$TESTS_DIR"; printf "#!/bin/sh\\necho 1 > \\$LOGS_DIR/reward.txt" > "$TESTS_DIR/test.sh"',
+    "makes a link of it": 'rm -rf "$LOGS_DIR"; ln -s "$PWD" "$LOGS_DIR"; echo 1 > reward.txt',
+}
+"""What a script of the policy's own does when the tests run it."""
+
+
+@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
+def test_a_script_that_the_tests_run_does_not_write_their_verdict(cheat: str, provider: str) -> None:
+    env = make_env("harbor", sandbox={"provider": provider})
+    write = Message("assistant", tool_calls=(ToolCall("write", {"path": "backup.sh", "content": f"#!/bin/sh\n{cheat}\n"}),))
+    assert played(env, write, "Done.", seed=OWN["fix-script"]) == (0.0, True), verdict(env)
+
+
+def test_tests_that_were_ended_leave_no_verdict(tmp_path: Path) -> None:
+    for number, end in enumerate(("kill -9 $$", "kill -TERM $$", "sleep 60", "sh -c 'kill -9 $PPID'")):
+        settings = '[metadata.agentrl]\nfiles_only = true\nsplit = "train"\n[verifier]\ntimeout_sec = 1.0\n'
+        root = task_folder(tmp_path / str(number), "a", settings, f'echo 1 > "$LOGS_DIR/reward.txt"; {end}')
+        env = make_env("harbor", tasks=str(root))
+        assert played(env, "Done.") == (0.0, True) and verdict(env)["reason"].startswith("the tests were ended"), end
+
+
 @pytest.mark.parametrize(
     ("test", "reward", "reason"),
     [
+        ('echo 1 > "$LOGS_DIR/reward.json"; echo 0 > "$LOGS_DIR/reward.txt"', 0.0, None),
         ('echo 0.25 > "$LOGS_DIR/reward.txt"', 0.25, None),
         ('echo 1 > "$LOGS_DIR/reward.txt"; echo \'{"reward": 0.5, "speed": 3}\' > "$LOGS_DIR/reward.json"', 0.5, None),
         ('echo \'{"only": 0.75}\' > "$LOGS_DIR/reward.json"', 0.75, None),
@@ -223,7 +250,7 @@ def test_a_policy_neither_sees_tests_nor_leaves_a_verdict(tmp_path: Path, provid
         ('printf "1%0400d" 0 > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: int too large"),
         ('head -c 60000 /dev/zero | tr "\\0" "[" > "$LOGS_DIR/reward.json"', 0.0, "reward.json is no verdict: maximum recursion"),
         ("exit 1", 0.0, "the tests left no verdict"),
-        ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests left no verdict"),
+        ('echo 1 > "$LOGS_DIR/reward.txt.part"; sleep 60', 0.0, "the tests were ended (wall"),
     ],
 )
 def test_how_a_verdict_is_read(tmp_path: Path, test: str, reward: float, reason: str | None) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import DataConfig, ModelConfig
 from agentrl.data.store import RowStore, RowWriter
+from agentrl.run.frame import Count
 from agentrl.run.objectives import Preferring, Scoring, Supervised
 from agentrl.train.actor import Actor
 from agentrl.train.reward_trainer import RewardTrainer
@@ -85,7 +86,8 @@ def test_supervised_examples_weigh_by_their_trained_tokens(folder: Path, stored:
 
 def test_a_step_of_dpo_has_the_start_models_sums_over_all_rows_of_an_episode(folder: Path, stored: Any, tmp_path: Path) -> None:
     objective = Preferring(CONFIG, store_of(stored, tmp_path), group(Actor, folder / "reference"), "off")
-    asyncio.run(objective.begin())
+    asyncio.run(objective.begin(ended := Count(PAIRS, "examples")))
+    assert str(ended) == f"{PAIRS}/{PAIRS} examples"
     objective.group = group(Actor, folder / "policy")  # as if that had been learned since
     now, before = policy(folder, "policy"), policy(folder, "reference")
     rewards = torch.tensor([[BETA * (total(now, side) - total(before, side)) for side in pair] for pair in stored])
@@ -101,7 +103,7 @@ def test_a_step_of_dpo_has_the_start_models_sums_over_all_rows_of_an_episode(fol
 def test_the_pairs_of_a_step_have_their_own_references_in_whatever_order(folder: Path, stored: Any, tmp_path: Path) -> None:
     """A step's examples are drawn in any order, and a model that is the start model still has margins of 0."""
     objective = Preferring(CONFIG, store_of(stored, tmp_path), group(Actor, folder / "policy"), "off")
-    asyncio.run(objective.begin())
+    asyncio.run(objective.begin(Count(PAIRS)))
     for drawn in ([2, 0], [1]):
         weight, found = asyncio.run(objective.measure(np.array(drawn)))
         assert weight == len(drawn) and found["loss"] == pytest.approx(np.log(2), rel=1e-6)

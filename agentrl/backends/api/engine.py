@@ -14,7 +14,6 @@ import importlib.util
 import json
 import logging
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -30,7 +29,7 @@ from agentrl.executors import in_thread
 from agentrl.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import sendable
-from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Underway, Usage
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
 from agentrl.trajectory import Json, Message, ToolCall
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,6 @@ class LiteLlmEngine(Engine):
         self._gate = asyncio.Semaphore(cfg.concurrency)
         self._transcript = transcript or Transcript()
         self._calls = Calls()
-        self._begun: dict[str, float | None] = {}
         self._prompt_tokens = self._sampled_tokens = self._attempts = 0
         self._unheard = False
         self.renderer = ApiRenderer(self._transcript)
@@ -167,21 +165,10 @@ class LiteLlmEngine(Engine):
         if sampling.top_k:
             raise EngineError("API models take no top_k")
         messages, tools = self._transcript.conversation(token_ids)
-        self._begun[request_key] = None
-        try:
-            answer = await self._calls.run(request_key, self._ask(self.request(messages, tools, sampling), request_key))
-        finally:
-            self._begun.pop(request_key, None)
+        answer = await self._calls.run(request_key, self._ask(self.request(messages, tools, sampling)))
         if answer is None:
             return Generation([], [], [], "abort")
         return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
-
-    def progress(self, request_key: str) -> Underway | None:
-        """Seconds since the call left this engine's own queue. Whether tokens are arriving is unknown."""
-        if request_key not in self._begun:
-            return None
-        began = self._begun[request_key]
-        return Underway(0.0 if began is None else time.monotonic() - began, 0)
 
     async def abort(self, request_key: str) -> None:
         self._calls.abort(request_key)
@@ -215,13 +202,12 @@ class LiteLlmEngine(Engine):
             own["top_p"] = sampling.top_p
         return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
 
-    async def _ask(self, request: dict[str, Any], key: str) -> Any:
+    async def _ask(self, request: dict[str, Any]) -> Any:
         """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
         for attempt in range(self._cfg.retries + 1):
             try:
                 async with self._gate:
                     self._attempts += 1
-                    self._begun[key] = self._begun.get(key) or time.monotonic()
                     return await load_litellm().acompletion(**request)
             except Exception as problem:  # litellm's errors have no common base class of their own
                 wait = self._wait(problem, attempt)

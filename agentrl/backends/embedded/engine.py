@@ -23,13 +23,15 @@ from agentrl.backends.words import Words
 from agentrl.errors import EngineError, PromptTooLongError, ResourceError
 from agentrl.executors import in_thread
 from agentrl.images import images_in
-from agentrl.processor import TINY, own_threads, threads_for
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.processor import own_threads, threads_for
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
 from agentrl.weights.target import Adapter, WakeStage, WeightTarget
 
+ON_LOOP = 1_500_000
+"""Parameters up to which passes run on the event loop: the longest, over `step_tokens`, takes about 0.1 s, most a few ms."""
 ITERATIONS = 32
 """Of the event loop between two passes in a thread. An episode whose tools are coroutines takes fewer from its answer to its next
 request, so that the request is there before the next pass, however long that one takes."""
@@ -98,8 +100,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
         self._context = context
         size = sum(parameter.numel() for parameter in model.module.parameters())
-        # A thread's way there and back takes 0.1 ms, a pass of a tiny model 2 ms and of a real one from 30 ms to seconds.
-        self._apart, self._threads = size > TINY, self._threads or threads_for(size)
+        self._apart, self._threads = size > ON_LOOP, self._threads or threads_for(size)
         own_threads(self._threads)
         slots = Slots(model.shape, context, limit)
         self._model = model
@@ -147,9 +148,9 @@ class EmbeddedEngine(Engine, WeightTarget):
             if self._under_way.get(request_key) is request:
                 del self._under_way[request_key]
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         request = self._under_way.get(request_key)
-        return None if request is None else Underway(request.active_s, len(request.logprobs))
+        return None if request is None else len(request.logprobs)
 
     async def pause(self) -> None:
         self._paused = True

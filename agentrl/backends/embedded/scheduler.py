@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -28,9 +27,8 @@ from agentrl.rollout.engine import Finish, Generation, Sampling, Told
 @dataclass(eq=False, slots=True)
 class Request:
     """One `generate` call in progress. `tokens` are the prompt and what was sampled so far; `uniforms` the
-    request's random numbers, one for each token it may sample. `active_s`: seconds of the steps that it took part in.
-    `experts`: of tokens whose cache was dropped since, as they were computed first. `told`: gets each token as it is sampled;
-    `stops`, `constraint`: what the text of its tokens decides."""
+    request's random numbers, one for each token it may sample. `experts`: of tokens whose cache was dropped since, as they were
+    computed first. `told`: gets each token as it is sampled; `stops`, `constraint`: what the text of its tokens decides."""
 
     key: str
     tokens: list[int]
@@ -40,7 +38,6 @@ class Request:
     done: asyncio.Future[Generation]
     sequence: Sequence | None = None
     admitted: bool = False
-    active_s: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
@@ -130,7 +127,6 @@ class Batcher:
 
     def advance(self) -> Drawn:
         """Admit what fits, run the model once, and draw a token for each request whose prompt is complete."""
-        began = time.monotonic()
         self._admit()
         # Nothing runs, so nothing will free more room: it would wait forever.
         refused = self.waiting[0] if self.waiting and not self.running else None
@@ -157,8 +153,6 @@ class Batcher:
                 experts = experts[count:]
         self.steps += 1
         ids, logprobs = self._draw(ready, logits) if ready else ([], [])
-        for request, _, _ in order:
-            request.active_s += time.monotonic() - began
         return Drawn(ready, ids, logprobs, refused)
 
     def settle(self, drawn: Drawn) -> None:
@@ -186,9 +180,7 @@ class Batcher:
         self._leave(request, keep=True)
         if not request.done.done():
             sampled = request.tokens[request.prompt :]
-            request.done.set_result(
-                Generation(sampled, request.logprobs, request.versions, reason, active_s=request.active_s, experts=experts)
-            )
+            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, experts=experts))
 
     def fail(self, request: Request, error: EngineError) -> None:
         self._leave(request, keep=False)

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from agentrl.backends.parameters import Arrivals, Expected, expected_parameters
-from agentrl.backends.sglang.clock import ActiveClock
 from agentrl.backends.sglang.files import check_names, weight_files
 from agentrl.backends.sglang.http import ServerDeadError
 from agentrl.backends.sglang.probe import prove_temperature
@@ -19,7 +18,7 @@ from agentrl.config.schema import SglangConfig
 from agentrl.deadline import OwnedTasks
 from agentrl.errors import EngineError, PromptTooLongError
 from agentrl.executors import in_thread
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer, Receiver
 from agentrl.weights.routes import open_receiver
@@ -65,7 +64,6 @@ class SglangEngine(Engine, WeightTarget):
         self._receiver: Receiver | None = None
         self._context = 0
         self._turns: dict[str, list[tuple[TurnRequests, Server, asyncio.Task[None]]]] = {}
-        self._clock = ActiveClock()
         self._unfit: str | None = None
         self._whole = asyncio.Event()
         self._whole.set()
@@ -130,7 +128,7 @@ class SglangEngine(Engine, WeightTarget):
                     turn.finish = "abort"
         finally:
             server.in_flight -= 1
-        return turn.over(turn.finish, self._clock.now())
+        return turn.over(turn.finish)
 
     def _left(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
         turn, server, task = entry
@@ -150,16 +148,11 @@ class SglangEngine(Engine, WeightTarget):
                 before = len(turn.token_ids)
                 turn.add(part, self._versions)
                 self._sampled_tokens += len(turn.token_ids) - before
-                if turn.begun is None and turn.token_ids:
-                    turn.begun = self._clock.now()
 
-    def progress(self, request_key: str) -> Underway | None:
-        """A request is active from its first token on, except while the engine is paused. Its tokens come in parts."""
+    def progress(self, request_key: str) -> int | None:
+        """Tokens come in parts."""
         found = self._turns.get(request_key)
-        if not found:
-            return None
-        turn, _, _ = found[-1]
-        return Underway(0.0 if turn.begun is None else self._clock.now() - turn.begun, len(turn.token_ids))
+        return len(found[-1][0].token_ids) if found else None
 
     async def abort(self, request_key: str) -> None:
         for turn, server, task in list(self._turns.get(request_key, ())):
@@ -184,7 +177,6 @@ class SglangEngine(Engine, WeightTarget):
         self._paused = True
         # Not "in_place", which keeps the caches of the old weights, and not "abort", which ends every request.
         await self._servers.post(self._servers.alive(), "/pause_generation", {"mode": "retract"})
-        self._clock.stop()
 
     async def resume(self) -> None:
         async with self._lock:
@@ -193,7 +185,6 @@ class SglangEngine(Engine, WeightTarget):
     async def _resume(self) -> None:
         self._paused = False
         await self._servers.post(self._servers.alive(), "/continue_generation", {})
-        self._clock.go()
 
     def members(self) -> tuple[str, ...]:
         """This process receives the weights and passes them on."""
@@ -261,7 +252,7 @@ class SglangEngine(Engine, WeightTarget):
     async def stats(self) -> EngineStats:
         """Of this run's requests; `extra`: how many servers are alive."""
         turns = [turn for entries in self._turns.values() for turn, _, _ in entries]
-        running = sum(turn.begun is not None for turn in turns)
+        running = sum(bool(turn.token_ids) for turn in turns)
         return EngineStats(
             running=running,
             waiting=len(turns) - running,

@@ -40,8 +40,6 @@ class TurnRequests:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
-    begun: float | None = None
-    """Active time of the engine at the first token."""
     aborted: bool = False
     finish: Finish | None = None
     rid: str = ""
@@ -122,10 +120,9 @@ class TurnRequests:
             return "stop"
         return "length" if left == 0 else None
 
-    def over(self, finish: Finish, now: float) -> Generation:
-        """The turn; `now`: the engine's active time."""
-        seconds = 0.0 if self.begun is None else now - self.begun
-        return Generation(self.token_ids, self.logprobs, self.versions, finish, active_s=seconds)
+    def over(self, finish: Finish) -> Generation:
+        """The turn."""
+        return Generation(self.token_ids, self.logprobs, self.versions, finish)
 
 
 def sampling_params(sampling: Sampling, tokens: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from agentrl.backends.vllm.listener import TurnWatch
 from agentrl.backends.vllm.local import ReplicaDeadError, settle
 from agentrl.backends.vllm.options import BEFORE, GRAMMAR
-from agentrl.backends.vllm.pace import Pace, Paced
+from agentrl.backends.vllm.pace import Paced
 from agentrl.backends.vllm.request_batcher import Answers, Request, answered
 from agentrl.backends.vllm.scratch import settle_scratch
 from agentrl.backends.vllm.segments import SegmentedRequest, Segments
@@ -116,8 +116,6 @@ class VllmActor:
         self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
         self._segments = Segments(lambda requests: self._engine.abort(requests))
-        self._pace = Pace(lambda: list(self._engine.output_processor.request_states.values()))
-        self._looking = asyncio.create_task(self._pace.run())
         self._watching = asyncio.create_task(self._watch())
         self.context = int(self._engine.model_config.max_model_len)
         await self._set_version(0)
@@ -211,7 +209,6 @@ class VllmActor:
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
         finally:
-            request.active_s += self._pace.over(request_id)
             cut = self._segments.leave(request_id)
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
@@ -240,11 +237,9 @@ class VllmActor:
         if not self._spans:
             await self._segments.close()
         await self._call("pause_generation", mode="keep", clear_cache=True)
-        self._pace.pause(True)
 
     async def resume(self) -> None:
         await self._call("resume_generation")
-        self._pace.pause(False)
         self._segments.open()
 
     async def sleep(self, level: int) -> None:
@@ -331,12 +326,12 @@ class VllmActor:
 
     def told(self) -> Paced:
         """`progress`, in this process."""
-        told = self._pace.told()
+        states = self._engine.output_processor.request_states.values()
+        told = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
         for requests in self._requests.values():
             for name, request in requests.items():
                 if request.segments:
-                    active_s, tokens = told.get(name, (0.0, 0))
-                    told[name] = (active_s + request.active_s, tokens + len(request.token_ids))
+                    told[name] = told.get(name, 0) + len(request.token_ids)
         return told
 
     async def stats(self) -> EngineStats:
@@ -365,7 +360,6 @@ class VllmActor:
 
     async def close(self) -> None:
         if self._engine is not None:
-            self._looking.cancel()
             self._watching.cancel()
             self._engine.shutdown()
             self._engine = None
@@ -421,6 +415,6 @@ def _params(sampling: Sampling, before: int, *, each: bool) -> Any:
         # Of the sampled token alone; each further one would be computed and sent for every token.
         logprobs=0,
         extra_args=extra or None,
-        # An output per token would wake the event loop for each; progress is read from vLLM's states (pace.py).
+        # An output per token would wake the event loop for each; progress is read from vLLM's states (`told`).
         output_kind=RequestOutputKind.CUMULATIVE if each else RequestOutputKind.FINAL_ONLY,
     )

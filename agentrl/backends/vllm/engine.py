@@ -26,7 +26,7 @@ from agentrl.config.schema import VllmConfig
 from agentrl.errors import DependencyError, EngineError
 from agentrl.images import own
 from agentrl.processor import size_of_folder, threads_for
-from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
 from agentrl.rollout.workers.seats import Seats, WorkerRecipe
 from agentrl.weights.bucket import Bucket
 from agentrl.weights.route import Offer
@@ -151,7 +151,7 @@ class VllmEngine(Engine, WeightTarget):
     ) -> Generation:
         while True:
             request_id = f"{request_key}#{next(self._numbers)}"
-            self._paces.begin(request_key, request_id)  # waiting for weights or a replica does not count as active time
+            self._paces.begin(request_key, request_id)
             try:
                 await self._weights_whole.wait()
                 self._check(token_ids, sampling)
@@ -173,8 +173,8 @@ class VllmEngine(Engine, WeightTarget):
         finally:
             self._replicas.ended(request[-1], answer)
 
-    def progress(self, request_key: str) -> Underway | None:
-        """A request is active from its first token on, except while the engine is paused."""
+    def progress(self, request_key: str) -> int | None:
+        """Up to half a second old."""
         return self._paces.of(request_key)
 
     async def pause(self) -> None:

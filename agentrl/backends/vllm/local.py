@@ -12,9 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.backends.vllm.pace import LOOK, Paced
+from agentrl.backends.vllm.pace import Paced
 from agentrl.errors import EngineError, PromptTooLongError
-from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
+
+LOOK = 0.1
+"""Seconds for which what was read of all requests is used again."""
 
 _HERE: list[Any] = []
 """The VllmActor of this process, once it has started."""
@@ -96,14 +99,14 @@ class LocalEngine(Engine):
             if self._ids.get(request_key) == request_id:
                 del self._ids[request_key]
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         """As `VllmEngine.progress`, at most LOOK seconds old."""
         request_id = self._ids.get(request_key)
         if request_id is None:
             return None
         if (now := time.monotonic()) - self._looked >= LOOK:  # each look goes over all requests
             self._looked, self._told = now, self._actor.told()
-        return Underway(*self._told.get(request_id, (0.0, 0)))
+        return self._told.get(request_id, 0)
 
     async def abort(self, request_key: str) -> None:
         await self._actor.abort(request_key)

@@ -241,7 +241,7 @@ class Replicas:
         """What each live replica reports about its requests; nothing from one that does not answer."""
         answers = await asyncio.gather(*(self._in_time(replica, "progress") for replica in self.alive()), return_exceptions=True)
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
-        for request_id, (_, tokens) in itertools.chain.from_iterable(part.items() for part in told):
+        for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
             if (placed := self._requests.get(request_id)) is not None:
                 self._router.told(placed, tokens)
         return told

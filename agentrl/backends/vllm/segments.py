@@ -28,7 +28,6 @@ class SegmentedRequest:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    active_s: float = 0.0
     experts: npt.NDArray[Any] | None = None
     segments: int = 0
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +52,7 @@ class SegmentedRequest:
 
     def over(self, finish: Finish) -> Generation:
         """All segments together."""
-        return Generation(self.token_ids, self.logprobs, self.versions, finish, active_s=self.active_s, experts=self.experts)
+        return Generation(self.token_ids, self.logprobs, self.versions, finish, experts=self.experts)
 
 
 class Segments:

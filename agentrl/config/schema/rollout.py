@@ -116,13 +116,15 @@ class RolloutConfig(Frozen):
     """Only the most likely tokens that have this probability together may be drawn."""
     top_k: Annotated[NotNegativeInt, Unit("tokens")] = 0
     """Only this many most likely tokens may be drawn; 0 is all."""
-    turn_timeout: Seconds = 120.0
-    """Limit of a turn, in active time: neither queues nor publishes count."""
+    turn_timeout: Seconds = 300.0
+    """Time without a token or an answer of the engine, to any episode, after which the turns that wait for one are given up:
+    unscored, and tried again. An engine that is slow but samples is waited for."""
     episode_timeout: Seconds = 600.0
-    """Limit of an episode, in active time."""
+    """Limit of an episode, of the run time of the policy's own code in tools (cut and scored) and, by itself, of its environment
+    and agent (unscored and tried again). The engine's time does not count."""
     env_timeout: Seconds = 120.0
     """Limit of an environment's setup, of its teardown, and of scoring an episode (judges have a timeout of their own)."""
-    stall_timeout: Seconds = 300.0
+    stall_timeout: Seconds = 900.0
     """Time without a token, a tool's answer or a finished episode, after which the run stops and says what it waited for."""
     retries: Annotated[NotNegativeInt, Unit("attempts")] = 1
     """Further attempts at an episode that failed by a fault of the infrastructure; after the last one it is unscored."""

@@ -79,12 +79,12 @@ class CostTokens(_Cost):
 
 
 class CostSeconds(_Cost):
-    """Seconds of the turns, for sampling and tools."""
+    """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
 
     kind: ClassVar[str] = "cost.seconds"
 
     def used(self, view: View, args: Args) -> float:
-        return float(sum(turn.seconds for turn in view.turns))
+        return float(sum(result.seconds for turn in view.turns for result in turn.results))
 
 
 class CostUsd(_Cost):

@@ -38,7 +38,7 @@ class JudgeLeaf(Leaf):
             "prompt": {
                 "type": "string",
                 "minLength": 1,
-                "description": "with {transcript}, {answer} or {input}",
+                "description": "with {transcript}, {answer} or {input}; what the policy wrote comes as JSON between <<< and >>>",
             },
             "inputs": {
                 "type": "object",
@@ -46,7 +46,11 @@ class JudgeLeaf(Leaf):
             },
             "range": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
             "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8192},
-            "transcript_chars": {"type": "integer", "minimum": 100},
+            "transcript_chars": {
+                "type": "integer",
+                "minimum": 100,
+                "description": "of the transcript, and of any other text of the policy's, the middle of which is left out",
+            },
         },
         ("model", "prompt"),
     )
@@ -103,12 +107,19 @@ class JudgeLeaf(Leaf):
 
     def request(self, view: View, args: Args) -> VerdictRequest:
         """The request for this part of an episode."""
-        values: dict[str, Json] = {**args.get("inputs", {}), "answer": view.answer() or ""}
-        values["transcript"] = turns_as_lines(view, int(args.get("transcript_chars", 20_000)))
+        most = int(args.get("transcript_chars", 20_000))
+        values = {name: self._filled(name, value, most) for name, value in args.get("inputs", {}).items()}
+        values |= {"answer": marked(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
-        filled = _PLACE.sub(lambda found: _as_text(values[found.group(1)]), args["prompt"])
+        filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
         return VerdictRequest(args["model"], messages, self.verdict_schema, self.max_tokens)
+
+    def _filled(self, name: str, value: Json, most: int) -> str:
+        """An input as it stands in the prompt: the spec's and the task's own texts as they are, the policy's as data."""
+        if _refers(self.args["inputs"][name]):
+            return marked(value, most)
+        return value if isinstance(value, str) else _json(value)
 
     @property
     def max_tokens(self) -> int:
@@ -130,15 +141,31 @@ def turns_as_lines(view: View, most: int) -> str:
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
         lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
         lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)
-    text = "\n".join(lines)
+    return _between_marks("\n".join(lines), most)
+
+
+def marked(value: Json, most: int) -> str:
+    """What a policy wrote, as JSON between the marks, with the middle cut out like that of a transcript."""
+    return _between_marks(_json(value), most)
+
+
+def _between_marks(text: str, most: int) -> str:
     if len(text) > most:
         # Both ends stay: the request is at one and the outcome at the other.
         text = f"{text[: most // 2]}\n... ({len(text) - most} characters left out) ...\n{text[-(most // 2) :]}"
     return f"<<<\n{text}\n>>>"
 
 
-def _as_text(value: Json) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+def _json(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _refers(value: Json) -> bool:
+    """Return whether a part of an input refers to what a policy may have written."""
+    if isinstance(value, Mapping):
+        pointer = value.get("$")
+        return (isinstance(pointer, str) and not pointer.startswith("/task/")) or any(map(_refers, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_refers, value))
 
 
 def _plain(value: Any) -> Json:

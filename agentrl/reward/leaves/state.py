@@ -110,8 +110,9 @@ class StateMatch(Leaf):
         total = len(need) + len(extra)
         equal = len(need) - len(wrong)
         value = equal / total if args.get("credit") == "partial" and total else float(not wrong and not extra)
-        each = {key: {"expected": brief(need[key]), "found": brief(have.get(key))} for key in wrong[:5]}
-        return Reading(value, {"fields": total, "equal": equal, "wrong": brief(wrong), "each": each, "extra": brief(extra)})
+        each = {key[0]: {"expected": brief(need[key]), "found": brief(have.get(key))} for key in wrong[:5]}
+        places = {"wrong": brief([key[0] for key in wrong]), "extra": brief([key[0] for key in extra])}
+        return Reading(value, {"fields": total, "equal": equal, "each": each, **places})
 
 
 def _by_hash(found: FrozenState, wanted: FrozenState) -> Reading:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
-import regex
-
 from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
 from agentrl.numerals import Numeral, is_letter, numeral, numerals
 from agentrl.reward.leaf import Args, Context, Leaf, Reading, UnscorableError, object_schema, or_ref
@@ -182,7 +180,7 @@ class FormatRegex(Leaf):
     formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {
-            "pattern": {"type": "string"},
+            "pattern": {"type": "string", "description": "as Python's re reads it"},
             "where": WHERE,
             "match": {"enum": ["full", "search"]},
             "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
@@ -195,7 +193,7 @@ class FormatRegex(Leaf):
         super().__init__(args, context)
         try:
             # `regex` and not `re`, which cannot be stopped: a pattern may take exponential time on what a policy wrote.
-            self.pattern = compile_pattern(args["pattern"], regex.VERSION1)
+            self.pattern = compile_pattern(args["pattern"])
         except ValueError as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
         self.seconds = float(args.get("seconds", 0.1))

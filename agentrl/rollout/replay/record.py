@@ -17,7 +17,7 @@ from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import EngineError, EnvError, ReplayError, ToolTimeoutError
 from agentrl.reward.leaf import JudgeClient
 from agentrl.reward.twins import Twins
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.replay.io import Entries, EpisodeIO, ReplayEnvMaker
 from agentrl.rollout.replay.tape import RecordWriter, common, current_episode, digest, outcome_of
 from agentrl.rollout.replay.twins import RecordingReplayEnv, RecordingTwins
@@ -215,7 +215,7 @@ class RecordingEngine(Engine):
     def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
         return self._engine.meet(env, request_key)
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         return self._engine.progress(request_key)
 
     async def start(self) -> None:

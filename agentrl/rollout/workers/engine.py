@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.errors import EngineError
 from agentrl.executors import in_thread
-from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, Underway
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
 from agentrl.rollout.workers.channel import Channel, Fields
 from agentrl.rollout.workers.wire import (
     fault_fields,
@@ -125,8 +125,7 @@ class EngineService:
 
     def _look(self, fields: Fields, _: memoryview) -> None:
         told = {key: self._engine.progress(self._key(key)) for key in set(self._keys.values())}
-        known = {key: [found.active_s, found.tokens] for key, found in told.items() if found is not None}
-        self._channel.send("engine.progress", known=known)
+        self._channel.send("engine.progress", known={key: tokens for key, tokens in told.items() if tokens is not None})
 
 
 class DriverEngine(Engine):
@@ -138,7 +137,7 @@ class DriverEngine(Engine):
         self._waiting: dict[int, asyncio.Future[Generation | Fields]] = {}
         self._under_way: dict[str, int] = {}
         self._told_of: dict[int, Told] = {}
-        self._known: dict[str, Underway] = {}
+        self._known: dict[str, int] = {}
         self._looking: asyncio.Task[None] | None = None
         self._refused: dict[str, str] = {}
         channel.on |= {
@@ -187,7 +186,7 @@ class DriverEngine(Engine):
         """What no sampling can ask of the driver's engine; a grammar that is wrong shows when it is sampled with."""
         return next((self._refused[name] for name in ASKED if getattr(sampling, name)), "")
 
-    def progress(self, request_key: str) -> Underway | None:
+    def progress(self, request_key: str) -> int | None:
         """As old as LOOK_S. None until the driver has told it, and always if its engine never tells."""
         if request_key not in self._under_way:
             return None
@@ -242,7 +241,7 @@ class DriverEngine(Engine):
             told(fields["ids"], fields["logprobs"])
 
     def _progress(self, fields: Fields, _: memoryview) -> None:
-        self._known = {key: Underway(*found) for key, found in fields["known"].items() if key in self._under_way}
+        self._known = {key: tokens for key, tokens in fields["known"].items() if key in self._under_way}
 
     async def _look(self) -> None:
         # Ends with the last request, so that an idle engine is not asked; `progress` begins again.

@@ -32,7 +32,6 @@ def job_fields(job: Job) -> Fields:
         "spec": asdict(job.spec),
         "params": dict(job.params),
         "temperature": job.temperature,
-        "stall_timeout": job.stall_timeout,
         "trained": job.trained,
         **({"branches": [[asdict(spec) for spec in attempts] for attempts in job.branches]} if job.branches else {}),
     }
@@ -121,7 +120,6 @@ def generation_frame(generation: Generation) -> tuple[Fields, bytes]:
         "finish": generation.finish,
         "usage": None if generation.usage is None else asdict(generation.usage),
         "seconds": generation.seconds,
-        "active_s": generation.active_s,
     }
     if generation.experts is not None:
         fields["experts"] = _shape(generation.experts)
@@ -141,7 +139,6 @@ def generation_of(fields: Mapping[str, Any], blob: memoryview) -> Generation:
         fields["finish"],
         None if usage is None else Usage(**usage),
         fields["seconds"],
-        fields["active_s"],
         None if experts is None else reader.shaped(experts),
     )
 

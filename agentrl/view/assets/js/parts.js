@@ -51,7 +51,7 @@ export function Outcome({ episode }) {
 export const outcomeClass = ({ reward, success }) => (reward === undefined ? "" : reward === null ? "unscored" : success === true ? "solved" : success === false ? "failed" : "");
 
 export function Stop({ stop }) {
-  const fault = ["env_error", "engine_error", "agent_error", "tool_timeout", "episode_timeout", "cancelled", "agent_failed"].includes(stop);
+  const fault = ["env_error", "engine_error", "agent_error", "tool_timeout", "episode_timeout", "engine_timeout", "cancelled", "agent_failed"].includes(stop);
   return html`<span class="badge ${fault ? "bad" : stop === "done" ? "" : "warn"}">${stop ?? NONE}</span>`;
 }
 

@@ -1,13 +1,10 @@
 #!/bin/sh
-logs=${LOGS_DIR:-/logs/verifier}
-work=$(mktemp -d) || exit 1
-mkdir "$work/from"
-echo one > "$work/from/a b.txt"
-echo two > "$work/from/c.txt"
-said=$(sh backup.sh "$work/from" "$work/new/to" 2>&1)
+tests=${TESTS_DIR:-/tests} logs=${LOGS_DIR:-/logs/verifier}
+[ -n "$BEFORE_DONE" ] || sh "$tests/before.sh"  # where nobody has run it, as in Harbor itself
 reward=0
-if [ "$said" = 2 ] && [ "$(cat "$work/new/to/a b.txt" 2>/dev/null)" = one ] && [ "$(cat "$work/new/to/c.txt" 2>/dev/null)" = two ]; then
+is() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
+if is .check/said 2 && is ".check/new/to/a b.txt" one && is .check/new/to/c.txt two; then
   reward=1
 fi
-rm -rf "$work"
+rm -rf .check
 echo "$reward" > "$logs/reward.txt"

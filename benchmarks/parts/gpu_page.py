@@ -1,0 +1,57 @@
+"""The page of what cards have shown, from the files of results that benchmarks/gpu.py writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HEAD = """# On a card
+
+What benchmarks/gpu.py found on GPUs, by card and day, the newest first. Written by `python benchmarks/gpu.py --page`; the
+figures are in `benchmarks/results/gpu-*.json`.
+
+A card is often on a machine without a network. `benchmarks/gpu_proof.sh loads` writes what has to be carried there, each load
+below 60 MB, and `benchmarks/gpu_proof.sh` there runs everything in the order below, each part in less than 9 minutes and
+independent of the others:
+
+| part | what it shows |
+|---|---|
+| `learn` | SmolLM2-135M in bfloat16, embedded engine, one process: success on BFCL untouched, after an epoch of gold calls, \
+and after 30 updates of GRPO; tokens/s, MFU, memory, mismatch |
+| `trainer` | a step over 16,384 packed tokens of Qwen3-0.6B and of 8 layers of the 4B: MFU and memory, compiled or not, \
+with varlen or blocks, checkpointed, float32 |
+| `kernels` | attention by row length, save and load, offload |
+| `publish` | weights into a second process, by shared memory and by CUDA IPC |
+| `vllm` | tokens/s of the embedded engine; where vLLM and Ray could be carried also of a replica, and five updates with \
+trainer and replica in turn on the card |
+
+A part that could not run says why.
+"""
+
+
+def page(results: Path) -> str:
+    """The page, in Markdown."""
+    files = sorted(results.glob("gpu-*.json"), key=lambda path: path.stem[-10:], reverse=True)
+    if not files:
+        return f"{HEAD}\n**Nothing has run on a card yet**, so there are no figures.\n"
+    return HEAD + "".join(_section(path) for path in files)
+
+
+def _section(path: Path) -> str:
+    found = json.loads(path.read_text())
+    rows = [f"| `{part}` | {key} | {value} |" for part, figures in found["parts"].items() for key, value in _flat("", figures)]
+    table = "\n".join(["| part | figure | value |", "|---|---|---|", *rows])
+    return f"\n## {found['card']}, {path.stem[-10:]}\n\ntorch {found['torch']}\n\n{table}\n"
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix} {key}".strip(), inner)
+    else:
+        yield (
+            prefix,
+            f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value).split("\n")[0],
+        )
