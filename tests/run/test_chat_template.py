@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.cli.main import main
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.paths import with_absolute_paths
 from agentrl.errors import ConfigError, ModelError
@@ -93,6 +94,7 @@ def test_a_name_stays_a_name_where_a_folder_is_called_so(model: str, tmp_path: P
     assert filed.model.chat_template == str(tmp_path / "mine.jinja")
 
 
-def test_a_model_behind_an_api_has_none(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template"):
-        check_assembly(config_of("api:openai/x", "model.chat_template=hermes"))
+def test_a_script_plays_the_environment_of_a_config_that_names_one(tmp_path: Path) -> None:
+    file = tmp_path / "named.toml"
+    file.write_text('base = "quickstart"\n[model]\nchat_template = "hermes"\n')
+    assert main(["eval", "key_value", "--config", str(file), "--policy", "gold", "-n", "1", "--out", str(tmp_path / "gold")]) == 0
