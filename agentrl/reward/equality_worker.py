@@ -220,7 +220,7 @@ def _latex(bare: str) -> str | None:
         lambda f: f.group() if text[f.start() - 1 : f.start()] == "\\" else rf"\{f.group()} ",
         text,
     )
-    return normalize_latex(text, _LATEX)
+    return str(normalize_latex(text, _LATEX))
 
 
 def _improper(found: re.Match[str]) -> str:
@@ -243,7 +243,7 @@ _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 def answer_in(text: str) -> str | None:
     """The part of a text that is its answer: what is in a box, or stands first behind "answer", or last. None without any."""
     if _BOX.search(text):
-        return extract_boxed_content(text, "last")
+        return str(extract_boxed_content(text, "last"))
     anchors = list(_ANCHOR.finditer(text))
     if anchors and (found := _parts(text[anchors[-1].end() :])):
         return found[0]

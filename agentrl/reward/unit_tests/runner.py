@@ -90,7 +90,8 @@ class Code:
             reply = self.exchange(message)
         finally:
             changed = self.changed
-            self.sound(lambda: [_become((kwargs if isinstance(n, str) else args)[n], one) for n, one in changed])
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            self.sound(lambda: [_kept(given[place], one) for place, one in changed])
         if reply.get("stop"):
             raise StopIteration
         return self.sound(lambda: self.decode(reply["value"]))
@@ -127,8 +128,9 @@ class Code:
             self.end()
             raise self.over(f"the process of the code ended: {type(fault).__name__}: {fault}"[:500]) from None
         if "raised" in reply:
-            self.raised.append(fault := self.sound(lambda: self.fault(reply)))
-            raise fault
+            raised: BaseException = self.sound(lambda: self.fault(reply))
+            self.raised.append(raised)
+            raise raised
         return reply
 
     def fault(self, reply: dict[str, Any]) -> BaseException:
@@ -137,10 +139,11 @@ class Code:
         if kind is CodeEndedError:
             return self.over(text)
         with contextlib.suppress(Exception):
-            if str(fault := kind(*made)) == text:
-                return fault
+            if str(whole := kind(*made)) == text:
+                return whole
         quiet = type(kind.__name__, (kind,), {"__init__": lambda self, *args: None, "__str__": lambda self: text})
-        return quiet(*(made or [text]))
+        silent: BaseException = quiet(*(made or [text]))
+        return silent
 
     def called(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -282,34 +285,28 @@ def _others(item: str | float | bytes) -> list[Any]:
     return [*near, *(type(item)(draw.randint(10**6, 10**9)) for _ in range(6))]
 
 
-def _become(mine: Any, changed: Any) -> None:
-    """What the code did to a container that it was given, down to those in it."""
-    if type(changed) is not next((kind for kind in (list, dict, set, bytearray, tuple) if isinstance(mine, kind)), None):
-        return
-    if isinstance(mine, list | tuple):
-        whole = [_kept(old, new) for old, new in zip(mine, changed, strict=False)] + list(changed[len(mine) :])
-        if isinstance(mine, list):
-            mine[:] = whole
-    elif isinstance(mine, bytearray):
-        mine[:] = changed
-    elif isinstance(mine, dict):
-        whole_dict = {key: _kept(mine[key], new) if key in mine else new for key, new in changed.items()}
-        mine.clear()
-        mine.update(whole_dict)
-    else:
-        mine.clear()
-        mine.update(changed)
-
-
 def _kept(old: Any, new: Any) -> Any:
-    """The test's own object, made what it has become, if it may be the same one."""
-    if isinstance(new, list | dict | set | bytearray) and isinstance(old, type(new)):
-        _become(old, new)
+    """The test's own container, made what the code has made of it, down to those in it; for all else what it is now."""
+    kinds = (list, dict, set, bytearray, tuple)
+    if type(new) not in kinds or not isinstance(old, type(new)):
+        return new
+    if isinstance(new, dict):
+        now = {key: _kept(old[key], one) if key in old else one for key, one in new.items()}
+        old.clear()
+        old.update(now)
         return old
-    if isinstance(new, tuple) and isinstance(old, tuple) and len(old) == len(new):
-        _become(old, new)
-        return old if old == new else new
-    return new
+    if isinstance(new, set):
+        old.clear()
+        old.update(new)
+        return old
+    if isinstance(new, bytearray):
+        old[:] = new
+        return old
+    whole = [_kept(mine, one) for mine, one in zip(old, new, strict=False)] + list(new[len(old) :])
+    if isinstance(new, list):
+        old[:] = whole
+        return old
+    return old if len(old) == len(new) and all(a is b for a, b in zip(old, whole, strict=True)) else new
 
 
 class Outcomes:
