@@ -205,7 +205,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("tokens_thrown/<why>", "tokens", "those of groups that were `filtered`, `refused`, `stale` or `failed`, "
             "of `cancelled` groups and members (without a turn that was not over), and of attempts that were `retried`"),
         MetricInfo("throughput/sampled_tokens_per_s", "tokens/s", "tokens that the engine sampled for anything since the "
-            "last row, over all seconds since then, so with `rollout.max_staleness` 0 those of the update too (above 0 none in the "
+            "last row, over all seconds since then, with `rollout.max_staleness` 0 those of the update too (above 0: none in the "
             "first row, whose tokens were sampled before the updates began)"),
         MetricInfo("throughput/trained_tokens_per_s", "tokens/s", "`tokens_trained` over the seconds of the update"),
         MetricInfo("engine/cache_hit", "share", "share of the prompt tokens that came from the prefix cache"),
