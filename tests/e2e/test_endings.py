@@ -335,7 +335,7 @@ def test_a_run_ends_as_it_says(
     if cluster == "joined":
         address, token = str(request.getfixturevalue("head")).split()
         where.append(f"cluster.address={address}")
-        place.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        place.env.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
     run, before = place.folder / "runs" / "run", unheld_memory()
     own = [*ending.overrides, *(() if "callbacks" in "".join(ending.overrides) else ("callbacks=[{name='ending'}]",))]
     code, said = said_by(
