@@ -196,9 +196,11 @@ class Contract:
                 await box.python("1 / 0"),
                 await box.read("n.txt"),
                 await box.python("'\ud800'"),
+                await box.python("def f(a: int): pass\nf.__annotations__"),
             )
 
-        value, fault, kept, half = self.run(work)
+        value, fault, kept, half, own = self.run(work)
+        assert own.stdout == "{'a': <class 'int'>}\n", "the code inherits nothing of the program that runs it"
         assert (value.stdout, value.code, kept) == ("42\n", 0, b"7")
         assert fault.code == 1 and "ZeroDivisionError" in fault.stdout and "notebook" not in fault.stdout
         assert half.code == 1 and "surrogates not allowed" in half.stdout, "half a character, which JSON can say, is no text"
