@@ -90,7 +90,7 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
     keys = [f"model.path={model}", *(QUICK if quick else []), f"out={folder / 'runs'}"]
     _agentrl(folder, "eval", keys, "--model", model, "--out", str(folder / "untouched"), "-n", "2" if quick else "200")
     seconds = _agentrl(folder, "train", keys)
-    untouched = json.loads((folder / "untouched" / "report.json").read_text())["success"]
+    untouched = json.loads((folder / "untouched" / "report.json").read_text())["pass@1"]
     return {"model": Path(model).name, "success_untouched": untouched["mean"], **_of(folder / "runs" / "learn", seconds)}
 
 
