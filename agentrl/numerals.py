@@ -136,15 +136,16 @@ def _value(found: re.Match[str], text: str) -> Numeral | None:
         return Numeral(_plain(found["plain"]), text, re.search("[.eE]", found["plain"]) is None, True, percent)
     if found["vulgar"] is not None:
         share = Fraction(unicodedata.numeric(found["vulgar"])).limit_denominator(10)
-        top, bottom, negative = Fraction(share.numerator), Fraction(share.denominator), False
+        top, bottom, negative, exact = Fraction(share.numerator), Fraction(share.denominator), False, True
     else:
-        top = _plain(found["over"] or found["top"] or found["top1"])
-        bottom = _plain(found["under"] or found["bottom"] or found["bottom1"])
+        over = found["over"] or found["top"] or found["top1"]
+        under = found["under"] or found["bottom"] or found["bottom1"]
+        top, bottom = _plain(over), _plain(under)
+        exact = re.search("[.eE]", over + under) is None
         negative = (found["top_sign"] or "") in _MINUS
     if not bottom or (found["top_sign"] or "") in ("±", "∓"):
         return None
     first = found["whole"] or found["and"]
-    exact = top.denominator == bottom.denominator == 1
     lowest = exact and gcd(top.numerator, bottom.numerator) == 1 and bottom > 1 and (first is None or top < bottom)
     value = (_plain(first) if first else 0) + top / bottom
     return Numeral(-value if negative else value, text, exact, lowest, percent)
