@@ -37,8 +37,13 @@ _FRACTION = (
     rf"(?:\\[dtc]?frac\s?(?:\{{\s?(?P<top_sign>{_SIGN}?)\s?(?P<top>{_PLAIN})\s?\}}|(?P<top1>[0-9]))\s?"
     rf"(?:\{{\s?(?P<bottom>{_PLAIN})\s?\}}|(?P<bottom1>[0-9]))|(?P<vulgar>[{_VULGAR}]))"
 )
+# Most numbers are digits with nothing behind them that could belong to them; to know it early is ten times as fast.
+_SIMPLE = (
+    rf"(?P<simple>[0-9]+(?![0-9.eE{{(\\\u2044/×x*·⋅^√{_VULGAR}])(?!.?[0-9]{{3}}(?![0-9]))(?!\s?[-/\\×x*·⋅\u2044{_VULGAR}])"
+    rf"(?!\s+[0-9.,]+\s?[/\u2044]))"
+)
 _VALUE = (
-    rf"(?:(?P<repeated>(?P<before>{_INTEGER}?\.[0-9]{{0,40}}){_REPEATED})"
+    rf"(?:{_SIMPLE}|(?P<repeated>(?P<before>{_INTEGER}?\.[0-9]{{0,40}}){_REPEATED})"
     rf"|(?P<whole>{_INTEGER})?\s?{_FRACTION}"
     rf"|(?:(?P<and>{_INTEGER})(?:\s+|-))?(?P<over>{_PLAIN})\s?[/\u2044]\s?(?P<under>{_PLAIN})"
     rf"|(?P<mantissa>{_PLAIN})\s?(?:[x×*·⋅]|\\times|\\cdot)\s?10\s?"
@@ -121,6 +126,8 @@ def _plain(text: str) -> Fraction:
 def _value(found: re.Match[str], text: str) -> Numeral | None:
     """The number without its sign; None for a fraction over zero."""
     percent = found["percent"] is not None
+    if found["simple"] is not None:
+        return Numeral(Fraction(int(found["simple"])), text, True, True, percent)
     if found["repeated"] is not None:
         whole, _, digits = re.sub(r"[^0-9.]", "", found["before"]).partition(".")
         again = found["again"] or found["round"]
@@ -136,15 +143,16 @@ def _value(found: re.Match[str], text: str) -> Numeral | None:
         return Numeral(_plain(found["plain"]), text, re.search("[.eE]", found["plain"]) is None, True, percent)
     if found["vulgar"] is not None:
         share = Fraction(unicodedata.numeric(found["vulgar"])).limit_denominator(10)
-        top, bottom, negative = Fraction(share.numerator), Fraction(share.denominator), False
+        top, bottom, negative, exact = Fraction(share.numerator), Fraction(share.denominator), False, True
     else:
-        top = _plain(found["over"] or found["top"] or found["top1"])
-        bottom = _plain(found["under"] or found["bottom"] or found["bottom1"])
+        over = found["over"] or found["top"] or found["top1"]
+        under = found["under"] or found["bottom"] or found["bottom1"]
+        top, bottom = _plain(over), _plain(under)
+        exact = re.search("[.eE]", over + under) is None
         negative = (found["top_sign"] or "") in _MINUS
     if not bottom or (found["top_sign"] or "") in ("±", "∓"):
         return None
     first = found["whole"] or found["and"]
-    exact = top.denominator == bottom.denominator == 1
     lowest = exact and gcd(top.numerator, bottom.numerator) == 1 and bottom > 1 and (first is None or top < bottom)
     value = (_plain(first) if first else 0) + top / bottom
     return Numeral(-value if negative else value, text, exact, lowest, percent)

@@ -134,7 +134,7 @@ def _bare(text: str) -> str:
                 and end not in inner.replace("\\$", "")
             ):
                 text = inner.strip()
-    return text
+    return re.sub(r"(?<=[0-9])\s?(?:\\\$|[€£¥₹₩])$", "", text)
 
 
 def _with_unit(bare: str) -> Read | None:
@@ -189,6 +189,10 @@ def _expression(bare: str) -> Read | None:
         value = latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
     except Exception:  # the parser's own are of many kinds
         return None
+    if isinstance(value, sympy.FiniteSet) and all(isinstance(one, sympy.Eq) for one in value.args):
+        names = {one.lhs for one in value.args}
+        if len(names) == 1 and all(name.is_Symbol for name in names):  # x = 2 or x = 3
+            return Read(bare, type(value)(*(one.rhs for one in value.args)), name=str(names.pop()))
     return Read(bare, value)
 
 

@@ -120,7 +120,8 @@ def copied_question(messages: Iterable[Message]) -> str:
     question = "\n".join(message.content for message in messages if message.role == "user")
     formulas = [next(filter(None, found.groups()), "").strip(" .,?") for found in _FORMULA.finditer(question)]
     worth = max(formulas, key=len, default="")
-    return f"{question}\n\\boxed{{{worth}}}" if re.search(r"[0-9a-z]", worth) else question
+    # A number that stands by itself is no formula, and would be the last number of the text.
+    return f"{question}\n\\boxed{{{worth}}}" if re.search(r"[0-9a-z)}]\s?[-+*/^=!×÷·]|[√\\]", worth) else question
 
 
 def _question(env: ProbeEnv, task: Task) -> list[Message]:
