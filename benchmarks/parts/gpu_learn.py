@@ -52,7 +52,7 @@ gate_tasks = 8
 groups = 16
 group_size = 8
 max_turns = 2
-max_turn_tokens = 128
+max_turn_tokens = 192
 max_episode_tokens = 4096
 
 [optim]
@@ -100,7 +100,8 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
     which = ["-n", "2"] if quick else ["simple", "--split", "train", "-n", "120"]
     _agentrl(folder, "eval", keys, "--model", model, "--out", str(folder / "untouched"), *which)
     seconds = _agentrl(folder, "train", keys)
-    untouched = json.loads((folder / "untouched" / "report.json").read_text())["pass@1"]
+    [report] = (folder / "untouched").rglob("report.json")  # below the environment's name, if the config has several
+    untouched = json.loads(report.read_text())["pass@1"]
     return {"model": Path(model).name, "success_untouched": untouched["mean"], **_of(folder / "runs" / "learn", seconds)}
 
 
