@@ -133,7 +133,7 @@ def test_what_is_no_pair_of_configs_is_refused(capsys: pytest.CaptureFixture[str
 
 NAMES = {"algorithm.loss": ["ppo_clip"], "trackers": ["tensorboard"], "engine": ["vllm"], "env.wrappers": ["w"]}
 GOOD: list[dict[str, Any]] = [
-    {"base": "quickstart", "sft": False, "model": {"init": False, "dtype": False}, "stop_at_success": False},
+    {"base": "quickstart", "sft": False, "model": {"init": False, "lora": False}, "stop_at_success": False},
     {"env": {"functions": {"weight": 2.0}}, "base": "two_envs"},
     {"env": [{"id": "a", "weight": [[0, 1.0], [5, 2.0]]}], "algorithm": {"loss": {"name": "mine", "args": {"x": 1}}}},
     {"reward": {"judge": {"calls": False}}, "engine": "mine", "trackers": [{"name": "tensorboard"}]},

@@ -424,7 +424,9 @@ def blocks_told(config: TrainConfig, out: Path) -> int:
         pass
 
     said: list[str] = []
-    session: Any = SimpleNamespace(start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None), io=None)
+    session: Any = SimpleNamespace(
+        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str), io=None
+    )
     request: Any = SimpleNamespace(out=out, pairs=[], split="heldout", temperature=lambda _: None)
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
     with pytest.MonkeyPatch.context() as patch:

@@ -118,7 +118,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
                 check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
             check_prompts(one, engine, EnvRef.of(one))
-    check_cache(config, engine)
+    check_cache(config)
     check_placement(config, engine)
     check_workers(config, True)
     check_judge(config, scorers)

@@ -37,8 +37,8 @@ def check_model(config: TrainConfig) -> None:
 def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
-    Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, reward,
-    rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
+    Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, model.chat_template,
+    reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
     """
     env = EnvRef.of(config)
     built = env.build()

@@ -119,11 +119,11 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
         )
 
 
-def check_cache(config: TrainConfig, engine_name: str) -> None:
+def check_cache(config: TrainConfig) -> None:
     """Raise ConfigError or ResourceError if the engine's cache holds no sequence: beside its weights on this machine's GPUs, or
     as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
 
-    Reads: engine_args, vllm, model, cluster, and on a GPU that the engine fills what the trainer's memory depends on.
+    Reads: engine_args, vllm, model, cluster, rollout, optim, sft, critic, reward_model, reward, algorithm, env, data.
     """
     if is_planned():
         return  # the cards of another machine are counted by the plan

@@ -17,7 +17,8 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     """Raise ConfigError if the warm start cannot run: max_steps is below min_steps, the model has adapters, there is no
     teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
 
-    Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, optim.micro_tokens.
+    Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, model.chat_template,
+    optim.micro_tokens.
     """
     sft = config.sft
     if sft is None:
