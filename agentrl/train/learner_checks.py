@@ -19,8 +19,9 @@ def check_learner(config: TrainConfig) -> None:
     """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
 
     Reads: algorithm, critic, data, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel,
-    cluster.actors, model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens, rollout.max_episode_tokens; and as
-    `check_offload`, `check_experience`, `check_distillation`, `check_moving` and `check_optims`.
+    cluster.actors, model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens,
+    rollout.max_episode_tokens; and as `check_offload`, `check_experience`, `check_distillation`, `check_moving` and
+    `check_optims`.
     """
     check_optims(config)
     check_algorithm(fill_length_norm(config))
