@@ -115,7 +115,7 @@ def test_the_reward_of_a_run_is_what_its_own_judge_says(played: Path, judge: Pat
         answers = [turn["message"]["content"] for turn in row["turns"] if not turn["message"]["tool_calls"]]
         # What reads as a control token is text here, and that token in a template.
         if answers and checked < 4 and not any(mark in answers[-1] for mark in markup):
-            verdict, _, _ = said(judge, answers[-1])
+            verdict, _, _ = said(judge, f"<<<\n{json.dumps(answers[-1], ensure_ascii=False)}\n>>>")
             leaf = row["evidence"]["root"]["evidence"]
             assert (row["reward"], leaf["reason"]) == (pytest.approx(verdict["score"]), verdict["reason"]), answers
             checked += 1
@@ -434,8 +434,8 @@ def test_no_budget_is_spent_on_it(judge: Path, tmp_path: Path) -> None:
 
 def test_an_engine_that_fails_leaves_episodes_unscored_and_the_run_goes_on(judge: Path, tmp_path: Path) -> None:
     """The prompts of long answers have no room in `max_model_len`: their episodes have no reward, and are not of 0."""
-    asks = named("engine:strict", prompt="{answer}" * 20, max_tokens=50)
-    short = [f"{ENGINE}.max_model_len=420", "health.max_unscored=1.0", "steps=1", "rollout.retries=0"]
+    asks = named("engine:strict", prompt="{answer}" * 8, max_tokens=50)
+    short = [f"{ENGINE}.max_model_len=380", "health.max_unscored=1.0", "steps=1", "rollout.retries=0"]
     run = execute(config_of(tmp_path, "r", *words(tmp_path, judge, *short, root=asks)))
     found = episodes(run, "step_*")
     unscored = [row for row in found if row["reward"] is None]

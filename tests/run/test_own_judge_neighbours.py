@@ -152,7 +152,7 @@ def test_a_judge_that_was_trained_says_what_it_was_taught(
     chats = [
         [
             {"role": "system", "content": asked},
-            {"role": "user", "content": answer},
+            {"role": "user", "content": f'<<<\n"{answer}"\n>>>'},
             {"role": "assistant", "content": json.dumps(verdict)},
         ]
         for answer, verdict in verdicts.items()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.embedded.scheduler import Request
+from agentrl.backends.embedded.scheduler import Drawn, Request
 from agentrl.errors import AgentrlError
 from agentrl.rollout.engine import Sampling
 from agentrl.weights.bucket import Bucket, Stream
@@ -36,15 +36,15 @@ class Model:
         await self.engine.start()
         batcher = self.engine._batcher
         assert batcher is not None
-        step = batcher.step
+        settle = batcher.settle
 
-        def watched() -> None:
-            step()
+        def watched(drawn: Drawn) -> None:
+            settle(drawn)
             for request, tokens, event in self._watched.values():
                 if len(request.logprobs) >= tokens:
                     event.set()
 
-        batcher.step = watched  # type: ignore[method-assign]
+        batcher.settle = watched  # type: ignore[method-assign]
 
     async def until(self, request: Request, tokens: int) -> None:
         """Return once a request has that many tokens, or is over."""
