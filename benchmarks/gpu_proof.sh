@@ -57,9 +57,13 @@ prepare() {
 
 bench() { timeout "${LIMIT:-530}" "$PYTHON" benchmarks/gpu.py "${MODE[@]}" "$@"; }
 
+model_is_there() {
+  [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: carry all of .gpu/model" >&2; return 1; }
+}
+
 part() {
   case $1 in
-    learn) bench --only learn --real "$MODEL" ;;
+    learn) model_is_there && bench --only learn --real "$MODEL" ;;
     trainer) LIMIT=260 bench --only limits --only step --model 0.6B && LIMIT=260 bench --only step --model 4B ;;
     kernels) bench --only attention --only checkpoint ;;
     publish) bench --only publish ;;

