@@ -18,6 +18,7 @@ from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seco
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config import VllmConfig, parse_overrides
+from agentrl.config.overrides import overridden
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.state import BackgroundSave, load_state, save_state
@@ -46,7 +47,7 @@ async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> d
 
     cuda, (prompt, length) = device.type == "cuda", (16, 16) if quick else (128, 128)
     os.environ.update(environment(cuda))
-    given = parse_overrides(os.environ.get("KEYS", "").split()).get("vllm", {})
+    given = overridden({}, parse_overrides(os.environ.get("KEYS", "").split())).get("vllm", {})
     cfg = VllmConfig(**{"max_model_len": prompt + length, "kv_cache_mib": 64 if quick else 8192, **given})
     replica = VllmActor({"model": path, **engine_options(cfg, cuda=cuda, dtype="bfloat16")})
     await replica.start()
