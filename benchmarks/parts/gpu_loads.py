@@ -31,9 +31,10 @@ LEFT_OUT = re.compile(
     r"vllm/(vllm-rs|third_party/(deep_gemm|fmha_sm100|tml_fa4)/|benchmarks/|_flashmla|_qutlass_C|_rust_tool_parser"
     r"|vllm_flash_attn/_vllm_fa2_C|vllm_flash_attn/cute/|.*/configs/E=|.*/configs/N=)"
     r"|ray/(jars|rllib|tune|serve|llm|train|data|dashboard/client|core/generated/.*\.pyi)"
-    r"|.*\.(map|pyi|h|hpp|cuh|cu|js|css|pyx|pxd)$|[^/]+\.data/(?!purelib|platlib|scripts)|.*/tests?/|mistral_common/data/|pycountry/locales/|tvm_ffi/(3rdparty|src|share)/"
+    r"|.*\.(map|pyi|h|hpp|cuh|cu|js|css|pyx|pxd)$|[^/]+\.data/(?!purelib|platlib|scripts)|.*/tests?/"
+    r"|mistral_common/data/|pycountry/locales/|tvm_ffi/(3rdparty|src|share)/"
 )
-KEPT = re.compile(r"ray/(train|tune|serve|llm|rllib|data)/(__init__|_internal/usage|constants)\.py$")
+KEPT = re.compile(r"ray/(train|tune|serve|llm|rllib|data)/(__init__|constants)\.py$")
 
 
 def slim(data: bytearray) -> None:
