@@ -57,7 +57,7 @@ pinned() {
 prepare() {
   export PYTHONPATH="$PWD/$GPU/site:$PWD"
   # There is no network to ask, and no second engine or compiler to choose.
-  export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
+  export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 CUDA_MODULE_LOADING=LAZY
   if [ ! -d "$GPU/site" ]; then
     $PYTHON -m pip install --quiet --no-index --no-deps --target "$GPU/site" "$GPU"/wheels/*.whl
     $PYTHON -m agentrl env install bfcl
