@@ -1,4 +1,4 @@
-"""`python .ci/families.py`: the probe over every causal language model of transformers, into docs/families.json and docs/families.md.
+"""Probe every causal language model of transformers, into docs/families.json and docs/families.md.
 
     python .ci/families.py                    all families (some minutes)
     python .ci/families.py --only lfm2 llama  these alone; the others stay as recorded

@@ -1,4 +1,4 @@
-"""`python .ci/floors.py`: what an agent that solves nothing earns in each environment, into docs/floors.json and docs/benchmarks.md.
+"""Measure the reward of agents that solve nothing, into docs/floors.json and docs/benchmarks.md.
 
     python .ci/floors.py                   everything that can be played here; the other rows stay, with their date and version
     python .ci/floors.py --only bfcl tau2  these alone

@@ -3,6 +3,7 @@
     python .ci/measure.py            print the figures
     python .ci/measure.py --check    name every figure above its budget; exit code 1 if there is one (`make lint`)
     python .ci/measure.py --lower    write the figures that fell into the budgets
+    python .ci/measure.py --step     print what one GRPO update enters, traced
     python .ci/measure.py --message FILE    check the subject of a commit message
 
 Budgets only fall: a change that needs more room removes something first.
@@ -15,10 +16,17 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = ROOT / ".ci" / "budgets.json"
@@ -156,6 +164,43 @@ def figures() -> dict[str, int]:
     return found
 
 
+def traced_step() -> dict[str, list[str]]:
+    """File -> functions that the third of three small updates enters, in the order of their first call."""
+    sys.path.insert(0, str(ROOT))
+    import agentrl
+
+    entered: dict[str, dict[str, None]] = {}
+    steps: list[dict[str, list[str]]] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(f"{ROOT}/agentrl/") and frame.f_code.co_name != "<module>":
+            entered.setdefault(name.removeprefix(f"{ROOT}/"), {})[frame.f_code.co_qualname] = None
+
+    def end_step(row: Mapping[str, object], _: object) -> None:
+        steps.append({file: list(names) for file, names in entered.items()})
+        entered.clear()
+
+    def reward(episode: Trajectory) -> float:
+        return 1.0 / (1 + sum(turn.sampled_tokens for turn in episode.turns))
+
+    changes = {
+        "steps": 3, "sft": False, "cluster.backend": "inline", "engine": "embedded", "stop_at_success": False,
+        "rollout.groups": 2, "rollout.group_size": 4, "eval.tasks": 2, "eval.every": 0, "checkpoint.every": 1000,
+        "health.lint": False,
+        "env.reward": agentrl.give(reward),
+    }  # fmt: skip
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            agentrl.train("quickstart", name="traced", out=out, on_step=end_step, **changes)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return steps[2]
+
+
 def check_message(text: str) -> str | None:
     """Problem with a commit's subject, or None."""
     subject = text.partition("\n")[0]
@@ -172,6 +217,14 @@ def main(words: list[str]) -> int:
         problem = check_message(Path(words[1]).read_text(encoding="utf-8"))
         print(problem or "", end="\n" if problem else "")
         return int(problem is not None)
+    if words == ["--step"]:
+        step = traced_step()
+        print(
+            json.dumps(
+                {"files of a step": len(step), "functions of a step": sum(map(len, step.values())), "entered": step}, indent=1
+            )
+        )
+        return 0
     found = figures()
     budgets: dict[str, int] = json.loads(BUDGETS.read_text()) if BUDGETS.is_file() else {}
     above = [
@@ -181,8 +234,9 @@ def main(words: list[str]) -> int:
         print("\n".join(above) or "every figure is within its budget (.ci/budgets.json)")
         return int(bool(above))
     if words == ["--lower"]:
-        found = {name: min(value, budgets.get(name, value)) for name, value in found.items()}
-        BUDGETS.write_text(json.dumps(found, indent=1) + "\n")
+        lower = {name: min(value, budgets.get(name, value)) for name, value in found.items()}
+        steps = {name: value for name, value in budgets.items() if name.endswith("of a step")}
+        BUDGETS.write_text(json.dumps(lower | steps, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return 0
 
