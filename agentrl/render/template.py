@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError, RenderError
@@ -43,10 +44,12 @@ class TemplateRenderer(Renderer):
     cannot be used with tools, or is "".
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> None:
-        """`parser` replaces the one chosen by the template's syntax. Raises ModelError if the template
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None, day: date | None = None
+    ) -> None:
+        """`parser` replaces the one chosen by the template's syntax; `day`: as of `TemplateText`. Raises ModelError if the template
         rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
-        self._text = TemplateText(tokenizer)
+        self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
         self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
@@ -186,10 +189,7 @@ class TemplateRenderer(Renderer):
         return kept
 
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
-        try:
-            return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
-        except RenderError:
-            return True  # the template takes no such conversation as a whole, so it can only be appended
+        return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
         """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""
