@@ -23,6 +23,7 @@ from typing import Any, TextIO, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from agentrl.errors import ConfigError
+from agentrl.executors import fork_safe
 from agentrl.shown import safe
 
 SHORTEST = 8
@@ -43,7 +44,7 @@ _LOOKS = re.compile(
 _known: set[str] = set()
 _ordered: list[str] = []
 _read: list[bool] = []
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def resolved(value: Any, where: str) -> Any:

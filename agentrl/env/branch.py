@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from agentrl.executors import fork_safe
 from agentrl.trajectory import Json
 
 __all__ = ["branch", "changes", "looking"]
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 _FIXED = frozenset({str, int, float, bool, type(None), bytes, date, datetime})
 # Tools run in threads: two that read the same part for the first time must get the same copy of it.
-_LOCK = RLock()
+_LOCK = fork_safe(RLock())
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
 
 

@@ -26,7 +26,7 @@ def make_renderer(
     """The renderer for a tokenizer. Raises ModelError if none fits.
 
     `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
-    images, what it has for one among its tokens. `day`: what a template that writes a date is given, as YYYY-MM-DD; today by default.
+    images, what it has for one among its tokens. `day`: the date of a template that writes one, as YYYY-MM-DD; today by default.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):

@@ -47,8 +47,8 @@ class TemplateRenderer(Renderer):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None, day: date | None = None
     ) -> None:
-        """`parser` replaces the one chosen by the template's syntax; `day`: as of `TemplateText`. Raises ModelError if the template
-        rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
+        """`parser` replaces the one chosen by the template's syntax; `day`: as of `TemplateText`. Raises ModelError if the
+        template rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
         self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"

@@ -90,7 +90,7 @@ def _try_path(path: Path) -> None:
 
 
 def dated(config: TrainConfig, day: str | None = None) -> TrainConfig:
-    """`config` with a date for chat templates: its own, else `day`, else today's. One for all processes and all of a run's days."""
+    """`config` with a date for chat templates: its own, else `day`, else today's."""
     day = config.model.date or day or date.today().isoformat()
     return config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
 
