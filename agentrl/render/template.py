@@ -64,6 +64,7 @@ class TemplateRenderer(Renderer):
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
         if not self.no_tools:
             self._check_parser(named=parser is not None)
+        self.tools_need_system = self._turns.tools_need_system
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -82,6 +83,8 @@ class TemplateRenderer(Renderer):
         """Raises RenderError if the template refuses the messages or does not support tools."""
         if tools and self.no_tools:
             raise RenderError(self.no_tools)
+        if tools and self.tools_need_system and all(message.role != "system" for message in messages):
+            raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
