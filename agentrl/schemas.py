@@ -2,8 +2,8 @@
 
 A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
 be as large as its author likes. `check_schema` refuses such a one by the place of what is wrong; what `validator` makes retrieves
-nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), but for
-`$id` and `$schema` below the root, and references to other documents.
+nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), or the older one that the
+root's `$schema` names, but for `$id` and `$schema` below the root, and references to other documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema import (
+    Draft4Validator,
+    Draft6Validator,
+    Draft7Validator,
+    Draft201909Validator,
+    Draft202012Validator,
+    ValidationError,
+    validators,
+)
 from jsonschema.exceptions import best_match
 from referencing.jsonschema import EMPTY_REGISTRY
 
@@ -55,7 +63,7 @@ class BadSchemaError(ValueError):
 Kind = Literal["schema", "map", "data"]
 DATA = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, and no schemas."""
-_MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
 
@@ -89,10 +97,13 @@ class _Walk:
     schemas: dict[int, tuple[Any, str]] = field(default_factory=dict)
     references: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
     uses: dict[str, str] = field(default_factory=dict)
+    begins: tuple[str, ...] = ()
 
     def check(self) -> None:
         if not isinstance(self.root, dict | bool):
             raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
+        draft = _draft(self.root)
+        self.begins = ("$id", "$schema", *(["id"] if draft is Draft4Validator else []))
         self._look(self.root, "")
         targets: dict[tuple[int, str], Any] = {}
         for holder, key, place in self.references:  # grows while targets that are no schemas otherwise are looked at
@@ -148,7 +159,7 @@ class _Walk:
             raise BadSchemaError(shown, f"{type(node).__name__} is not JSON", "give JSON")
 
     def _look_at(self, node: dict[str, Any], place: str) -> None:
-        for key in ("$id", "$schema"):
+        for key in self.begins:
             if place and isinstance(node.get(key), str):
                 raise BadSchemaError(
                     f"{place}/{key}", f"{_short(node[key])} begins a schema of its own within a schema", "leave it out"
@@ -251,7 +262,8 @@ def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> It
     for key in _LISTS:
         found += node[key] if isinstance(node.get(key), list) else []
     found += [node[key] for key in _ONES if key in node]
-    found += node["dependentSchemas"].values() if isinstance(node.get("dependentSchemas"), dict) else []
+    for key in ("dependencies", "dependentSchemas"):
+        found += node[key].values() if isinstance(node.get(key), dict) else []
     return (item for item in found if isinstance(item, dict))
 
 
@@ -361,30 +373,56 @@ def _timed(keyword: Keyword) -> Keyword:
     return check
 
 
+def _draft(schema: Any) -> Any:
+    """jsonschema's validator of the draft that a schema declares. Raises BadSchemaError for an unknown one."""
+    declared = schema.get("$schema") if isinstance(schema, dict) else None
+    if not isinstance(declared, str):  # another type is no JSON Schema, which the meta schema says
+        return Draft202012Validator
+    found = _DRAFTS.get(declared.partition("://")[2].rstrip("#"))
+    if found is None:
+        known = ", ".join(f"http://{name}" for name in _DRAFTS)
+        raise BadSchemaError("/$schema", f"{_short(declared)} is no known draft", f"name one of {known}; or leave it out")
+    return found
+
+
+_DRAFTS: dict[str, Any] = {
+    "json-schema.org/draft-04/schema": Draft4Validator,
+    "json-schema.org/draft-06/schema": Draft6Validator,
+    "json-schema.org/draft-07/schema": Draft7Validator,
+    "json-schema.org/draft/2019-09/schema": Draft201909Validator,
+    "json-schema.org/draft/2020-12/schema": Draft202012Validator,
+    "json-schema.org/schema": Draft202012Validator,
+}
 _extend: Callable[..., Any] = validators.extend
 _OWN: dict[str, Keyword] = {
     "additionalProperties": _additional, "multipleOf": _multiple, "pattern": _pattern, "patternProperties": _pattern_properties,
-    "uniqueItems": _unique,
+    "uniqueItems": _unique, "dependencies": Draft7Validator.VALIDATORS["dependencies"],
 }  # fmt: skip
-SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
-"""jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
+
+
+def _limited(draft: Any) -> Any:
+    """jsonschema's validator of a draft, whose patterns and work have a limit (`first_fault`)."""
+    return _extend(draft, {name: _timed(keyword) for name, keyword in {**draft.VALIDATORS, **_OWN}.items()})
+
+
+_LIMITED = {draft: _limited(draft) for draft in _DRAFTS.values()}
+_META = {draft: limited(draft.META_SCHEMA) for draft, limited in _LIMITED.items()}
 
 
 def validator(schema: Any) -> Any:
-    """A `SchemaValidator` of a schema of agentrl's own, or one that was checked; it retrieves nothing."""
-    return SchemaValidator(schema, registry=EMPTY_REGISTRY)
+    """A validator of a schema of agentrl's own, or one that was checked, in its draft; it retrieves nothing."""
+    return _LIMITED[_draft(schema)](schema, registry=EMPTY_REGISTRY)
 
 
 def checked_validator(schema: Any) -> Any:
     """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
     check_schema(schema)
-    if (fault := first_fault(_META, schema, at_once=False)) is not None:
+    draft = _draft(schema)
+    if (fault := first_fault(_META[draft], schema, at_once=False)) is not None:
         place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
-        raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
+        older = "; of an older draft? Name it in $schema" if "$schema" not in schema else ""
+        raise BadSchemaError(place, fault.message[:300], f"see {draft.META_SCHEMA['$schema']}{older}")
     return validator(schema)
-
-
-_META = SchemaValidator(Draft202012Validator.META_SCHEMA)
 
 
 def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:
