@@ -1,7 +1,7 @@
 """Tools of any Model Context Protocol server, through the official SDK; each episode has its own session.
 
-An error that a server answers is the policy's to read (ToolError). A lost connection, a late call and an answer that is no MCP are
-the infrastructure's fault (EnvError), with the last line that the server's process wrote to its standard error.
+An error that a server answers is the policy's to read (ToolError). A lost connection, a late call and an answer that is no MCP
+are the infrastructure's fault (EnvError), with the last line that the server's process wrote to its standard error.
 """
 
 from __future__ import annotations
@@ -127,28 +127,11 @@ class McpSession:
             self._stderr.close()
 
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp import Client
 
-        try:
-            server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
-        except ConfigError as problem:
-            ready.set_exception(problem)
-            return
-        target: Any = server.url
-        if server.command:
-            # A server may write a traceback for each error that it answers: into a file without a name.
-            self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
-            first, *rest = server.command
-            if sys.platform == "linux":  # what a server starts ends with it, and it does not outlive this process
-                first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
-            program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
-            target = stdio_client(program, errlog=self._stderr)
-        elif self._build is not None:
-            target = self._build()
         _silence()
         try:
-            async with Client(target, message_handler=self._note) as client:
+            async with Client(self._target(), message_handler=self._note) as client:
                 # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
                 client.session.validate_tool_result = _unchecked  # type: ignore[method-assign]
                 tools = await self._listed(client)
@@ -158,8 +141,25 @@ class McpSession:
         except Exception as fault:
             # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
             if not ready.done():
-                where = server.url or " ".join(server.command) or "in this process"
-                ready.set_exception(EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}")))
+                where = self.server.url or " ".join(self.server.command) or "in this process"
+                told = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
+                ready.set_exception(fault if isinstance(fault, ConfigError) else told)
+
+    def _target(self) -> Any:
+        """What the SDK's client connects to. Raises ConfigError for an environment variable that is not set."""
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
+        if not server.command:
+            return server.url if self._build is None else self._build()
+        # A server may write a traceback for each error that it answers: into a file without a name.
+        self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
+        first, *rest = server.command
+        if sys.platform == "linux":  # what a server starts ends with it, and it does not outlive this process
+            first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
+        program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
+        return stdio_client(program, errlog=self._stderr)
 
     async def _listed(self, client: Client) -> list[Any]:
         tools: list[Any] = []
@@ -238,8 +238,8 @@ class McpSession:
             _ = tool.schema, tool.check
         except (TypeError, ValueError) as problem:
             raise EnvError(
-                f"{self}, tool {item.name!r}: {problem}. Correct the schema on the server, or leave the tool out: give the others "
-                "in `tools`"
+                f"{self}, tool {item.name!r}: {problem}. Correct the schema on the server, or leave the tool out: give the "
+                "others in `tools`"
             ) from problem
         return tool
 
