@@ -121,6 +121,13 @@ def build_server(served: Served, instructions: str) -> Any:
     return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
 
 
+async def opening(served: Served) -> str:
+    """Start the first episode; returns its task as a server's instructions, which are text alone."""
+    text, images = await served.start(served.seed)
+    shown = f"\n\nThe task has pictures: call {START} to be shown them." if images else ""
+    return text + shown
+
+
 def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
 
@@ -141,9 +148,7 @@ def _listen(port: int) -> socket.socket:
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
     listener = None if port is None else _listen(port)
-    text, images = await served.start(seed)
-    shown = f"\n\nInstructions hold no images: call {START} to be shown those of this task." if images else ""
-    server = build_server(served, text + shown)
+    server = build_server(served, await opening(served))
     try:
         if listener is None:
             from mcp.server.stdio import stdio_server

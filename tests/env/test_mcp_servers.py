@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -231,8 +232,8 @@ import json, sys, time, signal, os
 mode = sys.argv[1]
 if mode == "noisy":
     print("Shop server 1.0 starting", flush=True)
-if mode in ("slow", "stubborn"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else signal.SIG_DFL)
+if mode in ("slow", "stubborn", "check"):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if mode == "slow" else signal.SIG_IGN)
 if mode == "dies":
     print("Traceback (most recent call last):", file=sys.stderr)
     print("ValueError: no database at /srv/shop.db key=sk-abcdefghijklmnop0123", file=sys.stderr)
@@ -265,10 +266,10 @@ for line in sys.stdin:
             mean = {"mean": float("nan"), "most": float("inf"), "least": [float("-inf")], "text": "Größe"}
             send(id, result={"content": [], "structuredContent": mean, "isError": "error" in m["params"]["arguments"]})
             continue
-        send(id, result={"content": [{"type": "text", "text": str(os.getpid())}]})
+        send(id, result={"content": [{"type": "text", "text": "5" if mode == "check" else str(os.getpid())}]})
     elif id is not None:
         send(id, error={"code": -32601, "message": "Method not found"})
-while mode in ("slow", "stubborn"):
+while mode in ("slow", "stubborn", "check"):
     time.sleep(1)
 """
 
@@ -374,6 +375,41 @@ def test_no_server_outlives_the_process_that_started_it(hostile: Callable[..., M
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+# -- agentrl env check (40 B3) --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_check_of_a_slow_noisy_server_is_short_and_quiet(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
+    """An episode takes 1.4 s, since the server ends neither with its input nor at SIGTERM: 350 would take eight minutes."""
+    gold = {"answer": 5, "calls": [{"name": "act1", "arguments": {}}]}
+    rows = [{"id": f"t{n}", "split": ("train", "heldout")[n % 2], "prompt": f"ask {n}", "gold": gold} for n in range(40)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = f"command={json.dumps(hostile('check').command)}"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "env", "check", "mcp", command, f"tasks={tmp_path / 'tasks.jsonl'}"],
+        capture_output=True,
+        text=True,
+    )
+    took = time.monotonic() - began
+    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stdout + done.stderr
+    assert "checks are done" in done.stderr and len(done.stderr.splitlines()) < 14, "it says how far it is, and nothing else"
+    assert took < 30 * max(1.0, os.getloadavg()[0] / 2), f"{took:.0f} s"
+
+
+@pytest.mark.slow
+def test_a_check_of_a_server_that_does_not_start_says_so_once(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "x", "gold": {"answer": 1}}')
+    command = f"command={json.dumps(hostile('dies').command)}"
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", "env", "check", "mcp", command, f"tasks={tmp_path / 'tasks.jsonl'}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and done.stderr.count("it wrote: ValueError: no database at /srv/shop.db") == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 # -- over HTTP: no answer is no error answer -----------------------------------------------------------
