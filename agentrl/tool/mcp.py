@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -77,7 +78,7 @@ class McpSession:
         self._stop = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
         self._stderr: TextIO | None = None
-        self._strange = ""
+        self._strange = self._status = ""
 
     def __str__(self) -> str:
         return f"MCP server {self.name!r}"
@@ -152,7 +153,7 @@ class McpSession:
 
         server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
         if not server.command:
-            return server.url if self._build is None else self._build()
+            return self._over_http(str(server.url)) if self._build is None else self._build()
         # A server may write a traceback for each error that it answers: into a file without a name.
         self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
         first, *rest = server.command
@@ -160,6 +161,19 @@ class McpSession:
             first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
         program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
         return stdio_client(program, errlog=self._stderr)
+
+    @asynccontextmanager
+    async def _over_http(self, url: str) -> AsyncIterator[Any]:
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        async def note(response: Any) -> None:
+            if response.request.method == "POST":
+                self._status = f"HTTP {response.status_code} {response.reason_phrase}" if response.status_code >= 400 else ""
+
+        async with create_mcp_http_client() as client:
+            client.event_hooks = {"response": [note]}
+            async with streamable_http_client(url, http_client=client) as streams:
+                yield streams
 
     async def _listed(self, client: Client) -> list[Any]:
         tools: list[Any] = []
@@ -183,13 +197,14 @@ class McpSession:
             self._strange = str(getattr(message, "errors", lambda: [{}])()[0].get("input", message))
 
     def _wrote(self) -> str:
-        """For an error: the last line of the server's standard error, and a line of its output that is no message; "" without."""
-        said = ""
+        """For an error: the HTTP status of a failed request, the last line of the server's standard error, a line of its output that
+        is no message; "" without."""
+        said = f"; it answered {self._status}" if self._status else ""
         if self._stderr is not None:
             number = self._stderr.fileno()
             written = os.pread(number, 4096, max(0, os.fstat(number).st_size - 4096)).decode("utf-8", "replace")
             lines = [line.strip() for line in written.splitlines() if line.strip()]
-            said = f"; it wrote: {lines[-1][:_SHOWN]}" if lines else ""
+            said += f"; it wrote: {lines[-1][:_SHOWN]}" if lines else ""
         if self._strange:
             said += f"; its output has a line that is no message of MCP: {self._strange[:_SHOWN]!r}"
         return redact_said(said)
