@@ -39,6 +39,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "keeper": 0,
     "processor": 0,
     "serving": 0,
     "redaction": 0,
@@ -180,7 +181,7 @@ def test_shelves_are_not_importable_by_library_code() -> None:
 
 
 # Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
-OTHER_TESTS = {"e2e", "curves", "examples", "gpu", "shelf", "hostile"}
+OTHER_TESTS = {"e2e", "curves", "examples", "gpu", "shelf", "hostile", "peers"}
 
 
 def test_tests_mirror_the_rooms() -> None:

@@ -23,7 +23,7 @@ START, ANSWER = "start_episode", "final_answer"
 
 def _own(name: str, description: str, properties: dict[str, Any], required: Sequence[str] = ()) -> Tool:
     schema = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-    return Tool.from_schema(name, description, schema, print)  # never called: `Served` answers
+    return Tool.from_schema(name, description, schema, dict)  # never called: `Served` answers
 
 
 _OWN_TOOLS = {

@@ -197,8 +197,8 @@ class McpSession:
             self._strange = str(getattr(message, "errors", lambda: [{}])()[0].get("input", message))
 
     def _wrote(self) -> str:
-        """For an error: the HTTP status of a failed request, the last line of the server's standard error, a line of its output that
-        is no message; "" without."""
+        """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output
+        that is no message; "" without."""
         said = f"; it answered {self._status}" if self._status else ""
         if self._stderr is not None:
             number = self._stderr.fileno()
