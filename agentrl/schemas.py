@@ -1,9 +1,15 @@
 """JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
 
 A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
+<<<<<<< HEAD
 be as large as its author likes. `check_schema` refuses such a one by the place of what is wrong; what `validator` makes retrieves
 nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), or the older one that the
 root's `$schema` names, but for `$id` and `$schema` below the root, and references to other documents.
+=======
+be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is wrong;
+what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
+(https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
+>>>>>>> w-mcp
 """
 
 from __future__ import annotations
@@ -273,6 +279,77 @@ def _lone_surrogate(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
+    none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
+    boolean "exclusiveMinimum"."""
+    draft = str(schema.get("$schema", "")).partition("://")[2].rstrip("#")
+    plain = {key: value for key, value in schema.items() if key != "$schema"}
+    try:
+        return plain if draft == _NEWEST else _rewritten(plain, plain, draft in _OLDER)
+    except RecursionError:
+        return plain  # `check_schema` says how deep
+
+
+_NEWEST = "json-schema.org/draft/2020-12/schema"
+_OLDER = tuple(f"json-schema.org/draft-0{number}/schema" for number in (4, 6, 7))
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", *_MAPS})
+
+
+def _rewritten(node: Any, root: Any, alone: bool) -> Any:
+    """`alone`: as drafts 4 to 7 have it, keywords beside "$ref" count for nothing, and an id such as "#a" is an anchor."""
+    if not isinstance(node, Mapping):
+        return node
+    new: dict[str, Any] = {}
+    for key, value in node.items():
+        if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
+            continue
+        if key == "$ref" and isinstance(value, str):
+            new[key] = _moved(value, root)
+        elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
+            new["$anchor"] = value[1:]
+        elif key == "items" and isinstance(value, list):
+            new["prefixItems"] = [_rewritten(item, root, alone) for item in value]
+        elif key == "additionalItems":
+            if isinstance(node.get("items"), list):
+                new["items"] = _rewritten(value, root, alone)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            lists = {name: item for name, item in value.items() if isinstance(item, list)}
+            schemas = {name: _rewritten(item, root, alone) for name, item in value.items() if name not in lists}
+            new |= ({"dependentRequired": lists} if lists else {}) | ({"dependentSchemas": schemas} if schemas else {})
+        elif key in _LIMITS and isinstance(value, bool):
+            if value and _LIMITS[key] in node:
+                new[key] = node[_LIMITS[key]]
+        elif key in _LIMITS.values() and node.get(_EXCLUSIVE[key]) is True:
+            continue
+        elif key in _MAPS and isinstance(value, Mapping):
+            new[key] = {name: _rewritten(item, root, alone) for name, item in value.items()}
+        elif key not in DATA and isinstance(value, list):
+            new[key] = [_rewritten(item, root, alone) for item in value]
+        else:
+            new[key] = value if key in DATA else _rewritten(value, root, alone)
+    return new
+
+
+_LIMITS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
+
+
+def _moved(reference: str, root: Any) -> str:
+    """A reference by a pointer through keywords that `_rewritten` renames."""
+    if not reference.startswith("#/"):
+        return reference
+    node, parts, named = root, [], False
+    for part in reference[2:].split("/"):
+        renamed = {} if named else {"dependencies": "dependentSchemas"}
+        if not named and isinstance(node, Mapping) and isinstance(node.get("items"), list):
+            renamed |= {"items": "prefixItems", "additionalItems": "items"}
+        parts.append(renamed.get(part, part))
+        named = not named and (part in _MAPS or part == "dependencies")
+        node = referred(f"#/{part}", node)
+    return "#/" + "/".join(parts)
 
 
 def _escaped(key: Any) -> str:

@@ -38,6 +38,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "keeper": 0,
     "processor": 0,
     "serving": 0,
     "redaction": 0,
