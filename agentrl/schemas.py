@@ -1,15 +1,9 @@
 """JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
 
 A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
-<<<<<<< HEAD
-be as large as its author likes. `check_schema` refuses such a one by the place of what is wrong; what `validator` makes retrieves
-nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), or the older one that the
-root's `$schema` names, but for `$id` and `$schema` below the root, and references to other documents.
-=======
 be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is wrong;
 what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
 (https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
->>>>>>> w-mcp
 """
 
 from __future__ import annotations
@@ -24,15 +18,7 @@ from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from jsonschema import (
-    Draft4Validator,
-    Draft6Validator,
-    Draft7Validator,
-    Draft201909Validator,
-    Draft202012Validator,
-    ValidationError,
-    validators,
-)
+from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
 from jsonschema.exceptions import best_match
 from referencing.jsonschema import EMPTY_REGISTRY
 
@@ -84,12 +70,13 @@ def check_schema(schema: Any) -> None:
     if text and len(text) <= MOST_CHARACTERS:
         _check_text(text)
     else:
-        _Walk(schema).check()
+        _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
 
 
 @lru_cache(maxsize=4096)
 def _check_text(text: str) -> None:
-    _Walk(json.loads(text)).check()
+    schema = json.loads(text)
+    _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
 
 
 @dataclass
@@ -103,13 +90,10 @@ class _Walk:
     schemas: dict[int, tuple[Any, str]] = field(default_factory=dict)
     references: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
     uses: dict[str, str] = field(default_factory=dict)
-    begins: tuple[str, ...] = ()
 
     def check(self) -> None:
         if not isinstance(self.root, dict | bool):
             raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
-        draft = _draft(self.root)
-        self.begins = ("$id", "$schema", *(["id"] if draft is Draft4Validator else []))
         self._look(self.root, "")
         targets: dict[tuple[int, str], Any] = {}
         for holder, key, place in self.references:  # grows while targets that are no schemas otherwise are looked at
@@ -165,7 +149,7 @@ class _Walk:
             raise BadSchemaError(shown, f"{type(node).__name__} is not JSON", "give JSON")
 
     def _look_at(self, node: dict[str, Any], place: str) -> None:
-        for key in self.begins:
+        for key in ("$id", "$schema"):
             if place and isinstance(node.get(key), str):
                 raise BadSchemaError(
                     f"{place}/{key}", f"{_short(node[key])} begins a schema of its own within a schema", "leave it out"
@@ -284,8 +268,11 @@ def _lone_surrogate(text: str) -> bool:
 def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
     none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
-    boolean "exclusiveMinimum"."""
-    draft = str(schema.get("$schema", "")).partition("://")[2].rstrip("#")
+    boolean "exclusiveMinimum". Raises BadSchemaError for a draft that is not known."""
+    declared = schema.get("$schema", "")
+    draft = str(declared).partition("://")[2].rstrip("#")
+    if declared and draft not in (_NEWEST, "json-schema.org/schema", _RECURSIVE, *_OLDER):
+        raise BadSchemaError("/$schema", f"{_short(declared)} is no draft from 4 to 2020-12", f"name https://{_NEWEST}, or none")
     plain = {key: value for key, value in schema.items() if key != "$schema"}
     try:
         return plain if draft == _NEWEST else _rewritten(plain, plain, draft in _OLDER)
@@ -294,8 +281,11 @@ def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NEWEST = "json-schema.org/draft/2020-12/schema"
+_RECURSIVE = "json-schema.org/draft/2019-09/schema"
 _OLDER = tuple(f"json-schema.org/draft-0{number}/schema" for number in (4, 6, 7))
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", *_MAPS})
+_NOTES = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions"}
+)
 
 
 def _rewritten(node: Any, root: Any, alone: bool) -> Any:
@@ -306,7 +296,9 @@ def _rewritten(node: Any, root: Any, alone: bool) -> Any:
     for key, value in node.items():
         if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
             continue
-        if key == "$ref" and isinstance(value, str):
+        if key == "$recursiveRef":  # a schema within a schema, which would make a difference, is refused
+            new["$ref"] = value
+        elif key == "$ref" and isinstance(value, str):
             new[key] = _moved(value, root)
         elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
             new["$anchor"] = value[1:]
@@ -347,7 +339,7 @@ def _moved(reference: str, root: Any) -> str:
         if not named and isinstance(node, Mapping) and isinstance(node.get("items"), list):
             renamed |= {"items": "prefixItems", "additionalItems": "items"}
         parts.append(renamed.get(part, part))
-        named = not named and (part in _MAPS or part == "dependencies")
+        named = not named and part in _MAPS
         node = referred(f"#/{part}", node)
     return "#/" + "/".join(parts)
 
@@ -450,26 +442,6 @@ def _timed(keyword: Keyword) -> Keyword:
     return check
 
 
-def _draft(schema: Any) -> Any:
-    """jsonschema's validator of the draft that a schema declares. Raises BadSchemaError for an unknown one."""
-    declared = schema.get("$schema") if isinstance(schema, dict) else None
-    if not isinstance(declared, str):  # another type is no JSON Schema, which the meta schema says
-        return Draft202012Validator
-    found = _DRAFTS.get(declared.partition("://")[2].rstrip("#"))
-    if found is None:
-        known = ", ".join(f"http://{name}" for name in _DRAFTS)
-        raise BadSchemaError("/$schema", f"{_short(declared)} is no known draft", f"name one of {known}; or leave it out")
-    return found
-
-
-_DRAFTS: dict[str, Any] = {
-    "json-schema.org/draft-04/schema": Draft4Validator,
-    "json-schema.org/draft-06/schema": Draft6Validator,
-    "json-schema.org/draft-07/schema": Draft7Validator,
-    "json-schema.org/draft/2019-09/schema": Draft201909Validator,
-    "json-schema.org/draft/2020-12/schema": Draft202012Validator,
-    "json-schema.org/schema": Draft202012Validator,
-}
 _extend: Callable[..., Any] = validators.extend
 _OWN: dict[str, Keyword] = {
     "additionalProperties": _additional, "multipleOf": _multiple, "pattern": _pattern, "patternProperties": _pattern_properties,
@@ -477,29 +449,26 @@ _OWN: dict[str, Keyword] = {
 }  # fmt: skip
 
 
-def _limited(draft: Any) -> Any:
-    """jsonschema's validator of a draft, whose patterns and work have a limit (`first_fault`)."""
-    return _extend(draft, {name: _timed(keyword) for name, keyword in {**draft.VALIDATORS, **_OWN}.items()})
-
-
-_LIMITED = {draft: _limited(draft) for draft in _DRAFTS.values()}
-_META = {draft: limited(draft.META_SCHEMA) for draft, limited in _LIMITED.items()}
+SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
+"""jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
 
 
 def validator(schema: Any) -> Any:
-    """A validator of a schema of agentrl's own, or one that was checked, in its draft; it retrieves nothing."""
-    return _LIMITED[_draft(schema)](schema, registry=EMPTY_REGISTRY)
+    """A `SchemaValidator` of a schema of agentrl's own, or one that was checked; it retrieves nothing."""
+    return SchemaValidator(schema, registry=EMPTY_REGISTRY)
 
 
 def checked_validator(schema: Any) -> Any:
     """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
     check_schema(schema)
-    draft = _draft(schema)
-    if (fault := first_fault(_META[draft], schema, at_once=False)) is not None:
+    plain = as_2020(schema) if isinstance(schema, Mapping) else schema
+    if (fault := first_fault(_META, plain, at_once=False)) is not None:
         place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
-        older = "; of an older draft? Name it in $schema" if "$schema" not in schema else ""
-        raise BadSchemaError(place, fault.message[:300], f"see {draft.META_SCHEMA['$schema']}{older}")
-    return validator(schema)
+        raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
+    return validator(plain)
+
+
+_META = SchemaValidator(Draft202012Validator.META_SCHEMA)
 
 
 def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:

@@ -21,11 +21,8 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
 
-<<<<<<< HEAD
 from agentrl.executors import fork_safe
-=======
 from agentrl.plain_data import in_json
->>>>>>> w-mcp
 from agentrl.trajectory import Json
 
 __all__ = ["branch", "changes", "looking"]

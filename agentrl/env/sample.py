@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.env.patterns import Unsupported, sample_pattern
-from agentrl.schemas import referred
+from agentrl.schemas import as_2020, referred
 from agentrl.trajectory import Json
 
 _MAX_DEPTH = 6
@@ -19,6 +19,7 @@ _TRIES = 20
 
 def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
     """One object that the schema of a tool's parameters allows (each optional property with probability 1/2)."""
+    parameters = as_2020(parameters)
     value = sample_value(parameters, rng, parameters, 0)
     return value if isinstance(value, dict) else {}
 
