@@ -563,3 +563,35 @@ async def test_two_servers_with_one_name_are_both_named() -> None:
     env.add_source(McpSource("north", McpServerConfig(), built(lambda *_: blocks(), tool("write"))))
     with pytest.raises(EnvError, match=rf"'north'.*'write'.*{env.id}.*`prefix`"):
         await env.areset(seed=0)
+
+
+# -- the server of tools for agents (a kin of D5) ------------------------------------------------------
+
+
+async def test_an_agent_is_answered_with_the_pictures_of_its_tools() -> None:
+    from mcp import Client
+
+    from agentrl.harness.tools import ToolServer
+    from agentrl.images import Image
+
+    picture = Image.read(png())
+
+    class Episode:
+        def schemas(self) -> list[dict[str, Any]]:
+            return [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+        async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+            return ToolResult("1", name, f"here\n{picture.line}\nit is", None, None, 0.0, (picture,))
+
+        async def say(self, text: str) -> list[str] | None:
+            return None
+
+    server = ToolServer("127.0.0.1")
+    await server.start()
+    try:
+        async with Client(f"{server.open(Episode())}/mcp") as client:
+            before, shown, after = (await client.call_tool("look", {})).content
+        assert (before.text, shown.type, after.text) == ("here", "image", "it is")
+        assert (shown.data, shown.mime_type) == (picture.data, "image/png")
+    finally:
+        await server.close()
