@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from agentrl.catalog import make_env
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import EnvError
 from agentrl.tool.mcp import McpSource
@@ -255,6 +256,8 @@ for line in sys.stdin:
         more = {"same": "again", "circle": "abc"[pages % 3], "endless": str(pages), "empty": ""}
         names = ["twin", "twin"] if mode == "twins" else [f"act{pages}"]
         tools = [{"name": name, "inputSchema": SCHEMA} for name in names]
+        if mode == "bad":
+            tools.append({"name": "bad", "inputSchema": {"type": "object", "properties": {"pair": {"items": 7}}}})
         send(id, result={"tools": tools, **({"nextCursor": more[mode]} if mode in more else {})})
     elif method == "tools/call":
         print("Traceback: asked\\nLast: the line of the call", file=sys.stderr, flush=True)
@@ -551,6 +554,17 @@ async def test_a_schema_that_cannot_be_used_names_server_tool_place_and_ways_out
         assert part in str(caught.value), part
     env = with_source(McpSource("shop", McpServerConfig(tools=["good"]), built(lambda *_: blocks(), *tools)))
     assert (await result_of(env, "good")).error is None
+
+
+async def test_the_mcp_environment_leaves_out_a_bad_tool(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "x", "gold": {"answer": 1}}')
+    params = {"command": hostile("bad").command, "tasks": str(tmp_path / "tasks.jsonl")}
+    with pytest.raises(EnvError, match=r"'server', tool 'bad': .*/properties/pair/items.*`tools`"):
+        await make_env("mcp", **params).areset(seed=0)
+    env = make_env("mcp", **params, tools=["act1"])
+    await env.areset(seed=0)
+    assert env.toolbox.names == ("act1",)
+    await env.aclose()
 
 
 async def test_two_servers_with_one_name_are_both_named() -> None:
