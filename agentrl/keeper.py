@@ -60,7 +60,7 @@ def die_with_parent() -> None:
 
 
 def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
-    """The child's exit code; if it is told to stop before, that of SIGTERM. `reads`: stdin is the child's to read."""
+    """The child's exit code; after a request to stop, that of SIGTERM. `reads`: stdin is the child's to read."""
     poll, until = select.poll(), math.inf
     poll.register(woken, select.POLLIN)
     poll.register(0, select.POLLRDHUP if reads else select.POLLIN)

@@ -182,7 +182,6 @@ def test_shelves_are_not_importable_by_library_code() -> None:
             assert module.split(".")[0] not in {"envs", "tools", "rewards", "configs"}, f"{file}:{line}"
 
 
-# Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
 def test_the_files_that_begin_first_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 

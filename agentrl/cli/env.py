@@ -256,21 +256,21 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
-    from agentrl.env.check import CHECKS, check_all, paced
+    from agentrl.env.check import CHECKS, check_all, limit_to
 
     chosen = args.tasks is not None or args.fuzz is not None or args.all_tasks
     tasks, fuzz = (12 if args.tasks is None else args.tasks), (500 if args.fuzz is None else args.fuzz)
     subject = subject_of(ref, args.reward, tasks, fuzz, args.all_tasks)
     done, spoke = 0, time.monotonic()
 
-    def noted(finding: CheckFinding) -> None:
+    def report(finding: CheckFinding) -> None:
         nonlocal done, spoke
         done += 1
         if done < len(CHECKS) and time.monotonic() - spoke > _QUIET_S:
             spoke = time.monotonic()
             say(f"{ref.entry.id}: {done} of {len(CHECKS)} checks are done", file=sys.stderr)
 
-    return check_all(subject if chosen else paced(subject), noted=noted)
+    return check_all(subject if chosen else limit_to(subject), report=report)
 
 
 _QUIET_S = 5.0

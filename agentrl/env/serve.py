@@ -13,7 +13,7 @@ from agentrl.errors import AgentrlError, ConfigError, DependencyError, EnvError
 from agentrl.images import Image
 from agentrl.plain_data import json_text
 from agentrl.tool import Tool
-from agentrl.tool.mcp import answered, listed
+from agentrl.tool.mcp import call_result, tool_list
 from agentrl.tool.output import error_text
 from agentrl.trajectory import Message, ToolCall
 
@@ -67,7 +67,7 @@ class Served:
         return [*self.env.toolbox.schemas(), *(tool.schema for tool in _OWN_TOOLS.values())]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
-        """Make one call; returns what is said, and whether it is an error."""
+        """Make one call; returns the answer, and whether it is an error."""
         async with self._turns:
             try:
                 return await self._call(name, arguments)
@@ -112,11 +112,11 @@ def build_server(served: Served, instructions: str) -> Any:
     from mcp.server.lowlevel import Server
 
     async def on_list_tools(context: Any, params: Any) -> Any:
-        return types.ListToolsResult(tools=listed(served.tools()))
+        return types.ListToolsResult(tools=tool_list(served.tools()))
 
     async def on_call_tool(context: Any, params: Any) -> Any:
         (text, images), is_error = await served.call(params.name, dict(params.arguments or {}))
-        return answered(text, images, error=is_error)
+        return call_result(text, images, error=is_error)
 
     return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
 

@@ -130,12 +130,13 @@ class McpSession:
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
         from mcp import Client
 
-        _silence()
+        # It logs a traceback for each line that is no message; `_wrote` shows the first.
+        logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         try:
             async with Client(self._target(), message_handler=self._note) as client:
                 # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
-                client.session.validate_tool_result = _unchecked  # type: ignore[method-assign]
-                tools = await self._listed(client)
+                client.session.validate_tool_result = _accept  # type: ignore[method-assign]
+                tools = await self._list_tools(client)
                 if not ready.done():
                     ready.set_result((client, tools))
                 await self._stop.wait()
@@ -143,11 +144,11 @@ class McpSession:
             # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
             if not ready.done():
                 where = self.server.url or " ".join(self.server.command) or "in this process"
-                told = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
-                ready.set_exception(fault if isinstance(fault, ConfigError) else told)
+                problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
+                ready.set_exception(fault if isinstance(fault, ConfigError) else problem)
 
     def _target(self) -> Any:
-        """What the SDK's client connects to. Raises ConfigError for an environment variable that is not set."""
+        """The target of the SDK's client. Raises ConfigError for an environment variable that is not set."""
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
@@ -175,7 +176,7 @@ class McpSession:
             async with streamable_http_client(url, http_client=client) as streams:
                 yield streams
 
-    async def _listed(self, client: Client) -> list[Any]:
+    async def _list_tools(self, client: Client) -> list[Any]:
         tools: list[Any] = []
         seen: set[str] = set()
         cursor = None
@@ -217,13 +218,13 @@ class McpSession:
                 result = await client.call_tool(item.name, arguments)
             except MCPError as problem:
                 if not _is_answer(problem, self.server.url is not None):
-                    raise self._failed(item.name, problem) from problem
+                    raise self._fault(item.name, problem) from problem
                 details = "" if problem.data is None else f": {as_text(item.name, problem.data)}"
                 raise ToolError(f"{problem}{details}") from problem
             except InputRequiredRoundsExceededError as problem:
                 raise ToolError("the server goes on asking for more input, which nobody here gives") from problem
             except Exception as problem:
-                raise self._failed(item.name, problem) from problem
+                raise self._fault(item.name, problem) from problem
             parts = [await _part(block) for block in result.content]
             if result.structured_content is not None and not any(part for part in parts if isinstance(part, str)):
                 if not (parts or result.is_error):
@@ -258,25 +259,19 @@ class McpSession:
             ) from problem
         return tool
 
-    def _failed(self, tool: str, fault: Exception) -> EnvError:
+    def _fault(self, tool: str, fault: Exception) -> EnvError:
         return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._wrote()}"))
 
 
 def _is_answer(problem: Any, over_http: bool) -> bool:
-    """Whether an error is the server's answer: not one of the SDK's for a connection that was lost, nor the word of a server
-    between that another one is late."""
+    """Tell a server's error answer from the SDK's own error for a lost connection, and from a late answer of a server behind."""
     late = problem.code == -32001 and "timed out" in problem.message.lower()
     made = over_http and any(problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER)
     return not late and not made and (problem.code, problem.message) != _CLOSED
 
 
-async def _unchecked(name: str, result: Any) -> None:
+async def _accept(name: str, result: Any) -> None:
     return
-
-
-def _silence() -> None:
-    """The SDK logs a traceback for each line that is no message; `McpSession` says so in its errors."""
-    logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
 
 
 async def _part(block: Any) -> str | Image:
@@ -303,12 +298,12 @@ async def _part(block: Any) -> str | Image:
 
 
 def _is_text(kind: str) -> bool:
-    """Whether files of a media type are text."""
+    """True for media types of text files."""
     names = ("json", "xml", "yaml", "toml", "javascript", "typescript", "sql", "csv", "x-sh", "x-yaml", "x-python", "x-ndjson")
     return kind.startswith("text/") or kind.endswith(("+json", "+xml", "+yaml")) or kind in {f"application/{n}" for n in names}
 
 
-def listed(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
+def tool_list(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
     """Tools in OpenAI's function format as a server of MCP lists them."""
     import mcp_types as types
 
@@ -318,7 +313,7 @@ def listed(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
     ]
 
 
-def answered(text: str, images: Iterable[Image] = (), *, error: bool = False) -> Any:
+def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False) -> Any:
     """A text with its images as a server of MCP answers a call: each image in the place of its line."""
     import mcp_types as types
 

@@ -53,7 +53,7 @@ def to_text(value: Json) -> str:
 
 
 def as_text(name: str, answer: Any) -> str:
-    """What a tool returned as the text that a model reads, whole. Raises EnvError as `to_json`."""
+    """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
     return to_text(to_json(name, pictured(name, answer)[0]))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from agentrl.catalog import make_env
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import EnvError
 from agentrl.tool.mcp import McpSource
@@ -255,6 +256,8 @@ for line in sys.stdin:
         more = {"same": "again", "circle": "abc"[pages % 3], "endless": str(pages), "empty": ""}
         names = ["twin", "twin"] if mode == "twins" else [f"act{pages}"]
         tools = [{"name": name, "inputSchema": SCHEMA} for name in names]
+        if mode == "bad":
+            tools.append({"name": "bad", "inputSchema": {"type": "object", "properties": {"pair": {"items": 7}}}})
         send(id, result={"tools": tools, **({"nextCursor": more[mode]} if mode in more else {})})
     elif method == "tools/call":
         print("Traceback: asked\\nLast: the line of the call", file=sys.stderr, flush=True)
@@ -553,6 +556,17 @@ async def test_a_schema_that_cannot_be_used_names_server_tool_place_and_ways_out
     assert (await result_of(env, "good")).error is None
 
 
+async def test_the_mcp_environment_leaves_out_a_bad_tool(hostile: Callable[..., McpServerConfig], tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "x", "gold": {"answer": 1}}')
+    params = {"command": hostile("bad").command, "tasks": str(tmp_path / "tasks.jsonl")}
+    with pytest.raises(EnvError, match=r"'server', tool 'bad': .*/properties/pair/items.*`tools`"):
+        await make_env("mcp", **params).areset(seed=0)
+    env = make_env("mcp", **params, tools=["act1"])
+    await env.areset(seed=0)
+    assert env.toolbox.names == ("act1",)
+    await env.aclose()
+
+
 async def test_two_servers_with_one_name_are_both_named() -> None:
     env = Notes()
     for name in ("north", "south"):
@@ -563,3 +577,35 @@ async def test_two_servers_with_one_name_are_both_named() -> None:
     env.add_source(McpSource("north", McpServerConfig(), built(lambda *_: blocks(), tool("write"))))
     with pytest.raises(EnvError, match=rf"'north'.*'write'.*{env.id}.*`prefix`"):
         await env.areset(seed=0)
+
+
+# -- the server of tools for agents (a kin of D5) ------------------------------------------------------
+
+
+async def test_an_agent_is_answered_with_the_pictures_of_its_tools() -> None:
+    from mcp import Client
+
+    from agentrl.harness.tools import ToolServer
+    from agentrl.images import Image
+
+    picture = Image.read(png())
+
+    class Episode:
+        def schemas(self) -> list[dict[str, Any]]:
+            return [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+        async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+            return ToolResult("1", name, f"here\n{picture.line}\nit is", None, None, 0.0, (picture,))
+
+        async def say(self, text: str) -> list[str] | None:
+            return None
+
+    server = ToolServer("127.0.0.1")
+    await server.start()
+    try:
+        async with Client(f"{server.open(Episode())}/mcp") as client:
+            before, shown, after = (await client.call_tool("look", {})).content
+        assert (before.text, shown.type, after.text) == ("here", "image", "it is")
+        assert (shown.data, shown.mime_type) == (picture.data, "image/png")
+    finally:
+        await server.close()

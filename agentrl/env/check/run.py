@@ -40,9 +40,9 @@ AT_ONCE = 4
 
 
 def check_all(
-    subject: Subject, only: Iterable[str] | None = None, noted: Callable[[CheckFinding], None] = lambda finding: None
+    subject: Subject, only: Iterable[str] | None = None, report: Callable[[CheckFinding], None] = lambda finding: None
 ) -> list[CheckFinding]:
-    """Run the checks (those named in `only`) and report every outcome; errors of the environment become findings. `noted` is
+    """Run the checks (those named in `only`) and report every outcome; errors of the environment become findings. `report` is
     called with each as it is found.
 
     Raises KeyError for an unknown name in `only`.
@@ -61,7 +61,7 @@ def check_all(
             finding = _run(name, check, subject)
             with lock:
                 found[name] = finding
-                noted(finding)
+                report(finding)
 
     if not subject.light:
         work()
@@ -74,7 +74,7 @@ def check_all(
     return [found[name] for name in checks]
 
 
-def paced(subject: Subject, seconds: float = 30.0) -> Subject:
+def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
     """With fewer tasks and inputs if each episode starts a program, so that all checks take about `seconds`. Raises EnvError if
     an episode does not start."""
     env = subject.build()
