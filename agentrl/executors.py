@@ -25,6 +25,8 @@ from agentrl.errors import HungError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+Lock = TypeVar("Lock")
 
 Purpose = Literal["batch", "engine", "files", "load", "sandbox", "text", "update", "weights"]
 _FEW: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2}
@@ -39,6 +41,43 @@ _IDLE_S = 10.0  # then a thread without work ends, but for one
 
 MOST_ABANDONED = 256
 """Number of abandoned threads of one name that still run from which on no more calls of that name are started."""
+
+
+_INHERITED: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+
+
+def after_fork(held: T, renew: Callable[[T], object]) -> T:
+    """`held`, for which `renew(held)` is called in every process that is forked from this one, before anything else there.
+
+    A forked process (AsyncVectorEnv) has none of its parent's threads: pools and loops have nobody who works, and a lock that
+    another thread held at that moment is never released.
+    """
+    _INHERITED[held] = renew
+    return held
+
+
+def _renew() -> None:
+    for held, renew in list(_INHERITED.items()):
+        renew(held)
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def fork_safe(lock: Lock) -> Lock:
+    """A lock (`threading.Lock()` or `RLock()`) that is free in a forked process, unless the thread that forks holds it."""
+    return after_fork(lock, _free)
+
+
+def _free(lock: Any) -> None:
+    if not (hasattr(lock, "_is_owned") and lock._is_owned()):
+        lock._at_fork_reinit()  # as the standard library does to its own
+
+
+def threads(most: int, name: str) -> ThreadPoolExecutor:
+    """A pool of at most `most` threads, which is empty in a forked process and starts threads of its own there."""
+    begin = partial(ThreadPoolExecutor.__init__, max_workers=most, thread_name_prefix=name)
+    return after_fork(ThreadPoolExecutor(most, name), begin)
 
 
 async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -111,7 +150,7 @@ def share_the_lock() -> None:
 
 @cache
 def _pool(purpose: Purpose) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_FEW.get(purpose, 4), thread_name_prefix=f"agentrl-{purpose}")
+    return threads(_FEW.get(purpose, 4), f"agentrl-{purpose}")
 
 
 class DaemonThreads:
@@ -125,6 +164,10 @@ class DaemonThreads:
         """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
         self._purpose, self.most = purpose, most
         self._crew = _Crew(purpose)
+        self._begin()
+        after_fork(self, DaemonThreads._begin)
+
+    def _begin(self) -> None:
         self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._abandoned: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -192,8 +235,7 @@ class _Crew:
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
         self._begin()
-        # A child process has none of its parent's threads, whatever their count says.
-        os.register_at_fork(after_in_child=self._begin)
+        after_fork(self, _Crew._begin)
 
     def _begin(self) -> None:
         self._work: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.config.references import check_base
 from agentrl.errors import DependencyError
+from agentrl.executors import fork_safe
 from agentrl.redaction import basic, learn, resolved
 from agentrl.trajectory import Json, ToolCall
 
-_IMPORTING = threading.Lock()
+_IMPORTING = fork_safe(threading.Lock())
 ONCE = {"num_retries": 0, "max_retries": 0}
 """litellm's own retries are off: they would respect neither a limit on waits nor a queue."""
 _BUSY = (408, 409, 425, 429)

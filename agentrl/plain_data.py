@@ -11,6 +11,8 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 MOST_BITS = 1023
 """Of an integer that a double, as which most readers take numbers, can hold."""
 MOST_TOML = 1_000_000
@@ -78,6 +80,26 @@ def unbounded(value: Any) -> bool:
     if isinstance(value, float):
         return not math.isfinite(value)
     return isinstance(value, int) and value.bit_length() > MOST_BITS
+
+
+def in_json(value: Any) -> Any:
+    """A Python value (dataclasses, pydantic models, enums and dates included) as one that JSON can represent: NaN and the
+    infinities are texts ("NaN", "-Infinity"), integers beyond a double a text that names their size. Raises ValueError for what
+    has no JSON form."""
+    # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
+    return _in_words(to_jsonable_python(value))
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_words(item) for item in value]
+    if not unbounded(value):
+        return value
+    if isinstance(value, float):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return f"an integer of about {int(value.bit_length() * math.log10(2))} digits"
 
 
 def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:

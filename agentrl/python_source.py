@@ -6,7 +6,9 @@ import ast
 import threading
 from typing import Literal
 
-_LOCK = threading.RLock()
+from agentrl.executors import fork_safe
+
+_LOCK = fork_safe(threading.RLock())
 _WRONG = "recursion depth mismatch"
 _TIMES = 8
 

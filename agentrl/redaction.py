@@ -19,10 +19,11 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from agentrl.errors import ConfigError
+from agentrl.executors import fork_safe
 from agentrl.shown import safe
 
 SHORTEST = 8
@@ -43,7 +44,7 @@ _LOOKS = re.compile(
 _known: set[str] = set()
 _ordered: list[str] = []
 _read: list[bool] = []
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def resolved(value: Any, where: str) -> Any:
@@ -217,28 +218,6 @@ def guard_process(config: Any = None) -> None:
     guard_logs()
     if not isinstance(sys.stdout, _Stream):
         sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in (sys.stdout, sys.stderr))
-
-
-_pipes: dict[int, TextIO] = {}
-
-
-def stderr_of_children() -> TextIO:
-    """Where programs that this process starts may write: what comes is redacted, line by line, and goes to standard error. One
-    pipe for all, whose thread ends with the process."""
-    with _lock:
-        if (pid := os.getpid()) not in _pipes:  # a fork has the pipe, and not its thread
-            reader, writer = os.pipe()
-            _pipes[pid] = os.fdopen(writer, "w")
-            threading.Thread(target=_pass_on, args=(reader,), name="agentrl-stderr", daemon=True).start()
-        return _pipes[pid]
-
-
-def _pass_on(reader: int) -> None:
-    with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if (out := sys.__stderr__) is not None:
-                out.write(redact_said(line))
-                out.flush()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
 
 A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
-be as large as its author likes. `check_schema` refuses such a one by the place of what is wrong; what `validator` makes retrieves
-nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12 (https://json-schema.org/draft/2020-12), but for
-`$id` and `$schema` below the root, and references to other documents.
+be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is wrong;
+what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
+(https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
 from jsonschema.exceptions import best_match
 from referencing.jsonschema import EMPTY_REGISTRY
 
@@ -55,7 +55,7 @@ class BadSchemaError(ValueError):
 Kind = Literal["schema", "map", "data"]
 DATA = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, and no schemas."""
-_MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
 
@@ -70,12 +70,13 @@ def check_schema(schema: Any) -> None:
     if text and len(text) <= MOST_CHARACTERS:
         _check_text(text)
     else:
-        _Walk(schema).check()
+        _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
 
 
 @lru_cache(maxsize=4096)
 def _check_text(text: str) -> None:
-    _Walk(json.loads(text)).check()
+    schema = json.loads(text)
+    _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
 
 
 @dataclass
@@ -251,7 +252,8 @@ def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> It
     for key in _LISTS:
         found += node[key] if isinstance(node.get(key), list) else []
     found += [node[key] for key in _ONES if key in node]
-    found += node["dependentSchemas"].values() if isinstance(node.get("dependentSchemas"), dict) else []
+    for key in ("dependencies", "dependentSchemas"):
+        found += node[key].values() if isinstance(node.get(key), dict) else []
     return (item for item in found if isinstance(item, dict))
 
 
@@ -261,6 +263,85 @@ def _lone_surrogate(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
+    none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
+    boolean "exclusiveMinimum". Raises BadSchemaError for a draft that is not known."""
+    declared = schema.get("$schema", "")
+    draft = str(declared).partition("://")[2].rstrip("#")
+    if declared and draft not in (_NEWEST, "json-schema.org/schema", _RECURSIVE, *_OLDER):
+        raise BadSchemaError("/$schema", f"{_short(declared)} is no draft from 4 to 2020-12", f"name https://{_NEWEST}, or none")
+    plain = {key: value for key, value in schema.items() if key != "$schema"}
+    try:
+        return plain if draft == _NEWEST else _rewritten(plain, plain, draft in _OLDER)
+    except RecursionError:
+        return plain  # `check_schema` says how deep
+
+
+_NEWEST = "json-schema.org/draft/2020-12/schema"
+_RECURSIVE = "json-schema.org/draft/2019-09/schema"
+_OLDER = tuple(f"json-schema.org/draft-0{number}/schema" for number in (4, 6, 7))
+_NOTES = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions"}
+)
+
+
+def _rewritten(node: Any, root: Any, alone: bool) -> Any:
+    """`alone`: as drafts 4 to 7 have it, keywords beside "$ref" count for nothing, and an id such as "#a" is an anchor."""
+    if not isinstance(node, Mapping):
+        return node
+    new: dict[str, Any] = {}
+    for key, value in node.items():
+        if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
+            continue
+        if key == "$recursiveRef":  # a schema within a schema, which would make a difference, is refused
+            new["$ref"] = value
+        elif key == "$ref" and isinstance(value, str):
+            new[key] = _moved(value, root)
+        elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
+            new["$anchor"] = value[1:]
+        elif key == "items" and isinstance(value, list):
+            new["prefixItems"] = [_rewritten(item, root, alone) for item in value]
+        elif key == "additionalItems":
+            if isinstance(node.get("items"), list):
+                new["items"] = _rewritten(value, root, alone)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            lists = {name: item for name, item in value.items() if isinstance(item, list)}
+            schemas = {name: _rewritten(item, root, alone) for name, item in value.items() if name not in lists}
+            new |= ({"dependentRequired": lists} if lists else {}) | ({"dependentSchemas": schemas} if schemas else {})
+        elif key in _LIMITS and isinstance(value, bool):
+            if value and _LIMITS[key] in node:
+                new[key] = node[_LIMITS[key]]
+        elif key in _LIMITS.values() and node.get(_EXCLUSIVE[key]) is True:
+            continue
+        elif key in _MAPS and isinstance(value, Mapping):
+            new[key] = {name: _rewritten(item, root, alone) for name, item in value.items()}
+        elif key not in DATA and isinstance(value, list):
+            new[key] = [_rewritten(item, root, alone) for item in value]
+        else:
+            new[key] = value if key in DATA else _rewritten(value, root, alone)
+    return new
+
+
+_LIMITS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
+
+
+def _moved(reference: str, root: Any) -> str:
+    """A reference by a pointer through keywords that `_rewritten` renames."""
+    if not reference.startswith("#/"):
+        return reference
+    node, parts, named = root, [], False
+    for part in reference[2:].split("/"):
+        renamed = {} if named else {"dependencies": "dependentSchemas"}
+        if not named and isinstance(node, Mapping) and isinstance(node.get("items"), list):
+            renamed |= {"items": "prefixItems", "additionalItems": "items"}
+        parts.append(renamed.get(part, part))
+        named = not named and part in _MAPS
+        node = referred(f"#/{part}", node)
+    return "#/" + "/".join(parts)
 
 
 def _escaped(key: Any) -> str:
@@ -364,8 +445,10 @@ def _timed(keyword: Keyword) -> Keyword:
 _extend: Callable[..., Any] = validators.extend
 _OWN: dict[str, Keyword] = {
     "additionalProperties": _additional, "multipleOf": _multiple, "pattern": _pattern, "patternProperties": _pattern_properties,
-    "uniqueItems": _unique,
+    "uniqueItems": _unique, "dependencies": Draft7Validator.VALIDATORS["dependencies"],
 }  # fmt: skip
+
+
 SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
 """jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
 
@@ -378,10 +461,11 @@ def validator(schema: Any) -> Any:
 def checked_validator(schema: Any) -> Any:
     """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
     check_schema(schema)
-    if (fault := first_fault(_META, schema, at_once=False)) is not None:
+    plain = as_2020(schema) if isinstance(schema, Mapping) else schema
+    if (fault := first_fault(_META, plain, at_once=False)) is not None:
         place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
         raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
-    return validator(schema)
+    return validator(plain)
 
 
 _META = SchemaValidator(Draft202012Validator.META_SCHEMA)

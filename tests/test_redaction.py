@@ -7,9 +7,7 @@ import json
 import logging
 import re
 import stat
-import subprocess
 import sys
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -46,7 +44,6 @@ from agentrl.redaction import (
     redacted,
     remember,
     resolved,
-    stderr_of_children,
 )  # fmt: skip
 from agentrl.reward.context import judge_settings
 from agentrl.reward.judge.client import Judge, VerdictRequest
@@ -289,15 +286,13 @@ async def test_a_record_holds_no_secret_and_its_digests_fit_what_is_replayed(tmp
         record.take("e", "step", 0, {"action": "other"})
 
 
-def test_what_programs_write_to_standard_error_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_server_writes_to_standard_error_is_redacted_in_its_error() -> None:
+    pytest.importorskip("mcp")
     remember(PLANTED["flag"])
-    seen = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", seen)
-    subprocess.run(["sh", "-c", f"echo begun {PLANTED['flag']} >&2"], stderr=stderr_of_children(), check=True)
-    end = time.monotonic() + 5
-    while not seen.getvalue() and time.monotonic() < end:
-        time.sleep(0.005)
-    assert seen.getvalue() == f"begun {GONE}\n"
+    says = f"echo begun {PLANTED['flag']} >&2"
+    with pytest.raises(EnvError, match=re.escape(f"it wrote: begun {GONE}")) as failed:
+        await McpSource("s", McpServerConfig(command=["sh", "-c", says])).session().open()
+    assert found_in(str(failed.value)) == []
 
 
 def test_an_actor_of_ray_redacts_what_goes_to_its_log(monkeypatch: pytest.MonkeyPatch) -> None:

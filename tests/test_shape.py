@@ -38,6 +38,7 @@ LEVELS = {
     "spans": 0,
     "registry": 0,
     "deadline": 0,
+    "keeper": 0,
     "processor": 0,
     "serving": 0,
     "redaction": 0,
@@ -91,7 +92,10 @@ SAME = {
     ("token_ledger", "images"),
     ("images", "errors"),
     ("executors", "errors"),
+    ("background", "executors"),
     ("matching", "executors"),
+    ("python_source", "executors"),
+    ("redaction", "executors"),
     ("schemas", "executors"),
     ("schemas", "matching"),
     ("files", "errors"),
@@ -178,7 +182,6 @@ def test_shelves_are_not_importable_by_library_code() -> None:
             assert module.split(".")[0] not in {"envs", "tools", "rewards", "configs"}, f"{file}:{line}"
 
 
-# Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
 def test_the_files_that_begin_first_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 

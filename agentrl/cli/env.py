@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli import env_difficulty, env_floor, env_install
@@ -122,11 +124,13 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", nargs="?", help="an id or short name")
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     parser.add_argument("--all", action="store_true", help="every environment on the shelves")
-    parser.add_argument("--tasks", type=int, default=12, help="tasks per check (default 12)")
+    parser.add_argument(
+        "--tasks", type=int, help="tasks per check (default 12; fewer for an environment that starts a server for each episode)"
+    )
     parser.add_argument(
         "--all-tasks", action="store_true", help="gold and idling on every task of an environment that has an end"
     )
-    parser.add_argument("--fuzz", type=int, default=500, help="random inputs per tool (default 500)")
+    parser.add_argument("--fuzz", type=int, help="random inputs per tool (default 500, or fewer as for --tasks)")
     parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.set_defaults(run=run_check)
@@ -252,11 +256,24 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _check(ref: EnvRef, args: argparse.Namespace) -> list[CheckFinding]:
-    from agentrl.env.check import check_all
+    from agentrl.env.check import CHECKS, check_all, limit_to
 
-    return check_all(subject_of(ref, args.reward, args.tasks, args.fuzz, args.all_tasks))
+    chosen = args.tasks is not None or args.fuzz is not None or args.all_tasks
+    tasks, fuzz = (12 if args.tasks is None else args.tasks), (500 if args.fuzz is None else args.fuzz)
+    subject = subject_of(ref, args.reward, tasks, fuzz, args.all_tasks)
+    done, spoke = 0, time.monotonic()
+
+    def report(finding: CheckFinding) -> None:
+        nonlocal done, spoke
+        done += 1
+        if done < len(CHECKS) and time.monotonic() - spoke > _QUIET_S:
+            spoke = time.monotonic()
+            say(f"{ref.entry.id}: {done} of {len(CHECKS)} checks are done", file=sys.stderr)
+
+    return check_all(subject if chosen else limit_to(subject), report=report)
 
 
+_QUIET_S = 5.0
 _STATUS = {True: "ok", False: "FAIL", None: "-"}
 
 

@@ -34,5 +34,6 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.train.export import export_run
 
     step = export_run(args.run_folder, args.out, args.step, best=args.best, adapter=args.adapter)
-    say(f"wrote the {'adapter' if args.adapter else 'model'} of step {step} to {args.out}")
+    what = "adapter" if args.adapter else "model"
+    say(f"wrote the {what} of step {step} to {args.out}, in float32, as it was trained (final/ has the type of model.dtype)")
     return 0

@@ -20,8 +20,9 @@ from threading import RLock
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel
-from pydantic_core import to_jsonable_python
 
+from agentrl.executors import fork_safe
+from agentrl.plain_data import in_json
 from agentrl.trajectory import Json
 
 __all__ = ["branch", "changes", "looking"]
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 _FIXED = frozenset({str, int, float, bool, type(None), bytes, date, datetime})
 # Tools run in threads: two that read the same part for the first time must get the same copy of it.
-_LOCK = RLock()
+_LOCK = fork_safe(RLock())
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
 
 
@@ -235,8 +236,8 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
     if not (isinstance(base, dict) and isinstance(now, dict)):
         if type(base) is type(now) is str and base == now:
             return
-        value = to_jsonable_python(now, inf_nan_mode="strings")
-        if json.dumps(value, sort_keys=True) != json.dumps(to_jsonable_python(base, inf_nan_mode="strings"), sort_keys=True):
+        value = in_json(now)
+        if json.dumps(value, sort_keys=True) != json.dumps(in_json(base), sort_keys=True):
             found["set"][place] = value
         return
     new = 0
@@ -244,7 +245,7 @@ def _compare(base: Any, now: Any, place: str, found: dict[str, Json]) -> None:
         item = dict.__getitem__(now, key)  # past the methods, which would copy what is only compared
         if key not in base:
             new += 1
-            found["set"][_below(place, key)] = to_jsonable_python(item, inf_nan_mode="strings")
+            found["set"][_below(place, key)] = in_json(item)
         elif (old := dict.__getitem__(base, key)) is not item:
             _compare(_parts(old), _parts(item), _below(place, key), found)
     if len(now) - new < len(base):

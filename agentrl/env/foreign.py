@@ -24,7 +24,7 @@ from typing import Any
 
 from agentrl.env import foreign_main
 from agentrl.errors import ConfigError, EnvError
-from agentrl.executors import TOOLS
+from agentrl.executors import TOOLS, after_fork, fork_safe
 from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
@@ -155,10 +155,14 @@ class Foreign:
 
     def __init__(self, command: Sequence[str], most: int) -> None:
         self.command, self.most = tuple(command), most
+        self._begin()
+        after_fork(self, Foreign._begin)
+
+    def _begin(self) -> None:
+        # In a fork, too: the processes are not its children, and it would talk over its parent's pipes.
         self._idle: list[ForeignProcess] = []
         self._out: set[ForeignProcess] = set()
-        self._taken, self._parent = 0, os.getpid()
-        self._free = threading.Condition()
+        self._taken, self._free = 0, threading.Condition()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
         return self  # copies of an environment ask the same processes
@@ -212,9 +216,9 @@ class Foreign:
     def give(self, process: ForeignProcess) -> None:
         """Give a process back. Nothing in a fork, to which it does not belong: it would take it for one that has ended, and kill
         what is left of it."""
-        if os.getpid() != self._parent:
-            return
         with self._free:
+            if process not in self._out:
+                return
             self._out.discard(process)
             if process.lives:
                 self._idle.append(process)
@@ -235,23 +239,20 @@ class Foreign:
             process.end()
 
     def close(self) -> None:
-        """End all processes, also those that somebody holds. Nothing in a fork, of which they are not the children."""
-        if os.getpid() != self._parent:
-            return
+        """End all processes, also those that somebody holds."""
         self.end()
         for process in list(self._out):
             process.end()
 
 
-_POOLS: dict[tuple[int, tuple[str, ...], int], Foreign] = {}
-_LOCK = threading.Lock()
+_POOLS: dict[tuple[tuple[str, ...], int], Foreign] = {}
+_LOCK = fork_safe(threading.Lock())
 
 
 def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int = 1) -> Foreign:
     """The processes for a script: the same ones for all environments of this process that ask with the same arguments."""
     command = (python, foreign_main.__file__, str(script), *arguments)
-    # By process: a fork must not talk over its parent's pipes.
-    key = os.getpid(), command, most
+    key = command, most
     with _LOCK:
         if key not in _POOLS:
             _POOLS[key] = Foreign(command, most)

@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import Any, Self
 
 from agentrl.errors import ConfigError, DependencyError
+from agentrl.executors import fork_safe
 from agentrl.python_source import module_of
 
-_LOCK = threading.RLock()
+_LOCK = fork_safe(threading.RLock())
 
 
 def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> ModuleType:

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from agentrl.env.base import ToolEnv
-from agentrl.errors import ConfigError, DependencyError, EnvError
+from agentrl.errors import AgentrlError, ConfigError, DependencyError, EnvError
+from agentrl.images import Image
+from agentrl.plain_data import json_text
+from agentrl.tool import Tool
+from agentrl.tool.mcp import call_result, tool_list
+from agentrl.tool.output import error_text
 from agentrl.trajectory import Message, ToolCall
 
 HOST = "127.0.0.1"
 START, ANSWER = "start_episode", "final_answer"
 
-_OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
-    START: (
+
+def _own(name: str, description: str, properties: dict[str, Any], required: Sequence[str] = ()) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return Tool.from_schema(name, description, schema, dict)  # never called: `Served` answers
+
+
+_OWN_TOOLS = {
+    START: _own(
+        START,
         "Start an episode on the task of a seed; returns the task. The current episode ends.",
-        {"type": "object", "properties": {"seed": {"type": "integer"}}, "additionalProperties": False},
+        {"seed": {"type": "integer", "minimum": 0}},
     ),
-    ANSWER: (
+    ANSWER: _own(
+        ANSWER,
         "Say something to the user; if the user has nothing to add, this ends the episode.",
-        {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-            "additionalProperties": False,
-        },
+        {"text": {"type": "string"}},
+        ["text"],
     ),
 }
+Said = tuple[str, tuple[Image, ...]]
+"""A text, and the images whose lines stand in it."""
 
 
 class Served:
@@ -44,31 +55,40 @@ class Served:
         self._turns = asyncio.Lock()
         self._over = True
 
-    async def start(self, seed: int) -> str:
-        """Start an episode; returns the opening messages as text."""
+    async def start(self, seed: int) -> Said:
+        """Start an episode; returns the opening messages as one text, and their images."""
+        self._over = True
         observation, _ = await self.env.areset(seed=seed, options={"split": self.split})
         self._over = False
-        return "\n\n".join(f"{message.role}: {message.content}" for message in observation)
+        return "\n\n".join(f"{message.role}: {message.content}" for message in observation), _images(observation)
 
-    def tools(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """(name, description, input schema) of the environment's tools and the server's own."""
-        functions = [schema["function"] for schema in self.env.toolbox.schemas()]
-        env_tools = [(f["name"], f.get("description", ""), f["parameters"]) for f in functions]
-        return [*env_tools, *((name, text, schema) for name, (text, schema) in _OWN_TOOLS.items())]
+    def tools(self) -> list[dict[str, Any]]:
+        """The environment's tools and the server's own, in OpenAI's function format."""
+        return [*self.env.toolbox.schemas(), *(tool.schema for tool in _OWN_TOOLS.values())]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Make one call; returns (text, whether it is an error)."""
+    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
+        """Make one call; returns the answer, and whether it is an error."""
         async with self._turns:
-            if name == START:
-                return await self.start(int(arguments.get("seed", self.seed))), False
-            if self._over:
-                return f"the episode is over; call {START} for another one", True
-            if name == ANSWER:
-                return await self._step(Message("assistant", str(arguments.get("text", "")))), False
-            text = await self._step(Message("assistant", tool_calls=(ToolCall(name, arguments),)))
-            return text, self.env.trajectory.turns[-1].results[-1].error is not None
+            try:
+                return await self._call(name, arguments)
+            except AgentrlError as fault:
+                self._over = True
+                return (f"{fault}; the episode is over: call {START} for another one", ()), True
 
-    async def _step(self, message: Message) -> str:
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
+        if name in _OWN_TOOLS and (problem := _OWN_TOOLS[name].check(arguments)) is not None:
+            return (error_text(problem.kind, problem.message), ()), True
+        if name == START:
+            return await self.start(arguments.get("seed", self.seed)), False
+        if self._over:
+            return (f"the episode is over; call {START} for another one", ()), True
+        if name == ANSWER:
+            return await self._step(Message("assistant", arguments["text"])), False
+        said = await self._step(Message("assistant", tool_calls=(ToolCall(name, arguments),)))
+        results = self.env.trajectory.turns[-1].results
+        return said, bool(results) and results[-1].error is not None
+
+    async def _step(self, message: Message) -> Said:
         observation, reward, terminated, truncated, info = await self.env.astep(message)
         self._over = terminated or truncated
         texts = [item.content for item in observation]
@@ -76,8 +96,12 @@ class Served:
             end = {"episode": "over", "stop": info["stop"]}
             if self.env.scorer is not None:
                 end["reward"] = reward
-            texts.append(json.dumps(end))
-        return "\n".join(texts)
+            texts.append(json_text(end))
+        return "\n".join(texts), _images(observation)
+
+
+def _images(messages: Sequence[Message]) -> tuple[Image, ...]:
+    return tuple(image for message in messages for image in message.images)
 
 
 def build_server(served: Served, instructions: str) -> Any:
@@ -88,14 +112,20 @@ def build_server(served: Served, instructions: str) -> Any:
     from mcp.server.lowlevel import Server
 
     async def on_list_tools(context: Any, params: Any) -> Any:
-        listed = [types.Tool(name=n, description=d, input_schema=s) for n, d, s in served.tools()]
-        return types.ListToolsResult(tools=listed)
+        return types.ListToolsResult(tools=tool_list(served.tools()))
 
     async def on_call_tool(context: Any, params: Any) -> Any:
-        text, is_error = await served.call(params.name, dict(params.arguments or {}))
-        return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=is_error)
+        (text, images), is_error = await served.call(params.name, dict(params.arguments or {}))
+        return call_result(text, images, error=is_error)
 
     return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
+
+
+async def opening(served: Served) -> str:
+    """Start the first episode; returns its task as a server's instructions, which are text alone."""
+    text, images = await served.start(served.seed)
+    shown = f"\n\nThe task has pictures: call {START} to be shown them." if images else ""
+    return text + shown
 
 
 def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
@@ -118,7 +148,7 @@ def _listen(port: int) -> socket.socket:
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
     listener = None if port is None else _listen(port)
-    server = build_server(served, await served.start(seed))
+    server = build_server(served, await opening(served))
     try:
         if listener is None:
             from mcp.server.stdio import stdio_server

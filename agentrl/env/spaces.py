@@ -11,7 +11,7 @@ import numpy as np
 
 from agentrl.env.sample import sample_arguments
 from agentrl.tool import Toolbox
-from agentrl.trajectory import Json, Message, as_row
+from agentrl.trajectory import Json, Message, as_row, message_of
 
 Observation = list[Message]
 Action = Message | str
@@ -37,6 +37,9 @@ class MessagesSpace(gymnasium.Space[Observation]):
 
     def to_jsonable(self, sample_n: Iterable[Observation]) -> list[Any]:
         return [[as_row(message) for message in sample] for sample in sample_n]
+
+    def from_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        return [[message_of(row) for row in sample] for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MessagesSpace)
@@ -84,6 +87,9 @@ class ToolCallSpace(gymnasium.Space[Action]):
 
     def to_jsonable(self, sample_n: Iterable[Action]) -> list[Any]:
         return [sample if isinstance(sample, str) else as_row(sample) for sample in sample_n]
+
+    def from_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        return [sample if isinstance(sample, str) else message_of(sample) for sample in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ToolCallSpace) and self.schemas() == other.schemas()

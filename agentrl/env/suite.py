@@ -27,6 +27,7 @@ from agentrl.env.base import ToolEnv
 from agentrl.env.families import held_out_families
 from agentrl.env.source import find_source, found_version, need
 from agentrl.errors import ConfigError, TaskDataError, did_you_mean
+from agentrl.executors import fork_safe
 from agentrl.trajectory import Json, StopReason, Task
 
 WHOLE = "all"
@@ -198,7 +199,7 @@ def _drawn(seed: int, name: str) -> bytes:
     return blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
 
 
-_LOCK = threading.RLock()
+_LOCK = fork_safe(threading.RLock())
 _POOLS: dict[tuple[Any, ...], dict[str, tuple[SuiteTask, ...]]] = {}
 _NO_MATTER = frozenset({"source", "split", "scorer", "render_mode", "count_tokens"})
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from agentrl.background import background
+from agentrl.executors import after_fork
 
 T = TypeVar("T")
 
-_local = threading.local()
+# A forked child must not poll its parent's file descriptors.
+_local = after_fork(threading.local(), lambda held: held.__dict__.clear())
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
@@ -33,9 +34,7 @@ def run_sync(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    # A forked child (AsyncVectorEnv) must not poll its parent's file descriptors, hence the pid.
-    held: tuple[int, asyncio.AbstractEventLoop] | None = _local.__dict__.get("held")
-    if held is None or held[0] != os.getpid() or held[1].is_closed():
-        held = (os.getpid(), asyncio.new_event_loop())
-        _local.held = held
-    return held[1]
+    held: asyncio.AbstractEventLoop | None = _local.__dict__.get("held")
+    if held is None or held.is_closed():
+        held = _local.held = asyncio.new_event_loop()
+    return held

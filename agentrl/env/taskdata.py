@@ -246,7 +246,12 @@ def _row(
         raise TaskDataError(f"{where}: field {split_column}: expected a string, got {own!r}")
     split = _SPLIT_NAMES.get(own, own) if own is not None else named or ""
     row = Row(where, "", split, float(raw.get("weight", 1.0)), data, gold)
-    return replace(row, id=str(raw.get("id", blake2b(_content(row).encode(), digest_size=6).hexdigest())))
+    return replace(row, id=str(raw.get("id", _content_id(row))))
+
+
+def _content_id(row: Row) -> str:
+    """The id of a row that names none."""
+    return blake2b(_content(row).encode(), digest_size=6).hexdigest()
 
 
 def _content(row: Row) -> str:
@@ -284,6 +289,8 @@ def _check_apart(rows: Sequence[Row]) -> None:
     by_content: dict[str, Row] = {}
     for row in rows:
         other = by_id.setdefault(row.id, row)
+        if other is not row and row.id == _content_id(row):
+            raise TaskDataError(f"{row.where}: the same row is at {other.where}. Remove one, or give each an id of its own")
         if other is not row:
             raise TaskDataError(f"{row.where}: field id: {row.id!r} is also the id of {other.where}")
         content = json.dumps(row.data, sort_keys=True, default=str)

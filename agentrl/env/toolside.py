@@ -82,12 +82,19 @@ class ToolSide(EnvHooks):
         return cls._class_tools
 
     async def _open_sessions(self) -> None:
-        self._sets = {}
+        self._sets, owners = {}, dict[str, str]()
         for source in self._sources:
             session = source.session()
             self._sessions.append(session)
             for item in await session.open():
-                (self.user_toolbox if item.options.by == "user" else self.toolbox).add(item)
+                box = self.user_toolbox if item.options.by == "user" else self.toolbox
+                if item.name in box:
+                    raise EnvError(
+                        f"{session}: its tool {item.name!r} has the name of one of {owners.get(item.name, self.id)}; set a "
+                        "`prefix` for one of them, or leave the tool out: give the others in `tools`"
+                    )
+                box.add(item)
+                owners[item.name] = str(session)
         for make in self._set_makers:
             made = make()
             self._sets[made.name] = made

@@ -1,4 +1,4 @@
-"""One agent's command as a group of processes that ends as a whole; see `harness.keeper`."""
+"""One agent's command as a group of processes that ends as a whole; see `agentrl.keeper`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.harness import keeper
+from agentrl import keeper
 from agentrl.harness.clean import after_a_cut, before_a_cut, text_of
 
 log = logging.getLogger(__name__)

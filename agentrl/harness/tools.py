@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.errors import AgentrlError, DependencyError, ResourceError
 from agentrl.serving import strict_json, uvicorn_config
+from agentrl.tool.mcp import call_result, tool_list
 from agentrl.trajectory import Json, ToolResult
 
 if TYPE_CHECKING:
@@ -94,22 +95,14 @@ class ToolServer:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
         async def on_list_tools(context: Any, params: Any) -> Any:
-            functions = [schema["function"] for schema in self._of(context.request).schemas()]
-            return types.ListToolsResult(
-                tools=[
-                    types.Tool(name=f["name"], description=f.get("description", ""), input_schema=f["parameters"])
-                    for f in functions
-                ]
-            )
+            return types.ListToolsResult(tools=tool_list(self._of(context.request).schemas()))
 
         async def on_call_tool(context: Any, params: Any) -> Any:
             try:
                 result = await self._of(context.request).call(params.name, dict(params.arguments or {}))
             except AgentrlError as over:  # a fault or the end of the episode, which the episode itself has noted
-                text, failed = str(over), True
-            else:
-                text, failed = result.content, result.error is not None
-            return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=failed)
+                return call_result(str(over), error=True)
+            return call_result(result.content, result.images, error=result.error is not None)
 
         # Stateless: which episode a request belongs to is in its address, so nothing is left behind by agents that are killed.
         server = Server("agentrl", on_list_tools=on_list_tools, on_call_tool=on_call_tool)

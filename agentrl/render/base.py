@@ -17,6 +17,9 @@ CHARACTERS_PER_TOKEN = 4  # of English text with a large vocabulary, roughly
 class Renderer(ABC):
     """Turns a conversation into token ids by appending only; stateless and shared by all episodes."""
 
+    tools_need_system = False
+    """Whether tools are shown only in prompts that begin with a system message."""
+
     @property
     @abstractmethod
     def stop_token_ids(self) -> tuple[int, ...]:

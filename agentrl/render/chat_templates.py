@@ -20,7 +20,7 @@ _TURNS = """\
 {%- macro begin(role) -%}
 BEGIN
 {%- endmacro -%}
-{%- macro end() -%}
+{%- macro end(role) -%}
 END
 {%- endmacro -%}
 {%- macro call(function) -%}
@@ -32,11 +32,11 @@ You can call these tools:
 {{ tool.function | tojson }}
 {% endfor -%}
 To call a tool, write its name and its arguments as JSON, in this form:
-{{ call({'name': 'NAME', 'arguments': {'ARGUMENT': 'VALUE'}}) }}
+{{ OPEN ~ call({'name': 'NAME', 'arguments': {'ARGUMENT': 'VALUE'}}) ~ CLOSE }}
 {%- endmacro -%}
 {{- bos_token if BOS and bos_token else '' -}}
 {%- if tools and (not messages or messages[0].role != 'system') -%}
-{{ begin('system') }}{{ tool_list() }}{{ end() }}
+{{ begin('system') }}{{ tool_list() }}{{ end('system') }}
 {%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
@@ -51,9 +51,9 @@ RESULT
 {{ '\\n\\n' if message.content else '' }}{{ tool_list() }}
 {%- endif -%}
 {%- for one in message.tool_calls or [] -%}
-{{ BETWEEN if not loop.first else ('\\n' if message.content else '') }}{{ call(one.function) }}
+{{ BETWEEN if not loop.first else ('\\n' if message.content else '') ~ OPEN }}{{ call(one.function) }}{{ CLOSE if loop.last }}
 {%- endfor -%}
-{{- end() -}}
+{{- end(message.role) -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -66,20 +66,33 @@ _HERMES = {
     "BETWEEN": r"'\n'",
     "RESULT": r"""{{- begin('user') if loop.first or loop.previtem.role != 'tool' else '\n' -}}
 {{- '<tool_response>\n' ~ message.content ~ '\n</tool_response>' -}}
-{{- end() if loop.last or loop.nextitem.role != 'tool' else '' -}}""",
+{{- end('user') if loop.last or loop.nextitem.role != 'tool' else '' -}}""",
     "BOS": "false",
 }
 _LLAMA = {
     "CALL": """{{ '{"name": ' ~ function.name | tojson ~ ', "parameters": ' ~ function.arguments | tojson ~ '}' }}""",
     "BETWEEN": "'; '",
-    "RESULT": "{{- begin('ipython') ~ message.content ~ end() -}}",
+    "RESULT": "{{- begin('ipython') ~ message.content ~ end('ipython') -}}",
     "BOS": "true",
     "BEGIN": r"{{ '<|start_header_id|>' ~ role ~ '<|end_header_id|>\n\n' }}",
     "END": "<|eot_id|>",
 }
 
 
+_DEEPSEEK = {
+    "CALL": "<｜tool▁call▁begin｜>{{ function.name }}<｜tool▁sep｜>{{ function.arguments | tojson }}<｜tool▁call▁end｜>",
+    "BETWEEN": "''",
+    "OPEN": "'<｜tool▁calls▁begin｜>'",
+    "CLOSE": "'<｜tool▁calls▁end｜>'",
+    "RESULT": "{{- '<｜tool▁output▁begin｜>' ~ message.content ~ '<｜tool▁output▁end｜>' -}}",
+    "BOS": "true",
+    "BEGIN": "{{ {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(role, '') }}",
+    "END": "{{ '<｜end▁of▁sentence｜>' if role == 'assistant' else '' }}",
+}
+
+
 def _template(**parts: str) -> str:
+    parts = {"OPEN": "''", "CLOSE": "''", **parts}
     return re.sub(r"\b[A-Z]{3,}\b", lambda found: parts.get(found[0], found[0]), _TURNS)
 
 
@@ -92,6 +105,7 @@ CHAT_TEMPLATES = {
         BEGIN=r"{{ '<start_of_turn>' ~ {'assistant': 'model', 'system': 'user'}.get(role, role) ~ '\n' }}",
         END=r"{{ '<end_of_turn>\n' }}",
     ),
+    "deepseek": _template(**_DEEPSEEK),
     "phi3": _template(**_HERMES, BEGIN=r"{{ '<|' ~ role ~ '|>\n' }}", END=r"{{ '<|end|>\n' }}"),
 }
 """The templates that `model.chat_template` knows by name."""
@@ -100,8 +114,13 @@ TURN_TOKENS = {
     "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "deepseek": (
+        "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+        "<｜end▁of▁sentence｜>",
+    ),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-}
+}  # fmt: skip
 """The tokens of each that the tokenizer must have; what stands around tool calls may be ordinary text."""
 
 

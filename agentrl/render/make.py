@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import TYPE_CHECKING
 
 from agentrl.errors import ModelError, RenderError
@@ -20,11 +21,12 @@ def make_renderer(
     tokenizer: PreTrainedTokenizerBase,
     parser: Parser | ForTools | Syntax | None = None,
     pictures: Placeholders | None = None,
+    day: str | None = None,
 ) -> Renderer:
     """The renderer for a tokenizer. Raises ModelError if none fits.
 
     `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
-    images, what it has for one among its tokens.
+    images, what it has for one among its tokens. `day`: the date of a template that writes one, as YYYY-MM-DD; today by default.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -38,7 +40,7 @@ def make_renderer(
     if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
         return ChatML(tokenizer)
     try:
-        made = TemplateRenderer(tokenizer, parser)
+        made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
         return made if pictures is None else made.sees(pictures)
     except RenderError as problem:
         raise ModelError(f"a question and its answer cannot be rendered: {problem}; {advice(tokenizer)}") from problem

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError, RenderError
@@ -43,10 +44,12 @@ class TemplateRenderer(Renderer):
     cannot be used with tools, or is "".
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None) -> None:
-        """`parser` replaces the one chosen by the template's syntax. Raises ModelError if the template
-        rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
-        self._text = TemplateText(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None, day: date | None = None
+    ) -> None:
+        """`parser` replaces the one chosen by the template's syntax; `day`: as of `TemplateText`. Raises ModelError if the
+        template rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
+        self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
         self._what_to_do = f"for tools, {self._text.advice}, or name the parser of its calls (model.tool_parser)"
         self._kept: dict[tuple[Shape, bool], bool] = {}
@@ -61,6 +64,7 @@ class TemplateRenderer(Renderer):
         self._tools_matter = not self.no_tools and self._appends(_SAID, True) != self._appends(_SAID, False)
         if not self.no_tools:
             self._check_parser(named=parser is not None)
+        self.tools_need_system = self._turns.tools_need_system
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -79,6 +83,8 @@ class TemplateRenderer(Renderer):
         """Raises RenderError if the template refuses the messages or does not support tools."""
         if tools and self.no_tools:
             raise RenderError(self.no_tools)
+        if tools and self.tools_need_system and all(message.role != "system" for message in messages):
+            raise RenderError("the chat template shows tools only with a system message. Begin the prompt with one")
         text = self._text.render(messages, tools, generate=True)
         if tools and tools[0]["function"]["name"] not in text:
             raise RenderError(f"the chat template ignores tools; {self._what_to_do}")
@@ -186,10 +192,7 @@ class TemplateRenderer(Renderer):
         return kept
 
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
-        try:
-            return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
-        except RenderError:
-            return True  # the template takes no such conversation as a whole, so it can only be appended
+        return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
         """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, datetime, time
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -107,8 +108,13 @@ class Placeholders:
 class TemplateText:
     """A tokenizer's chat template and its tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
+        """`day`: the date of a template that writes one; by default today, as long as this object lives."""
         self._tokenizer = tokenizer
+        # transformers gives a template the clock: a prompt that is rendered after midnight would be another one.
+        moment = datetime.combine(day or date.today(), time.min)
+        given = {"strftime_now": moment.strftime} | ({"date_string": moment.strftime("%d %b %Y")} if day else {})
+        self._dates = {name: value for name, value in given.items() if name in str(tokenizer.chat_template)}
         self.codec = Codec(tokenizer)
         self.form = Form()
         self.advice = advice(tokenizer)
@@ -129,6 +135,7 @@ class TemplateText:
                 tools=[self._hidden(tool) for tool in tools] or (None if self.form.no_list else []),
                 add_generation_prompt=generate,
                 tokenize=False,
+                **self._dates,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as problem:
             # Templates are programs: one that expects another form of a message fails in its own ways.

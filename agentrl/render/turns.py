@@ -6,6 +6,7 @@ All of it is learned from probe conversations; nothing is looked up by a model's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 
 from agentrl.errors import ModelError, RenderError
@@ -34,6 +35,7 @@ class TurnText:
 
     def __init__(self, text: TemplateText) -> None:
         self._text = text
+        self.tools_need_system = False
         try:
             text.render([QUESTION], generate=True)
         except RenderError:  # a template for tools alone goes through their list without looking whether there is one
@@ -135,14 +137,19 @@ class TurnText:
 
         Raises RenderError if it takes no calls.
         """
-        if CALL.name not in self._text.render([QUESTION], [TOOL], generate=True):
-            raise RenderError("it ignores tools")
+        opening = [QUESTION]
+        if CALL.name not in self._text.render(opening, [TOOL], generate=True):
+            opening = [Message("system", "Instructions"), QUESTION]
+            with suppress(RenderError):  # some templates take no system message
+                self.tools_need_system = CALL.name in self._text.render(opening, [TOOL], generate=True)
+            if not self.tools_need_system:
+                raise RenderError("it ignores tools")
         try:
-            text = self._text.render([QUESTION, _CALLED, ANSWER], [TOOL], generate=False)
+            text = self._text.render([*opening, _CALLED, ANSWER], [TOOL], generate=False)
         except RenderError as problem:
             self._text.change(arguments_as_text=True)
             try:
-                text = self._text.render([QUESTION, _CALLED, ANSWER], [TOOL], generate=False)
+                text = self._text.render([*opening, _CALLED, ANSWER], [TOOL], generate=False)
             except RenderError:
                 raise problem from None
         prompt, _, call = text.partition(QUESTION.content)

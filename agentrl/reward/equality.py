@@ -25,6 +25,7 @@ from queue import LifoQueue
 from typing import Any
 
 from agentrl.errors import DependencyError
+from agentrl.executors import fork_safe
 from agentrl.reward.unscorable import UnscorableError
 
 WORKER = Path(__file__).with_name("equality_worker.py")
@@ -159,7 +160,7 @@ def _workers(process: int) -> _Workers:
     return _Workers()
 
 
-_STARTING = threading.Lock()
+_STARTING = fork_safe(threading.Lock())
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl.errors import ReplayError
+from agentrl.executors import fork_safe
 from agentrl.plain_data import identical
 from agentrl.reward.frozen import FrozenState
 from agentrl.reward.twin import Copies, Twin, twin_of
@@ -87,8 +88,8 @@ class TaskReplays:
     copies: Copies | None = None
     held: int = 0
     golds: list[GoldPass] = field(default_factory=list)
-    opening: threading.Lock = field(default_factory=threading.Lock)
-    playing: threading.Lock = field(default_factory=threading.Lock)
+    opening: threading.Lock = field(default_factory=lambda: fork_safe(threading.Lock()))
+    playing: threading.Lock = field(default_factory=lambda: fork_safe(threading.Lock()))
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -109,7 +110,7 @@ class Twins:
 
     def __init__(self, most: int = 256, most_bytes: int = 128 << 20, states: bool = False) -> None:
         self._most, self._most_bytes, self.states = most, most_bytes, states
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._held = 0
         self._kept: OrderedDict[tuple[str, int, str], TaskReplays] = OrderedDict()
 

@@ -186,7 +186,7 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
     and not their lines. Raises ConfigError for an unknown name, DependencyError if vLLM is missing, ModelError if the parser does
     not fit the chat template."""
     pictures = _pictures(config, tokenizer) if sees else None
-    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures)
+    return make_renderer(tokenizer, _parser(config.tool_parser, tokenizer), pictures, config.date)
 
 
 def _pictures(config: ModelConfig, tokenizer: Any) -> Placeholders | None:

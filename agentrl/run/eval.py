@@ -17,7 +17,7 @@ from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live
 from agentrl.run.official import official
 from agentrl.run.report import make_report
-from agentrl.run.rollout import RolloutOutcome, RolloutRequest, run_rollout
+from agentrl.run.rollout import RolloutOutcome, RolloutRequest, dated_as, run_rollout
 from agentrl.trajectory import Trajectory
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -60,6 +60,7 @@ async def run_evals(
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last outcome with its
     request. With a record, each has an engine of its own, since an engine's answers are recorded for one environment.
     """
+    config = dated_as(config, next(iter(requests.values())))
     envs = {env.called: env for env in config.envs}
     recorded = any(request.record is not None for request in requests.values())
     shared = None if recorded else open_live(config, config.eval.temperature, None)

@@ -25,6 +25,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,6 +89,12 @@ def _try_path(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
+def dated(config: TrainConfig, day: str | None = None) -> TrainConfig:
+    """`config` with a date for chat templates: its own, else `day`, else today's."""
+    day = config.model.date or day or date.today().isoformat()
+    return config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
+
+
 class RunFolder:
     """The paths of a run, and the only code that writes its plain files.
 
@@ -122,7 +129,7 @@ class RunFolder:
         Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML lacks a value of it, ResourceError if
         it cannot be written.
         """
-        folder, text = cls(Path(config.out) / config.name), to_toml(config, origins)
+        folder, text = cls(Path(config.out) / config.name), to_toml(dated(config), origins)
         check_free(config)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
@@ -134,6 +141,10 @@ class RunFolder:
                 raise DiskFullError(full_text(folder.path, "repeat the command")) from None
             raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
         return folder
+
+    def dated(self, config: TrainConfig) -> TrainConfig:
+        """`config` with the date on which this run started, unless it names one."""
+        return dated(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))
 
     def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
         """Make `config` the run's, from `step` (updates done) on, if it says anything else than the one before, which is then in

@@ -235,7 +235,8 @@ class Judges:
         one = judge.engines[name]
         limits = JudgeLimits(judge.timeout, judge.retries, one.concurrency, one.reasoning)
         cache = VerdictCache(None if judge.cache is None else Path(judge.cache))
-        return EngineJudge(name, engine, make_renderer(tokenizer), files_digest(path) or path, cache, limits)
+        renderer = make_renderer(tokenizer, day=config.model.date)
+        return EngineJudge(name, engine, renderer, files_digest(path) or path, cache, limits)
 
 
 class _Either:

@@ -32,6 +32,7 @@ from agentrl.run.contents import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engines import engine_computes, talks_in_messages
 from agentrl.run.eval_session import EvalSession, open_live, open_replay
+from agentrl.run.folder import dated
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.record_folder import RecordFolder
 from agentrl.trajectory import Trajectory
@@ -93,6 +94,7 @@ async def run_rollout(
             "rollout.workers = 0, or leave out --record"
         )
     share_the_lock()
+    config = dated_as(config, request)
     if request.replay is None:
         for note in suite_notes(config):
             display.warn(note)
@@ -128,6 +130,20 @@ async def run_rollout(
         await session.close()
     _sort(request, outcome)
     return outcome
+
+
+def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
+    """`config` with the date of the episodes that are in the request's folder, or else today's; a record has its own."""
+    if request.replay is not None:
+        return config
+    if not (note := _note(request)).exists():
+        return dated(config)
+    day = (read_json(note.read_text()).get("identity") or {}).get("model.date")
+    return config if day is None else dated(config, day)  # an older agentrl kept none: what it began goes on without
+
+
+def _note(request: RolloutRequest) -> Path:
+    return request.out / f"{request.purpose}.json"
 
 
 def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
@@ -206,7 +222,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else,
     or episodes that the record lacks."""
     request.out.mkdir(parents=True, exist_ok=True)
-    note, path = request.out / f"{request.purpose}.json", request.out / "trajectories.jsonl"
+    note, path = _note(request), request.out / "trajectories.jsonl"
     identity = _identity(config, request)
     if request.replay is not None:  # a replay is always whole, and quick
         path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """One test file's pytest session: its processes, its environment, its end.
 
-The session is started by `harness.keeper`, which adopts everything that the session leaves behind, double forks included, and
+The session is started by `agentrl.keeper`, which adopts everything that the session leaves behind, double forks included, and
 ends all of it when the session ends, when it is told to, and when the scheduler dies in whatever way.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.harness import keeper
+from agentrl import keeper
 from agentrl.testing.cards import VISIBLE
 from agentrl.testing.plugin import DUMP, dump_file
 from agentrl.testing.verdict import Ending, FileResult, JournalReader, Stacks, conclude

@@ -1,27 +1,49 @@
-"""Tools of any Model Context Protocol server, through the official SDK; each episode has its own session."""
+"""Tools of any Model Context Protocol server, through the official SDK; each episode has its own session.
+
+An error that a server answers is the policy's to read (ToolError). A lost connection, a late call and an answer that is no MCP
+are the infrastructure's fault (EnvError), with the last line that the server's process wrote to its standard error.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
-from collections.abc import Callable, Mapping
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from agentrl import keeper
 from agentrl.config.schema import McpServerConfig
-from agentrl.errors import ConfigError, DependencyError, EnvError, ToolError
+from agentrl.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
 from agentrl.executors import by_size
 from agentrl.images import Image
-from agentrl.redaction import learn, redact_said, resolved, stderr_of_children
+from agentrl.redaction import learn, redact_said, resolved
+from agentrl.schemas import as_2020
+from agentrl.tool.output import as_text
 from agentrl.tool.pictures import read
 from agentrl.tool.tool import Options, Tool
+from agentrl.trajectory import Json
 
 if TYPE_CHECKING:
     from mcp import Client
 
 _CLOSE_SECONDS = 10.0
-_INVALID_PARAMS = -32602
+_MOST_PAGES = 1000
+"""Of a list of tools."""
+_SHOWN = 300
+"""Characters of a server's own words in an error."""
+_CLOSED = (-32000, "Connection closed")
+_NO_ANSWER = (
+    (-32000, "SSE stream "), (-32600, "Redirect"), (-32600, "Session terminated"), (-32600, "Unexpected content type: "),
+    (-32600, "server answered a request with "), (-32601, "Not Found"), (-32603, "Server returned an error response"),
+    (-32700, "Failed to parse JSON response: "), (-32700, "Failed to parse SSE message: "),
+)  # fmt: skip
+"""Errors that the SDK makes itself over HTTP where no answer came: code and first words. Servers use the same codes."""
 
 
 class McpSource:
@@ -41,22 +63,25 @@ class McpSource:
         self.server = server
         self.build = build
 
-    def session(self, errlog: TextIO | None = None) -> McpSession:
-        """A new, unopened session; what its process writes to standard error goes to `errlog`, by default to this process's."""
-        return McpSession(self.name, self.server, self.build, errlog)
+    def session(self) -> McpSession:
+        """A new, unopened session."""
+        return McpSession(self.name, self.server, self.build)
 
 
 class McpSession:
     """One connection. The SDK's client must be entered and exited in the same task, so one task holds it open."""
 
-    def __init__(
-        self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None, errlog: TextIO | None = None
-    ) -> None:
+    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
         self.name = name
         self.server = server
-        self._build, self._errlog = build, errlog
+        self._build = build
         self._stop = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
+        self._stderr: TextIO | None = None
+        self._strange = self._status = ""
+
+    def __str__(self) -> str:
+        return f"MCP server {self.name!r}"
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> McpSession:
         raise TypeError(f"the session of MCP server {self.name!r} cannot be copied: it runs in another process")
@@ -64,7 +89,8 @@ class McpSession:
     async def open(self) -> list[Tool]:
         """Start or reach the server and list its tools (only those named in `tools`, if any are).
 
-        Raises EnvError if the server does not start or answer in time, or does not have a named tool.
+        Raises EnvError if the server does not start or answer in time, does not have a named tool, or has two of one name or one
+        whose schema cannot be used.
         """
         ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
@@ -73,16 +99,20 @@ class McpSession:
                 client, listed = await ready
         except TimeoutError:
             self._holder.cancel()  # it waits for `close` only once the session is open
-            raise EnvError(f"MCP server {self.name!r}: no answer within {self.server.timeout:g} s") from None
+            raise EnvError(f"{self}: no answer within {self.server.timeout:g} s{self._wrote()}") from None
         wanted = self.server.tools
         known = [item.name for item in listed]
         for name in wanted or ():
             if name not in known:
-                raise EnvError(f"MCP server {self.name!r} has no tool {name!r}; it has {', '.join(known)}")
-        try:
-            return [self._tool(client, item) for item in listed if wanted is None or item.name in wanted]
-        except TypeError as problem:
-            raise EnvError(f"MCP server {self.name!r}: {problem}") from problem
+                raise EnvError(f"{self} has no tool {name!r}; it has {', '.join(known)}")
+        tools: dict[str, Tool] = {}
+        for item in listed:
+            if wanted is not None and item.name not in wanted:
+                continue
+            if item.name in tools:
+                raise EnvError(f"{self} lists two tools with the name {item.name!r}; leave them out: give the others in `tools`")
+            tools[item.name] = self._tool(client, item)
+        return list(tools.values())
 
     async def close(self) -> None:
         """End the session, and the server's process if this session started it."""
@@ -94,57 +124,115 @@ class McpSession:
         if not done:
             self._holder.cancel()
             await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
+        if self._stderr is not None:
+            self._stderr.close()
 
     async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp import Client
 
+        # It logs a traceback for each line that is no message; `_wrote` shows the first.
+        logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
         try:
-            server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
-        except ConfigError as problem:
-            ready.set_exception(problem)
-            return
-        target: Any = server.url
-        if server.command:
-            program = StdioServerParameters(command=server.command[0], args=server.command[1:], env=dict(server.env) or None)
-            # Not sys.stderr, which the SDK binds at import: in a notebook or a test it has no file descriptor.
-            target = stdio_client(program, errlog=self._errlog or stderr_of_children())
-        elif self._build is not None:
-            target = self._build()
-        try:
-            async with Client(target) as client:
-                tools, cursor = [], None
-                while True:
-                    page = await client.list_tools(cursor=cursor)
-                    tools += page.tools
-                    cursor = page.next_cursor
-                    if cursor is None:
-                        break
+            async with Client(self._target(), message_handler=self._note) as client:
+                # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
+                client.session.validate_tool_result = _accept  # type: ignore[method-assign]
+                tools = await self._list_tools(client)
                 if not ready.done():
                     ready.set_result((client, tools))
                 await self._stop.wait()
         except Exception as fault:
             # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
             if not ready.done():
-                where = server.url or " ".join(server.command) or "in this process"
-                ready.set_exception(EnvError(redact_said(f"MCP server {self.name!r} ({where}): {_cause(fault)}")))
+                where = self.server.url or " ".join(self.server.command) or "in this process"
+                problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
+                ready.set_exception(fault if isinstance(fault, ConfigError) else problem)
+
+    def _target(self) -> Any:
+        """The target of the SDK's client. Raises ConfigError for an environment variable that is not set."""
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
+        if not server.command:
+            return self._over_http(str(server.url)) if self._build is None else self._build()
+        # A server may write a traceback for each error that it answers: into a file without a name.
+        self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
+        first, *rest = server.command
+        if sys.platform == "linux":  # what a server starts ends with it, and it does not outlive this process
+            first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
+        program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
+        return stdio_client(program, errlog=self._stderr)
+
+    @asynccontextmanager
+    async def _over_http(self, url: str) -> AsyncIterator[Any]:
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        async def note(response: Any) -> None:
+            if response.request.method == "POST":
+                self._status = f"HTTP {response.status_code} {response.reason_phrase}" if response.status_code >= 400 else ""
+
+        async with create_mcp_http_client() as client:
+            client.event_hooks = {"response": [note]}
+            async with streamable_http_client(url, http_client=client) as streams:
+                yield streams
+
+    async def _list_tools(self, client: Client) -> list[Any]:
+        tools: list[Any] = []
+        seen: set[str] = set()
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            if cursor in seen:
+                raise EnvError(f"its list of tools repeats the cursor {cursor[:_SHOWN]!r}")
+            seen.add(cursor)
+            if len(seen) >= _MOST_PAGES:
+                raise EnvError(f"its list of tools has more than {_MOST_PAGES} pages")
+
+    async def _note(self, message: Any) -> None:
+        """Called by the SDK with notifications, and with the fault of a line that is no message."""
+        if isinstance(message, Exception) and not self._strange:
+            self._strange = str(getattr(message, "errors", lambda: [{}])()[0].get("input", message))
+
+    def _wrote(self) -> str:
+        """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output
+        that is no message; "" without."""
+        said = f"; it answered {self._status}" if self._status else ""
+        if self._stderr is not None:
+            number = self._stderr.fileno()
+            written = os.pread(number, 4096, max(0, os.fstat(number).st_size - 4096)).decode("utf-8", "replace")
+            lines = [line.strip() for line in written.splitlines() if line.strip()]
+            said += f"; it wrote: {lines[-1][:_SHOWN]}" if lines else ""
+        if self._strange:
+            said += f"; its output has a line that is no message of MCP: {self._strange[:_SHOWN]!r}"
+        return redact_said(said)
 
     def _tool(self, client: Client, item: Any) -> Tool:
         async def call(**arguments: Any) -> Any:
-            from mcp import MCPError
+            from mcp import InputRequiredRoundsExceededError, MCPError
 
             try:
                 result = await client.call_tool(item.name, arguments)
             except MCPError as problem:
-                # The policy's own error, of which it is told; the others are the server's and leave the episode unscored.
-                if problem.code == _INVALID_PARAMS:
-                    raise ToolError(str(problem)) from problem
-                raise
+                if not _is_answer(problem, self.server.url is not None):
+                    raise self._fault(item.name, problem) from problem
+                details = "" if problem.data is None else f": {as_text(item.name, problem.data)}"
+                raise ToolError(f"{problem}{details}") from problem
+            except InputRequiredRoundsExceededError as problem:
+                raise ToolError("the server goes on asking for more input, which nobody here gives") from problem
+            except Exception as problem:
+                raise self._fault(item.name, problem) from problem
             parts = [await _part(block) for block in result.content]
+            if result.structured_content is not None and not any(part for part in parts if isinstance(part, str)):
+                if not (parts or result.is_error):
+                    return result.structured_content
+                parts.append(as_text(item.name, result.structured_content))
             if result.is_error:
-                raise ToolError("\n".join(part if isinstance(part, str) else part.line for part in parts))
-            if not parts and result.structured_content is not None:
-                return json.dumps(result.structured_content, ensure_ascii=False)
+                text = "\n".join(part if isinstance(part, str) else part.line for part in parts)
+                raise ToolError(text if text.strip() else "the server calls this an error and does not say why")
             texts = [part for part in parts if isinstance(part, str)]
             return "\n".join(texts) if len(texts) == len(parts) else parts
 
@@ -160,26 +248,104 @@ class McpSession:
             check=self.server.check,
             on_error="stop",
         )
-        schema = {key: value for key, value in item.input_schema.items() if key not in ("$schema", "title")}
-        return Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
+        try:
+            schema = {key: value for key, value in as_2020(item.input_schema).items() if key != "title"}
+            tool = Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
+            _ = tool.schema, tool.check
+        except (TypeError, ValueError) as problem:
+            raise EnvError(
+                f"{self}, tool {item.name!r}: {problem}. Correct the schema on the server, or leave the tool out: give the "
+                "others in `tools`"
+            ) from problem
+        return tool
+
+    def _fault(self, tool: str, fault: Exception) -> EnvError:
+        return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._wrote()}"))
+
+
+def _is_answer(problem: Any, over_http: bool) -> bool:
+    """Tell a server's error answer from the SDK's own error for a lost connection, and from a late answer of a server behind."""
+    late = problem.code == -32001 and "timed out" in problem.message.lower()
+    made = over_http and any(problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER)
+    return not late and not made and (problem.code, problem.message) != _CLOSED
+
+
+async def _accept(name: str, result: Any) -> None:
+    return
 
 
 async def _part(block: Any) -> str | Image:
     """A block of a result: its text or its image; for what is not shown, a line of its kind and size."""
     if block.type == "text":
         return str(block.text)
+    if block.type == "resource_link":
+        return f"[link to a resource: {', '.join(str(part) for part in (block.uri, block.name, block.mime_type) if part)}]"
+    held = block.resource if block.type == "resource" else block
+    if hasattr(held, "text"):
+        return str(held.text)
     size = f"{len(block.model_dump_json())} bytes as JSON"
-    if block.type != "image":
-        return f"[{block.type}, {size}, not shown]"
+    kind = (held.mime_type or "").partition(";")[0].strip().lower()
+    encoded = held.blob if block.type == "resource" else held.data
+    image = block.type == "image" or (kind.startswith("image/") and not _is_text(kind))
+    shown = "image" if image else f"{block.type} {getattr(held, 'uri', '')}".strip()
     try:
-        data = base64.b64decode(block.data, validate=True)
+        data = base64.b64decode(encoded, validate=True)
+        if block.type == "resource" and _is_text(kind):
+            return data.decode()
     except ValueError as problem:
-        return f"[image, {size}, not shown: {problem}]"
-    return await by_size(len(data), read, data, size)
+        return f"[{shown}, {size}, not shown: {problem}]"
+    return await by_size(len(data), read, data, size) if image else f"[{shown}, {size}, not shown]"
+
+
+def _is_text(kind: str) -> bool:
+    """True for media types of text files."""
+    names = ("json", "xml", "yaml", "toml", "javascript", "typescript", "sql", "csv", "x-sh", "x-yaml", "x-python", "x-ndjson")
+    return kind.startswith("text/") or kind.endswith(("+json", "+xml", "+yaml")) or kind in {f"application/{n}" for n in names}
+
+
+def tool_list(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
+    """Tools in OpenAI's function format as a server of MCP lists them."""
+    import mcp_types as types
+
+    functions = [schema["function"] for schema in schemas]
+    return [
+        types.Tool(name=one["name"], description=one.get("description", ""), input_schema=one["parameters"]) for one in functions
+    ]
+
+
+def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False) -> Any:
+    """A text with its images as a server of MCP answers a call: each image in the place of its line."""
+    import mcp_types as types
+
+    left = {image.line: image for image in images}
+    blocks: list[Any] = []
+    lines: list[str] = []
+
+    def flush() -> None:
+        if lines:
+            blocks.append(types.TextContent(type="text", text="\n".join(lines)))
+            lines.clear()
+
+    for line in text.split("\n"):
+        if line in left:
+            flush()
+            blocks.append(_picture(left.pop(line)))
+        else:
+            lines.append(line)
+    flush()
+    # Within a line, of JSON say: the text stays whole.
+    blocks += [_picture(image) for line, image in left.items() if line in text]
+    return types.CallToolResult(content=blocks, is_error=error)
+
+
+def _picture(image: Image) -> Any:
+    import mcp_types as types
+
+    return types.ImageContent(type="image", data=image.data, mime_type=image.media_type)
 
 
 def _cause(fault: BaseException) -> str:
     """The first real cause inside the exception groups that task groups raise."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
-    return f"{type(fault).__name__}: {fault}"
+    return str(fault) if isinstance(fault, AgentrlError) else f"{type(fault).__name__}: {fault}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
-from pydantic_core import PydanticSerializationError, to_jsonable_python
-
 from agentrl.errors import EnvError
 from agentrl.images import Image
-from agentrl.plain_data import MOST_BITS
+from agentrl.plain_data import in_json, json_text
 from agentrl.tool.pictures import pictured, with_lines
 from agentrl.trajectory import Json
 
@@ -36,47 +33,28 @@ def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Jso
 
 
 def to_json(name: str, value: Any) -> Json:
-    """The value as JSON (dataclasses, pydantic models, enums and dates included).
-
-    Raises EnvError if a tool returned something that has no JSON form, which is an error in the tool.
-    """
+    """The value as JSON (`plain_data.in_json`). Raises EnvError if a tool returned something that has no JSON form, which is an
+    error in the tool."""
     # Not float, which may be NaN or infinite: JSON has neither.
     if value is None or type(value) in (str, bool):
         return value
     try:
-        found = to_jsonable_python(value, inf_nan_mode="strings")
-        return _in_words(found) if _too_large(found) else found
-    except (PydanticSerializationError, ValueError) as problem:
+        return in_json(value)
+    except ValueError as problem:  # pydantic's are ValueErrors too
         raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
-
-
-def _too_large(value: Json) -> bool:
-    rest = [value]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, dict | list):
-            rest += item.values() if isinstance(item, dict) else item
-        elif isinstance(item, int) and item.bit_length() > MOST_BITS:
-            return True
-    return False
-
-
-def _in_words(value: Json) -> Json:
-    """With text for integers that no JSON reader takes: a policy may work one out, which is no fault of the tool."""
-    if isinstance(value, dict):
-        return {key: _in_words(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_in_words(item) for item in value]
-    large = isinstance(value, int) and value.bit_length() > MOST_BITS
-    return f"an integer of about {int(value.bit_length() * math.log10(2))} digits" if large else value
 
 
 def to_text(value: Json) -> str:
     """Strings as they are, everything else as JSON; "ok" if a tool returned nothing."""
     if value is None:
         return "ok"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json_text(value, ensure_ascii=False)
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def as_text(name: str, answer: Any) -> str:
+    """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
+    return to_text(to_json(name, pictured(name, answer)[0]))
 
 
 def error_text(kind: str, message: str) -> str:

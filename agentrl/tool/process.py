@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -28,6 +29,7 @@ FunctionRef = tuple[str, str, str]
 """Module, qualified name and file of a function."""
 
 _idle: list[Child] = []
+os.register_at_fork(after_in_child=_idle.clear)  # they are not its children
 
 
 def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import SchemaError
 
 from agentrl.schemas import DATA
 from agentrl.trajectory import Json
@@ -95,6 +96,11 @@ def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[Base
         return create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
     except (PydanticSchemaGenerationError, PydanticUserError) as problem:
         raise TypeError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
+    except SchemaError as problem:  # a pattern or a bound
+        said, of = str(problem), re.search(rf'Field "{_PREFIX}(\w+)"', str(problem))
+        place = f"parameter {of[1]!r}" if of else "its parameters"
+        why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
+        raise TypeError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
 
 
 def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, Json]:
@@ -203,7 +209,7 @@ def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *,
     if not isinstance(node, dict):
         return node
     reference = node.get("$ref")
-    if isinstance(reference, str) and not named and reference.rpartition("/")[2] not in recursive:
+    if isinstance(reference, str) and not named and reference.rpartition("/")[2] in definitions.keys() - recursive:
         merged = {
             **definitions[reference.rpartition("/")[2]],
             **{k: v for k, v in node.items() if k != "$ref"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.train.pretrained import load_tokenizer
+from agentrl.train.weight_files import local_file
 from agentrl.train.weight_writer import MAX_FILE_BYTES, WeightWriter
 from agentrl.vision import Vision, auto_class, takes_images
 from agentrl.weights.conversions import Saving
@@ -36,6 +38,7 @@ def save_model(
     beside the weights. Raises ModelError if one is missing or unknown.
     """
     from transformers.dynamic_module_utils import custom_object_save
+    from transformers.utils import GENERATION_CONFIG_NAME
 
     shell = empty_like(config, dtype, classifier)
     saving = Saving(shell)
@@ -49,7 +52,11 @@ def save_model(
         custom_object_save(shell, folder, config=shell.config)
     shell.config.save_pretrained(folder)
     if shell.can_generate():
-        shell.generation_config.save_pretrained(folder)
+        # As it came: transformers would write one with the end token of the config alone, and no sampling defaults.
+        if (given := local_file(source, GENERATION_CONFIG_NAME)) is not None:
+            shutil.copyfile(given, folder / GENERATION_CONFIG_NAME)
+        else:
+            shell.generation_config.save_pretrained(folder)
     load_tokenizer(source, trust, chat_template).save_pretrained(folder)
     if takes_images(config):
         Vision(source, config).save(folder)

@@ -69,13 +69,13 @@ def weight_files(path: str, named: str | None = None) -> list[str]:
     # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
     names = [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]
     for name in names:
-        found = _local(path, name)
+        found = local_file(path, name)
         if found is None:
             continue
         if not name.endswith(".json"):
             return [found]
         parts = sorted(set(read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [_local(path, part) for part in parts]
+        files = [local_file(path, part) for part in parts]
         missing = [part for part, file in zip(parts, files, strict=True) if file is None]
         if missing:
             raise OSError(f"{name} names {missing[0]}, which is not there")
@@ -83,7 +83,8 @@ def weight_files(path: str, named: str | None = None) -> list[str]:
     raise OSError(f"there is no file {' or '.join(names)}")
 
 
-def _local(path: str, name: str) -> str | None:
+def local_file(path: str, name: str) -> str | None:
+    """A file of a model folder, or of a model of a hub, which is fetched; None if it has none."""
     if Path(path).is_dir():
         return str(Path(path) / name) if (Path(path) / name).is_file() else None
     from transformers.utils import cached_file

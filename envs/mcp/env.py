@@ -16,6 +16,7 @@ from agentrl.env.taskdata import CALL_SCHEMA, TaskSet, load_tasks
 from agentrl.errors import ConfigError, EnvError, ToolError
 from agentrl.tool import Tool
 from agentrl.tool.mcp import McpSource
+from agentrl.tool.output import as_text
 from agentrl.tool.tool import Blame
 from agentrl.trajectory import Json, StopReason
 
@@ -89,7 +90,12 @@ class Mcp(ToolEnv):
             raise ConfigError(f"mcp: late = {late!r}; expected {' or '.join(map(repr, get_args(Blame)))}")
         self.timeout = timeout
         blame = cast(Blame, late)
-        config = McpServerConfig(command=list(command or ()), url=url, env=dict(variables or {}), timeout=timeout, late=blame)
+        # Only what an episode uses: a tool whose schema cannot be used does no harm to those that are not among them.
+        setup = {call["name"] for rows in self.tasks.rows.values() for row in rows for call in row.data.get("setup", ())}
+        used = None if tools is None else sorted({*tools, *setup, *([self.state_tool] if self.state_tool else [])})
+        config = McpServerConfig(
+            command=list(command or ()), url=url, env=dict(variables or {}), tools=used, timeout=timeout, late=blame
+        )
         self.add_source(McpSource("server", config, None if own else _packaged))
 
     # -- tasks -------------------------------------------------------------------------------------
@@ -131,7 +137,8 @@ class Mcp(ToolEnv):
     async def _own_call(self, item: Tool, arguments: Mapping[str, Json]) -> str:
         """A call by the environment, not the policy: any failure is the environment's fault."""
         try:
-            return str(await within(self.timeout, item.invoke(None, arguments), f"{self.id}: {item.name}"))
+            answer = await within(self.timeout, item.invoke(None, arguments), f"{self.id}: {item.name}")
+            return as_text(item.name, answer)
         except ToolError as refusal:
             raise EnvError(f"{self.id}: the server refused {item.name}: {refusal}") from refusal
         except EnvError:

@@ -60,6 +60,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "init": {},
         "lora": {},
         "chat_template": "hermes",
+        "date": "2026-01-02",
         "dtype": "float32",
         "activation_checkpointing": True,
         "shard_gradients": True,
@@ -143,7 +144,7 @@ def literals(annotation: Any) -> Iterator[Any]:
 SECTIONS = [value for value in vars(schema).values() if isinstance(value, type) and issubclass(value, BaseModel)]
 NAMES = {name for section in SECTIONS for field in section.model_fields.values() for name in literals(field.annotation)}
 OTHERS = [True, False, 0, 1, 2, 3, 5, 0.25, 0.5, 1.5, 2.5, "x", *sorted(NAMES), ["x"], [0.1, 0.2], [{"name": "v", "args": {}}]]
-OTHERS += [[7], 2000]
+OTHERS += [[7], 2000, "2026-05-05"]
 
 
 def keys(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -401,6 +401,7 @@ ELSEWHERE: dict[str, str] = {
     "RolloutConfig.worker_timeout": "rollout/test_workers.py::test_a_worker_that_is_not_heard_of_counts_as_dead",
     "RolloutConfig.worker_respawns": "rollout/test_workers.py::test_with_no_worker_left_the_run_ends_with_a_typed_error",
     "ModelConfig.chat_template": "run/test_chat_template.py::test_a_name_or_a_file_makes_tools_usable",
+    "ModelConfig.date": "render/test_dates.py::test_a_prompt_has_the_day_that_the_renderer_was_given",
     "ModelConfig.tool_parser": "run/test_tool_parser.py::test_a_named_parser_is_used_where_it_fits_and_refused_where_not",
     "ModelConfig.threads": "test_processor.py::test_the_threads_of_a_run",
     "ModelConfig.dtype": f"{RANKS}::test_dtype_is_what_the_engine_gets_and_what_the_trainer_computes_in",

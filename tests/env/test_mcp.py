@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import pickle
@@ -19,7 +20,10 @@ import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.config.schema import McpServerConfig, ToolsConfig
+from agentrl.env import Task, ToolEnv
 from agentrl.errors import CatalogError, ConfigError, EnvError
+from agentrl.images import Image
+from agentrl.tool import tool
 from agentrl.tool.mcp import McpSource
 from agentrl.trajectory import Message, StopReason, ToolCall
 
@@ -374,3 +378,76 @@ def test_the_tools_section_of_a_config_reaches_the_environment(tmp_path: Path, s
     assert refused["error"] == "tool_error" and "missing argument" not in refused["message"]
     assert "validation error for count" in refused["message"] and len(refused["message"].encode()) <= 4 * 30
     env.close()
+
+
+async def test_the_pictures_of_a_served_environment_are_shown() -> None:
+    """color_square is solved over MCP by who sees its picture."""
+    from mcp import Client, StdioServerParameters
+
+    serve = ["-m", "agentrl.cli.main", "env", "serve", "color_square", "--mcp", "--seed", "3"]
+    async with Client(StdioServerParameters(command=sys.executable, args=serve)) as client:
+        [shown] = (await client.call_tool("look", {})).content
+        picture = Image.read(base64.b64decode(shown.data))
+        color = EnvRef("color_square").build().make_task(3, "train").gold["answer"]
+        assert picture.picture().getpixel((28, 28)) is not None and shown.mime_type == "image/png"
+        ended = (await client.call_tool("final_answer", {"text": color})).content[0].text
+        assert json.loads(ended.splitlines()[-1])["episode"] == "over"
+    env = env_with(McpServerConfig(command=[sys.executable, *serve], tools=["look"]))
+    await env.areset(seed=0)
+    [message] = (await env.astep(call("look")))[0]
+    assert message.images == (picture,) and message.content == picture.line, "imported again it is the same"
+    await env.aclose()
+
+
+class Gallery(ToolEnv):
+    """An opening with two pictures, a tool with pictures within JSON, and one that fails."""
+
+    id = "test/Gallery-v0"
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return Task(f"gallery/{rng_seed}", rng_seed, split, {})
+
+    def prompt(self, task: Task) -> list[Message]:
+        one, two = shade(task.seed), shade(task.seed + 1)
+        return [Message("system", "rules"), Message("user", f"first\n{one.line}\nthen\n{two.line}", images=(one, two))]
+
+    @tool
+    async def pair(self) -> dict[str, Any]:
+        return {"left": shade(7), "n": float("nan")}
+
+    @tool
+    async def fail(self) -> None:
+        raise RuntimeError("the roof leaks")
+
+
+def shade(value: int) -> Image:
+    from PIL import Image as Pictures
+
+    return Image.of(Pictures.new("RGB", (4, 4), (value, value, value)))
+
+
+async def test_a_served_opening_shows_its_pictures_and_a_fault_ends_the_episode_only() -> None:
+    from mcp import Client
+
+    from agentrl.env.serve import Served, build_server, opening
+
+    served = Served(Gallery(), 3, "train")
+    async with Client(build_server(served, await opening(served))) as client:
+        assert shade(3).line in client.instructions and "call start_episode to be shown" in client.instructions
+        kinds = [
+            part.text if part.type == "text" else Image.read(base64.b64decode(part.data))
+            for part in (await client.call_tool("start_episode", {})).content
+        ]
+        assert kinds == ["system: rules\n\nuser: first", shade(3), "then", shade(4)]
+        text, left = (await client.call_tool("pair", {})).content
+        assert json.loads(text.text) == {"left": shade(7).line, "n": "NaN"} and left.data == shade(7).data
+        for wrong in ({"seed": "x"}, {"seed": -1}, {"sed": 1}):
+            assert (await client.call_tool("start_episode", wrong)).is_error
+        assert (await client.call_tool("final_answer", {})).is_error
+        failed = await client.call_tool("fail", {})
+        assert failed.is_error and "the roof leaks" in failed.content[0].text and "start_episode" in failed.content[0].text
+        again = await client.call_tool("pair", {})
+        assert again.is_error and "the episode is over" in again.content[0].text
+        assert not (await client.call_tool("start_episode", {"seed": 8})).is_error
+        assert not (await client.call_tool("pair", {})).is_error
+    await served.env.aclose()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import nullcontext
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import jsonschema
@@ -14,8 +17,11 @@ from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter
 
 from agentrl.env.patterns import Unsupported, sample_pattern
-from agentrl.env.sample import sample_value
+from agentrl.env.sample import sample_arguments, sample_value
+from agentrl.env.taskdata import load_tasks
+from agentrl.errors import TaskDataError
 from agentrl.render.schema_values import typed_value
+from agentrl.tool import Tool
 
 RNG = np.random.default_rng(0)
 PATTERNS = [
@@ -88,3 +94,39 @@ def test_references_point_as_json_pointers_do() -> None:
     assert (
         typed_value("null", {"$ref": "#/$defs/50%25"}, schema) is None and typed_value("7", {"$ref": "#/$defs/t~0t"}, schema) == 7
     )
+
+
+NEW = "https://json-schema.org/draft/{}/schema"
+SEVEN = "http://json-schema.org/draft-07/schema#"
+OLDER = [
+    ({"$schema": SEVEN, "properties": {"x": {"items": [{"type": "integer"}], "additionalItems": False}}},
+     {"x": [1]}, {"x": [1, 2]}),
+    ({"$schema": SEVEN, "dependencies": {"a": ["b"]}}, {"a": 1, "b": 1}, {"a": 1}),
+    ({"$schema": NEW.format("2020-12"), "dependencies": {"a": ["b"]}}, {"b": 1}, {"a": 1}),
+    ({"$schema": NEW.format("2019-09"), "properties": {"x": {"$recursiveRef": "#"}, "y": {"type": "null"}}},
+     {"x": {"y": None}}, {"x": {"y": 1}}),
+    ({"$schema": SEVEN, "properties": {"x": {"$ref": "#/definitions/n", "properties": {"y": False}}}, "definitions": {"n": {}}},
+     {"x": {"y": 1}}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "fits", "faults"), OLDER)
+def test_every_reader_of_a_schema_reads_it_by_its_draft(schema: dict[str, Any], fits: Any, faults: Any, tmp_path: Path) -> None:
+    """A tool's check, a task file's rows and samples: `dependencies` were dropped without a word, tuples refused."""
+    made = Tool.from_schema("act", "", {"type": "object", **schema}, dict)
+    assert made.schema["function"]["parameters"]["$schema"] == schema["$schema"], "shown as declared"
+    assert made.check(fits) is None and (faults is None or made.check(faults) is not None)
+    file = tmp_path / "tasks.jsonl"
+    for row, fine in ((fits, True), (faults, False)):
+        if row is None:
+            continue
+        file.write_text(json.dumps(row))
+        with nullcontext() if fine else pytest.raises(TaskDataError):
+            load_tasks(file, schema=schema, to_task=lambda row: ({"q": 1}, {}))
+    for seed in range(30):
+        assert made.check(sample_arguments(made.schema["function"]["parameters"], np.random.default_rng(seed))) is None
+
+
+def test_a_draft_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"tool act: .*/\$schema: 'http://a\.example/mine' is no draft from 4 to 2020-12"):
+        Tool.from_schema("act", "", {"$schema": "http://a.example/mine", "type": "object"}, dict)

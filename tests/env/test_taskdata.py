@@ -77,6 +77,9 @@ def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
         tasks.task(0, "heldot")
 
 
+NAMELESS = {"data": {"q": "?"}, "gold": {"a": 1}}
+
+
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
@@ -87,6 +90,7 @@ def test_training_draws_by_weight_and_evaluation_walks(tmp_path: Path) -> None:
         ([{**row(1), "data": 3}], ":1: field data: 3 is not of type 'object'"),
         (["[1, 2]"], ":1: field (the row)"),
         ([row(1), row(2), {**row(1), "data": {"q": "other"}}], ":3: field id: 't1' is also the id of"),
+        ([NAMELESS, row(2), NAMELESS], "bad.jsonl:1. Remove one, or give each an id of its own"),
         (
             [row(1, split="train"), {**row(1, split="test"), "id": "x"}],
             ":2: field data: this heldout task is also",

@@ -122,8 +122,8 @@ REAL = [
 ]  # fmt: skip
 
 OURS = [
-    Real(name, "agentrl", name, "llama_json" if name == "llama3" else "hermes", key=_KEY, reasoning="always",
-         talks=name != "llama3", bos="<bos>", eos=TURN_TOKENS[name][-1])
+    Real(name, "agentrl", name, {"llama3": "llama_json", "deepseek": "deepseek"}.get(name, "hermes"),
+         key=_KEY, reasoning="always", talks=name != "llama3", bos="<bos>", eos=TURN_TOKENS[name][-1])
     for name in CHAT_TEMPLATES
 ]  # fmt: skip
 """Those that `model.chat_template` knows by name."""

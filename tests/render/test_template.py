@@ -252,3 +252,22 @@ def test_a_tool_that_the_syntax_cannot_write_is_refused_by_name(function):
     renderer = make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos))
     with pytest.raises(RenderError, match=f"tool '{function['name']}': the syntax 'qwen_xml' cannot write a call of it"):
         renderer.start([Message("user", "Hello")], [{"type": "function", "function": {"parameters": {}, **function}}])
+
+
+def test_a_template_that_shows_tools_with_a_system_message_alone_is_used_with_one():
+    """It counted as "ignores tools"."""
+    shown = "{% if m.role == 'system' and tools %}{{ '\\n' + tools | tojson }}{% endif %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+        + shown
+        + "{% for c in m.tool_calls or [] %}{{ '<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}{% endfor %}"
+        + "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = build_tokenizer(IM, template)
+    renderer = TemplateRenderer(tokenizer)
+    assert renderer.no_tools == "" and renderer.syntax == "hermes"
+    system, user = Message("system", "Be brief."), Message("user", f"Call {TOOLS[0]['function']['name']}.")
+    assert TOOLS[0]["function"]["description"] in tokenizer.decode(renderer.start([system, user], TOOLS))
+    with pytest.raises(RenderError, match="shows tools only with a system message"):
+        renderer.start([user], TOOLS)
+    assert "tool_call" not in tokenizer.decode(renderer.start([user], []))

@@ -34,6 +34,32 @@ def test_a_dead_server_is_refused_with_what_it_wrote_in_a_dry_run_too(
     preflight(with_spec(tmp_path, tools={"mcp": {"shop": {"command": ["no-such-program"]}}}, health={"preflight": False}))
 
 
+SHOP = """
+from mcp.server import MCPServer
+
+server = MCPServer("shop")
+
+
+@server.tool()
+def count() -> int:
+    return 3
+
+
+server.run("stdio")
+"""
+
+
+def test_two_servers_with_one_tool_name_are_both_named(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "shop.py").write_text(SHOP)
+    command = [sys.executable, str(tmp_path / "shop.py")]
+    servers: dict[str, Any] = {"north": {"command": command}, "south": {"command": command}}
+    with pytest.raises(ConfigError, match=r"tools\.mcp\.south: its tool 'count' .*tools\.mcp\.north.*tools\.mcp\.south\.prefix"):
+        preflight(with_spec(tmp_path, tools={"mcp": servers}))
+    servers["south"]["prefix"] = "south_"
+    preflight(with_spec(tmp_path, tools={"mcp": servers}))
+
+
 def test_a_server_that_does_not_answer_is_waited_for_as_long_as_the_key_says(tmp_path: Path) -> None:
     slow = {"mcp": {"shop": {"command": ["sleep", "30"]}}}
     with pytest.raises(ConfigError, match=r"no answer within 0\.3 s"):

@@ -7,16 +7,20 @@ import copy
 import json
 import sys
 import threading
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from agentrl.errors import EnvError, ToolError, ToolTimeoutError
 from agentrl.tool import Tool, Toolbox, estimate_tokens, tool
 from agentrl.tool.output import fit
 from agentrl.trajectory import ToolCall, ToolResult
+from tests.strict_json import strict
 
 
 @tool
@@ -315,3 +319,44 @@ def test_a_shared_table_is_offered_before_what_is_there_and_stays_as_it_is():
     assert box.names == ("one", "two", "other") and list(table) == ["one", "two"]
     with pytest.raises(TypeError, match="two tools are called 'one'"):
         box.offer(table)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass
+class Numbers:
+    mean: float
+    rest: tuple[float, ...]
+    size: int
+
+
+class Model(BaseModel):
+    by_name: dict[str, float]
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        (
+            Numbers(float("nan"), (float("inf"), float("-inf"), 1.5), 1 << 1023),
+            {"mean": "NaN", "rest": ["Infinity", "-Infinity", 1.5]},
+        ),
+        (Model(by_name={"a": float("nan")}), {"by_name": {"a": "NaN"}}),
+        ({"deep": [[{"x": float("inf")}]]}, {"deep": [[{"x": "Infinity"}]]}),
+        ([Decimal("NaN"), 0.1], ["NaN", 0.1]),
+        (float("nan"), "NaN"),
+        (float("-inf"), "-Infinity"),
+    ],
+)
+async def test_numbers_that_json_cannot_represent_are_texts(answer: Any, value: Any) -> None:
+    async def f() -> Any:
+        return answer
+
+    result = await Toolbox([f]).call(ToolCall("f", {}, id="1"))
+    if isinstance(value, str):
+        assert (result.content, result.value) == (value, value)
+        return
+    found = strict(result.content)
+    assert found == result.value and {**found, **value} == found if isinstance(value, dict) else found == value
+    assert "size" not in found or found["size"] == "an integer of about 308 digits"

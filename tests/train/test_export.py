@@ -57,6 +57,34 @@ def test_export_is_the_model_of_that_step(run_folder: Path, tmp_path: Path, step
     assert not all(torch.equal(found[name], other[name]) for name in other)
 
 
+def test_the_generation_config_is_written_key_for_key_as_it_came(tiny: str, tmp_path: Path) -> None:
+    """Served elsewhere a model with one end token of two ran past the end of its turn."""
+    given = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": False, "temperature": 0.6, "top_k": 20, "of_ours": [1]}
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(tiny, source)
+    (source / "generation_config.json").write_text(json.dumps(given))
+    config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=str(source)))
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(config))
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, str(source), config.model, toy_optim())
+    with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
+        actors.run(Actor.save, str(aside / "actor"))
+    actors.run(Actor.export_hf, str(run / "final"))
+    export_run(run, tmp_path / "out")
+    for folder in (run / "final", tmp_path / "out"):
+        assert json.loads((folder / "generation_config.json").read_text()) == given
+        before, after = (json.loads((place / "config.json").read_text()) for place in (source, folder))
+        changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+        assert changed <= {"dtype", "torch_dtype", "transformers_version"}, changed
+
+
+def test_an_export_says_in_which_type_it_is(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run_folder), str(tmp_path / "out")]) == 0
+    assert f"to {tmp_path / 'out'}, in float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_an_export_says_nothing_of_how_torch_reads_a_checkpoint(run_folder: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -50,6 +51,14 @@ def _one_folder(name: str) -> str:
     return name
 
 
+def _day(given: Any) -> str:
+    try:
+        return date.fromisoformat(str(given)).isoformat()  # TOML has dates of its own
+    except ValueError:
+        raise ValueError(f"{given!r} is not a day; write YYYY-MM-DD, as 2026-11-26") from None
+
+
+Day = Annotated[str, BeforeValidator(_day)]
 FolderName = Annotated[str, AfterValidator(_one_folder)]
 
 

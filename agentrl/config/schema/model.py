@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.config.schema.base import Frozen, Positive, PositiveInt, Ranks, Tokens, Unit
+from agentrl.config.schema.base import Day, Frozen, Positive, PositiveInt, Ranks, Tokens, Unit
 from agentrl.processor import TINY, has_amx, size_of_folder, size_of_shape
 
 
@@ -57,8 +57,11 @@ class ModelConfig(Frozen):
     Without it a model that needs such code is refused, and one whose family transformers has is loaded by transformers' own
     classes. Read the code first: it can do whatever you can."""
     chat_template: str | None = None
-    """The chat template, in place of the tokenizer's own: "hermes", "chatml", "llama3", "gemma" or "phi3" (docs/templates.md), or
-    a Jinja file. For a model whose template knows no tools; it is saved with the trained model."""
+    """The chat template, in place of the tokenizer's own: "hermes", "chatml", "llama3", "gemma", "phi3" or "deepseek"
+    (docs/templates.md), or a Jinja file. For a model whose template knows no tools; it is saved with the trained model."""
+    date: Day | None = None
+    """The day (YYYY-MM-DD) that a chat template with a date is given, as `strftime_now` and `date_string`; by default the one on
+    which the run or evaluation starts, kept in its folder."""
     tool_parser: str = "auto"
     """The parser of the model's tool calls, by name: one of agentrl's ("hermes", "glm", ...: docs/templates.md), or "vllm:NAME"
     for one of vLLM's own; "auto" picks the one that fits the chat template."""

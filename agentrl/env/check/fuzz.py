@@ -33,10 +33,10 @@ def check_fuzz(subject: Subject) -> str:
         raise Skipped("the environment has no tools")
     refused = 0
     gold = _gold_calls(env)
-    for name in names:
-        rng = subject.rng(len(name))
+    for place, name in enumerate(names):
+        rng, before = subject.rng(len(name)), place * subject.fuzz
         for number in range(subject.fuzz):
-            if number % RESET_EVERY == 0:
+            if (before + number) % RESET_EVERY == 0:
                 env.reset(seed=number // RESET_EVERY)
                 gold = _gold_calls(env)
             if name not in env.toolbox:

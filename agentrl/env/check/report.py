@@ -41,7 +41,8 @@ class Subject:
     `build` gives a new instance each time, `scorer` scores whole episodes (None: checks of rewards do not
     apply), `tasks` is the number of tasks per check, `fuzz` the number of inputs per tool. `portable` is
     a pickled object with `build()`, for building the environment in another process. `every`: gold and idling are tried on
-    each task of an environment that has finitely many. `spec`: the reward spec's path, for evidence.
+    each task of an environment that has finitely many. `spec`: the reward spec's path, for evidence. `light`: episodes start
+    programs, so faults are planted in one tool alone.
     """
 
     build: Callable[[], ToolEnv]
@@ -51,6 +52,7 @@ class Subject:
     portable: bytes | None = None
     every: bool = False
     spec: str = ""
+    light: bool = False
 
     def probed(self, env: ToolEnv, split: str, count: int) -> range:
         """Seeds of the tasks of a split: `count` of them, or each with `every`."""
@@ -63,6 +65,10 @@ class Subject:
 
     def seeds(self, count: int | None = None) -> range:
         return range(count or self.tasks)
+
+    def few_seeds(self) -> range:
+        """For checks that play a task several times."""
+        return range(min(self.tasks, max(2, self.tasks // 2)))
 
     def gold(self, env: ToolEnv) -> list[Message]:
         """The gold turns of the running task. Raises CheckFailed if the environment has none."""

@@ -95,7 +95,8 @@ def check_exploits(subject: Subject) -> str:
     by design (`idle_share`)."""
     env = subject.build()
     shown: list[str] = []
-    for floor in floors(subject, env, "train", subject.probed(env, "train", subject.tasks * 2)):
+    count = subject.tasks if subject.light else subject.tasks * 2
+    for floor in floors(subject, env, "train", subject.probed(env, "train", count)):
         values = [value or 0.0 for value in floor.values]
         if not values:
             raise Skipped("the split 'train' has no tasks")

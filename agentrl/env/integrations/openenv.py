@@ -22,7 +22,9 @@ from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.seeds import SPLITS
 from agentrl.errors import ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.plain_data import read_json
+from agentrl.schemas import as_2020
 from agentrl.tool import Tool
+from agentrl.tool.output import as_text
 from agentrl.trajectory import Json, Message, Task
 
 LARGEST = 100 << 20
@@ -191,7 +193,7 @@ def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
 
 def _input(row: Mapping[str, Json]) -> dict[str, Json]:
     schema = row.get("input_schema") or row.get("inputSchema") or {"type": "object", "properties": {}}
-    return {key: value for key, value in schema.items() if key not in ("$schema", "title")}
+    return {key: value for key, value in as_2020(schema).items() if key != "title"}
 
 
 def _first(errors: Json) -> str:
@@ -204,7 +206,7 @@ def _first(errors: Json) -> str:
 def _shown(observation: Mapping[str, Json]) -> str:
     kept = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
     only = list(kept.values())
-    return only[0] if len(only) == 1 and isinstance(only[0], str) else json.dumps(kept, ensure_ascii=False)
+    return only[0] if len(only) == 1 and isinstance(only[0], str) else as_text("act", kept)
 
 
 def _result(result: Json) -> str:
@@ -213,7 +215,7 @@ def _result(result: Json) -> str:
     texts = [block["text"] for block in blocks or () if isinstance(block, dict) and isinstance(block.get("text"), str)]
     if texts:
         return "\n".join(texts)
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    return as_text("act", result)
 
 
 async def _act(env: OpenEnv, **action: Any) -> str:

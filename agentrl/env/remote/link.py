@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 import threading
 import time
@@ -16,6 +15,7 @@ import httpx
 
 from agentrl.env.remote import wire
 from agentrl.errors import ConfigError, RemoteEnvError
+from agentrl.executors import after_fork
 from agentrl.plain_data import read_json
 from agentrl.trajectory import Json
 
@@ -38,16 +38,18 @@ class _Loop:
     """An event loop in a thread of its own, for the callers of any loop and of none."""
 
     def __init__(self) -> None:
+        self._begin()
+        after_fork(self, _Loop._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """The work's result, of the loop."""
         with self._lock:
-            # A forked child has the parent's loop, and not its thread.
-            if self._loop is None or self._pid != os.getpid():
-                self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, daemon=True, name="agentrl-remote").start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -92,8 +94,11 @@ class Link:
 
     def __init__(self, url: str, token: str) -> None:
         self.url, self._token = url, token
-        self._pools: list[_Pool] = []
-        self._pid = 0
+        self._begin()
+        after_fork(self, Link._begin)
+
+    def _begin(self) -> None:
+        self._pools = [_Pool(self.url, self._token) for _ in range(POOLS)]
 
     async def ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str = "POST") -> Json:
         """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
@@ -105,8 +110,6 @@ class Link:
         return _LOOP.submit(self._ask(route, body, lambda seen: None, "POST", patience)).result()
 
     async def _send(self, method: str, route: str, content: bytes) -> httpx.Response:
-        if self._pid != os.getpid():
-            self._pid, self._pools = os.getpid(), [_Pool(self.url, self._token) for _ in range(POOLS)]
         # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take
         # longer than the episodes do.
         pool = min(self._pools, key=lambda one: one.busy)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from agentrl.executors import fork_safe
+
 
 class Budget:
     """Counts calls and dollars over all threads. A call reserves its maximum cost and returns what it did
@@ -14,7 +16,7 @@ class Budget:
         self.calls = 0
         self.usd = 0.0
         self._reserved = 0.0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def reserve(self, usd: float | None) -> str | None:
         """Reserve one call that costs at most `usd` (None: not known). Returns why it may not be made, or None."""

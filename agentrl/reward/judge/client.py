@@ -10,12 +10,13 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.errors import JudgeBudgetError
+from agentrl.executors import after_fork, threads
 from agentrl.litellm_calls import ONCE, load_litellm, request_of
 from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
@@ -88,7 +89,11 @@ class Judge:
         self.settings = settings or JudgeSettings()
         self.cache = VerdictCache(self.settings.cache)
         self.budget = Budget(self.settings.calls, self.settings.usd)
-        self._pool = ThreadPoolExecutor(self.settings.concurrency, thread_name_prefix="agentrl-judge")
+        self._pool = threads(self.settings.concurrency, "agentrl-judge")
+        self._begin()
+        after_fork(self, Judge._begin)
+
+    def _begin(self) -> None:
         self._running: dict[str, Future[Verdict]] = {}
         self._lock = threading.Lock()
 

@@ -51,7 +51,9 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     check_rollout(config, env)
     if inputs.tokenizer is not None:
         try:
-            renderer_of(config.model, inputs.tokenizer).start([Message("user", "Question")], tools)
+            renderer = renderer_of(config.model, inputs.tokenizer)
+            opening = [Message("system", "Instructions")] if renderer.tools_need_system else []
+            renderer.start([*opening, Message("user", "Question")], tools)
         except (ModelError, RenderError) as problem:
             raise ModelError(f"model.path = {config.model.path}: {problem}") from problem
     return env, scorer

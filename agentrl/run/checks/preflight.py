@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.backends.api.make import api_name
 from agentrl.backends.scripted.make import is_script
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
 Purpose = Literal["eval", "rollout"]
-_WRITTEN = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,13 @@ def check_preflight(config: TrainConfig, scorers: Mapping[str, Scorer], free: bo
     seconds = config.health.preflight_timeout
     for number, one in enumerate(each(config)):
         at = f"{entry_name(number, one.envs[0].called)}.tools" if config.envs[number].tools is not None else "tools"
+        owners: dict[str, str] = {}
         for name, server in {} if is_planned() else one.tools.mcp.items():
-            _start(f"{at}.mcp.{name}", name, server, seconds)
+            for tool in _start(f"{at}.mcp.{name}", name, server, seconds):
+                if (other := owners.setdefault(tool, name)) != name:
+                    raise ConfigError(
+                        f"{at}.mcp.{name}: its tool {tool!r} has the name of one of {at}.mcp.{other}. Set {at}.mcp.{name}.prefix"
+                    )
     asked: set[str] = set()
     for model in api_models(config, scorers, purpose):
         if (request := json_text([model.base, dict(model.request)])) not in asked:
@@ -207,26 +210,22 @@ def _all_tasks(config: TrainConfig, called: str) -> Sequence[Task] | None:
 # -- MCP servers -------------------------------------------------------------------------------------
 
 
-def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> None:
+def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> list[str]:
+    """The names of its tools."""
     from agentrl.tool.mcp import McpSource
 
-    short = server.model_copy(update={"timeout": min(server.timeout, seconds)})
-    with tempfile.TemporaryFile("w+") as written:
-        session = McpSource(name, short).session(cast(TextIO, written))
+    session = McpSource(name, server.model_copy(update={"timeout": min(server.timeout, seconds)})).session()
 
-        async def once() -> None:
-            try:
-                await session.open()
-            finally:
-                await session.close()
-
+    async def once() -> list[str]:
         try:
-            run_sync(once())
-        except EnvError as problem:
-            written.seek(0)
-            text = " ".join(written.read()[-_WRITTEN:].split())
-            said = f"; it wrote: {text}" if text else ""
-            raise ConfigError(f"{key}: {problem}{said}") from problem
+            return [tool.name for tool in await session.open()]
+        finally:
+            await session.close()
+
+    try:
+        return run_sync(once())
+    except EnvError as problem:
+        raise ConfigError(f"{key}: {problem}") from problem
 
 
 # -- APIs --------------------------------------------------------------------------------------------

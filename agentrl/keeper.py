@@ -1,15 +1,17 @@
-"""Keeps the processes of one command together: `python -I -S keeper.py COMMAND...`, started by `harness.process` for an
-agent and by `testing.session` for a test file.
+"""Keeps the processes of one command together: `python -I -S keeper.py [--stdin] COMMAND...`, started by `harness.process` for an
+agent, by `tool.mcp` for a server, and by `testing.session` for a test file.
 
 The keeper starts the command in a session of its own and ends with its exit code. It adopts every process of the command's whose
 parent has ended (Linux's "child subreaper"), so also one that was detached by a double fork. When the command has ended, when
 the keeper's stdin is closed, which happens if its starter closes it or dies in whatever way, or when the keeper gets a signal,
-every process that is left gets SIGTERM, and SIGKILL `GRACE` seconds later.
+every process that is left gets SIGTERM, and SIGKILL `GRACE` seconds later. With `--stdin` the command reads the keeper's stdin,
+and has `LAST` seconds to end by itself after it was closed.
 
 Nothing of agentrl is imported: this starts once per episode.
 """
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -19,6 +21,8 @@ import time
 
 GRACE = 0.3
 """Seconds between SIGTERM and SIGKILL."""
+LAST = 1.0
+"""Seconds that a command has, which reads its stdin, to end after that was closed."""
 NOT_STARTED = 127
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -27,6 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(command: list[str]) -> int:
     """Run the command to its end; returns its exit code, 128 + the signal that ended it, or 127 if it cannot be started."""
+    reads = command[0] == "--stdin"
+    command = command[reads:]
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         print("this system cannot keep the processes of a command together (PR_SET_CHILD_SUBREAPER)", file=sys.stderr)
         return NOT_STARTED
@@ -36,11 +42,14 @@ def main(command: list[str]) -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+        stdin = None if reads else subprocess.DEVNULL
+        child = subprocess.Popen(command, stdin=stdin, start_new_session=True, preexec_fn=die_with_parent)
     except OSError as problem:
         print(f"{command[0]}: {problem.strerror}", file=sys.stderr)
         return NOT_STARTED
-    code = _wait(child, woken)
+    if reads:  # a writer that is left would keep the one at the other end from seeing that the command has closed its output
+        os.close(1)
+    code = _wait(child, woken, reads)
     end_all()
     return 128 - code if code < 0 else code
 
@@ -50,14 +59,20 @@ def die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _wait(child: "subprocess.Popen[bytes]", woken: int) -> int:
-    """The child's exit code; if it is told to stop before, that of SIGTERM."""
+def _wait(child: "subprocess.Popen[bytes]", woken: int, reads: bool) -> int:
+    """The child's exit code; after a request to stop, that of SIGTERM. `reads`: stdin is the child's to read."""
+    poll, until = select.poll(), math.inf
+    poll.register(woken, select.POLLIN)
+    poll.register(0, select.POLLRDHUP if reads else select.POLLIN)
     while True:
-        readable, _, _ = select.select([0, woken], [], [])
+        readable = dict(poll.poll(None if until == math.inf else max(0.0, until - time.monotonic()) * 1000))
         code = child.poll()
         if code is not None:
             return code
-        if 0 in readable and not os.read(0, 1):
+        if 0 in readable and reads:
+            poll.unregister(0)
+            until = time.monotonic() + LAST
+        elif (0 in readable and not os.read(0, 1)) or time.monotonic() >= until:
             return -signal.SIGTERM
         if woken in readable and set(os.read(woken, 4096)) & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
             return -signal.SIGTERM
