@@ -33,7 +33,7 @@ class Scored:
 
 def is_episode(row: Mapping[str, Any]) -> bool:
     """Whether a row is an episode of a run's."""
-    return "ledgers" in row and "task" in row
+    return row.get("ledgers") is not None and "task" in row
 
 
 def episode_of(row: Mapping[str, Any]) -> Trajectory:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from agentrl.data.chats import Chat, arguments_of, checked, parsed, tools_of
+from agentrl.data.chats import Chat, checked
 from agentrl.data.files import BadRowError
 from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, tagged_calls
+from agentrl.data.tool_forms import arguments_of, declarations, parsed
 from agentrl.trajectory import Message, ToolCall
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     if said[0][0] == "system":
         system, said = said[0][1], said[1:]
     kept, inside = _split(system or "")
-    tools = tools_of(row.get("tools")) or tools_of(inside)
+    tools = declarations(row.get("tools")) or declarations(inside)
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
     if tagged:
         messages = [part for role, text in said for part in _hermes(role, text)]

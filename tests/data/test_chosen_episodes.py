@@ -300,7 +300,7 @@ def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str,
 def test_the_share_that_is_held_out_is_rounded_up_from_what_it_says(share: float, tasks: int, held: int, tmp_path: Path) -> None:
     """0.07 of 100 is 7.000000000000001 in floating point, and 7 tasks."""
     file = tmp_path / "chats.jsonl"
-    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
-    file.write_text((json.dumps(row) + "\n") * tasks)
+    said = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(tasks)]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
     about = Preparation(DataConfig(path=[str(file)], heldout=share), RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
     assert len(about.heldout) == held

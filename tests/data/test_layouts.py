@@ -237,12 +237,12 @@ def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")
     return {"messages": [ASKED[0], {"role": "assistant", "tool_calls": calls}, *results, ASKED[5]], "tools": tools}
 
 
-def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_in_any() -> None:
+def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_are_put_into_it() -> None:
     results = [{"role": "tool", "content": text} for text in ("3", "4")]
     for ids in (("x", "y"), (None, None)):
         assert [m.name for m in openai_chat(two_calls(*results, ids=ids)).messages] == [None, None, "add", "sub", None]
     named = [{**result, "tool_call_id": id} for result, id in zip(results, ("y", "x"), strict=True)]
-    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("sub", "3"), ("add", "4")]
+    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("add", "4"), ("sub", "3")]
 
 
 @pytest.mark.parametrize(
