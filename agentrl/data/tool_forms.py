@@ -126,7 +126,7 @@ def _present(given: Any, key: str) -> dict[str, Any]:
 
 def _function(given: dict[str, Any], key: str, table: bool) -> dict[str, Any]:
     if not isinstance(given.get("name"), str) or not given["name"]:
-        raise FormError(key, f"a function needs a name, got {given.get('name')!r}")
+        raise FormError(key, f"expected a declaration; a function needs a name, got {given.get('name')!r}")
     if not isinstance(given.get("description", ""), str):
         raise FormError(f"{key}.description", f"expected text, got {type(given['description']).__name__}")
     named = [word for word in _SCHEMAS if given.get(word)] or [word for word in _SCHEMAS if word in given][:1]
