@@ -8,7 +8,7 @@
      "tools": [{"type": "function", "function": {"name": "f", "parameters": {...}}}], "parallel_tool_calls": true}
 
 An assistant's message with `weight` 0 is context. Other keys of a row are not looked at; tools, calls and reasoning may have
-other forms (agentrl/data/tool_forms.py).
+other forms (agentrl/tool/forms.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.data.files import BadRowError
-from agentrl.data.tool_forms import (
+from agentrl.errors import BadRowError
+from agentrl.tool.forms import (
     REASONING,
     Declaration,
     FormError,

@@ -11,7 +11,8 @@ from hashlib import sha256
 from typing import Any
 
 from agentrl.config.schema import DataConfig
-from agentrl.data.files import BadRowError, RowPlace, row_at
+from agentrl.data.files import RowPlace, row_at
+from agentrl.errors import BadRowError
 from agentrl.trajectory import Trajectory
 
 TaskKey = tuple[str, str, int, int, str]

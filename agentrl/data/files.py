@@ -8,16 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, DependencyError, hinted
+from agentrl.errors import BadRowError, ConfigError, DependencyError, hinted
 from agentrl.files import open_plain
 from agentrl.plain_data import read_json
 
 SUFFIXES = (".jsonl", ".parquet")
 _BATCH = 256
-
-
-class BadRowError(ValueError):
-    """A row that cannot be used; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

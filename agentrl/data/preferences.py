@@ -13,8 +13,8 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl.data.chats import Chat, checked, messages_of
-from agentrl.data.files import BadRowError
-from agentrl.data.tool_forms import declarations
+from agentrl.errors import BadRowError
+from agentrl.tool.forms import declarations
 
 
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:

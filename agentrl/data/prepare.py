@@ -12,12 +12,12 @@ from typing import Any
 from agentrl.config.schema import DataConfig
 from agentrl.data.chats import openai_chat
 from agentrl.data.episodes import Scored, best, is_episode, pairs, scored
-from agentrl.data.files import BadRowError, RowPlace, rows_of, sources
+from agentrl.data.files import RowPlace, rows_of, sources
 from agentrl.data.preferences import preference
 from agentrl.data.rendered import chat_of, rendered, says_the_same, turn_ids
 from agentrl.data.sharegpt import sharegpt_chat
 from agentrl.data.store import About, RowWriter
-from agentrl.errors import ConfigError
+from agentrl.errors import BadRowError, ConfigError
 from agentrl.render.base import Renderer
 from agentrl.trajectory import TokenLedger, Trajectory
 

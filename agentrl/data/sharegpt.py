@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl.data.chats import Chat, checked
-from agentrl.data.files import BadRowError
 from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, tagged_calls
-from agentrl.data.tool_forms import arguments_of, declarations, parsed
+from agentrl.errors import BadRowError
+from agentrl.tool.forms import arguments_of, declarations, parsed
 from agentrl.trajectory import Message, ToolCall
 
 T = TypeVar("T")

@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.tool_forms import without_padding
 from agentrl.env.families import held_out_families
 from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
 from agentrl.plain_data import read_json
 from agentrl.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.tool.forms import without_padding
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Json, Task
 

@@ -10,12 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.tool_forms import declaration
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.taskdata import TaskSet, load_tasks
 from agentrl.errors import ConfigError, ToolError
 from agentrl.shelves import function_named
 from agentrl.tool import Options, Tool
+from agentrl.tool.forms import declaration
 from agentrl.trajectory import Json
 
 from .rows import ROW, ToolUse, check_task, messages, settled

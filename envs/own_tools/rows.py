@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.data.chats import Chat, messages_of
-from agentrl.data.files import BadRowError
-from agentrl.data.tool_forms import FormError, declaration, paired, parsed, without_padding
 from agentrl.env.taskdata import CALL_SCHEMA, Row
-from agentrl.errors import ConfigError, TaskDataError, did_you_mean
+from agentrl.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
+from agentrl.tool.forms import FormError, declaration, paired, parsed, without_padding
 from agentrl.tool.validate import Check, compile_validator
 from agentrl.trajectory import Json, Message
 

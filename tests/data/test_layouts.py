@@ -14,11 +14,11 @@ from families import IM, QWEN3, QWEN3_CODER
 from render_tokenizers import build_tokenizer
 
 from agentrl.data.chats import openai_chat
-from agentrl.data.files import BadRowError
 from agentrl.data.preferences import preference
 from agentrl.data.rendered import rendered
 from agentrl.data.sharegpt import sharegpt_chat
 from agentrl.data.text_calls import bracket_calls
+from agentrl.errors import BadRowError
 from agentrl.render import make_renderer
 from agentrl.train.tokenizer import packaged_tokenizer
 

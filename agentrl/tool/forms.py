@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.data.files import BadRowError
+from agentrl.errors import BadRowError
 from agentrl.schemas import DATA, referred
 from agentrl.serving import strict_json
 from agentrl.trajectory import Json, Message, ToolCall
