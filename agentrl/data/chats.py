@@ -82,16 +82,16 @@ def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, ta
     if isinstance(given, str):  # tables often keep them as text
         given = parsed(given, key)
     if not isinstance(given, list) or not given:
-        raise BadRowError(f"{key}: expected a list of messages")
+        raise FormError(key, "expected a list of messages")
     messages, trained, unread = list[Message](), list[bool](), Counter[str]()
     for number, item in enumerate(given):
         at = f"{key}[{number}]"
         if not isinstance(item, Mapping):
-            raise BadRowError(f"{at}: expected an object with a role and content")
+            raise FormError(at, "expected an object with a role and content")
         message = message_of(item, at, tools, table=table)
         weight = item.get("weight")
         if weight not in (None, 0, 1):
-            raise BadRowError(f"{at}.weight: expected 0 or 1, got {weight!r}")
+            raise FormError(f"{at}.weight", f"expected 0 or 1, got {weight!r}")
         messages.append(message)
         trained.append(message.role == "assistant" and weight != 0)
         unread.update(
@@ -106,19 +106,19 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
     """A message of OpenAI's layout. Raises BadRowError."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRowError(f"{at}.role: expected one of {', '.join(ROLES)}, got {role!r}")
+        raise FormError(f"{at}.role", f"expected one of {', '.join(ROLES)}, got {role!r}")
     if item.get("function_call") is not None:
-        raise BadRowError(f"{at}.function_call: the older layout; write it as tool_calls")
+        raise FormError(f"{at}.function_call", "the older layout; write it as tool_calls")
     calls = calls_of(item.get("tool_calls"), f"{at}.tool_calls", tools, table=table)
     if calls and role != "assistant":
-        raise BadRowError(f"{at}.tool_calls: expected a list, of an assistant's message")
+        raise FormError(f"{at}.tool_calls", "expected a list, of an assistant's message")
     content, thought = _text(item.get("content") or item.get("refusal"), at)
     if role == "tool":
         return result_of(item, content, at)
     if role != "assistant":
         return Message(ROLES[role], content)  # type: ignore[arg-type]
     if not (content or calls):
-        raise BadRowError(f"{at}: an assistant's message without content and calls")
+        raise FormError(at, "an assistant's message without content and calls")
     return Message("assistant", content, calls, reasoning=reasoning_of(item, at) or thought or None)
 
 
@@ -131,7 +131,7 @@ def _text(content: Any, at: str) -> tuple[str, str]:
     if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts), "".join(thought_of(part) for part in given if is_thought(part))
     kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
-    raise BadRowError(f"{at}.content: only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
+    raise FormError(f"{at}.content", f"only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
 
 
 def checked(chat: Chat) -> Chat:

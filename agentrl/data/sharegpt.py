@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl.data.chats import Chat, checked
-from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, tagged_calls
+from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, thoughts
 from agentrl.errors import BadRowError
 from agentrl.tool.forms import arguments_of, declarations, parsed
 from agentrl.trajectory import Message, ToolCall
@@ -37,7 +37,6 @@ ROLES = {
     "observation": "tool",
 }
 _TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
-_SCRATCH = re.compile(r"<think>(.*?)</think>\s*", re.S)
 _LIST = re.compile(r"\[\s*\{\s*\"")
 
 
@@ -93,13 +92,12 @@ def _hermes(role: str, text: str) -> list[Message]:
         return [Message("tool", part) for part in RESULT.findall(text) or [text.strip()]]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
-    scratch = _SCRATCH.match(text.lstrip())
-    text = text.lstrip()[scratch.end() :] if scratch else text
+    reasoning, text = thoughts(text)
     calls = _calls(_read(tagged_calls, text, "a <tool_call>"))
     rest = TAGGED.sub("", text).strip()
     if "<tool_call>" in rest:
         raise BadRowError("a <tool_call> that does not end")
-    return [Message("assistant", rest, calls, reasoning=scratch[1].strip("\n") if scratch else None)]
+    return [Message("assistant", rest, calls, reasoning=reasoning or None)]
 
 
 def _toolace(role: str, text: str) -> list[Message]:
@@ -110,11 +108,12 @@ def _toolace(role: str, text: str) -> list[Message]:
             return [Message("tool", text)]
         if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):
             return [Message("tool", text)]
-        return [Message("tool", json.dumps(item["results"], ensure_ascii=False)) for item in results]
+        return [Message("tool", json.dumps(item["results"], ensure_ascii=False), name=item.get("name")) for item in results]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
+    reasoning, text = thoughts(text)
     calls = _calls(_read(bracket_calls, text, "a list of calls"))
-    return [Message("assistant", "" if calls else text.strip(), calls)]
+    return [Message("assistant", "" if calls else text.strip(), calls, reasoning=reasoning or None)]
 
 
 def _calls(found: list[Call]) -> tuple[ToolCall, ...]:
@@ -133,13 +132,17 @@ def _paired(messages: list[Message]) -> list[Message]:
     found, at = list[Message](), 0
     while at < len(messages):
         found.append(messages[at])
-        calls = len(messages[at].tool_calls)
+        calls = [call.name for call in messages[at].tool_calls]
         at += 1
         results = []
         while at < len(messages) and messages[at].role == "tool":
             results.append(messages[at])
             at += 1
-        if len(results) > calls > 0:
-            results = [replace(results[0], content="\n".join(result.content for result in results))]
+        if len(results) > len(calls) > 0:
+            results = [Message("tool", "\n".join(result.content for result in results))]
+        names = [result.name for result in results]
+        if sorted(map(str, names)) != sorted(calls):
+            names = result_names([result.content for result in results], calls)
+        results = [replace(result, name=name) for result, name in zip(results, names, strict=True)]
         found += results
     return found

@@ -184,9 +184,7 @@ def _is_schema(given: Any) -> bool:
     if not isinstance(given, Mapping):
         return False
     held = given.get("properties")
-    inner = isinstance(held, list) or (
-        isinstance(held, Mapping) and all(isinstance(v, Mapping | bool | None) for v in held.values())
-    )
+    inner = isinstance(held, list) or (isinstance(held, Mapping) and not isinstance(held.get("type"), str))
     words = (
         isinstance(given.get("type"), str | list) or isinstance(given.get("$ref"), str) or isinstance(given.get("required"), list)
     )
