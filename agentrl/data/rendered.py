@@ -34,8 +34,6 @@ def _rendered(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
         ids = _turn(messages[place], renderer, place)
         if chat.trained[place]:
             ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
-            if messages[place].reasoning and not renderer.parse(ids, "stop").reasoning:
-                chat.unread["reasoning, which the model's chat template does not write"] += 1
         else:
             ledgers[-1].append_context(ids, turn)
         if turn + 1 == len(places):

@@ -533,3 +533,38 @@ def test_odd_text_never_crashes_the_call_parser(text: str) -> None:
                 read(sample, "here")
             except rows.BadRowError as problem:
                 assert problem.field == "here"
+
+
+def test_a_call_inside_a_thought_is_no_gold(tmp_path: Path) -> None:
+    row = hermes_row(True, True)
+    made = row["conversations"][2]["value"]
+    row["conversations"][2]["value"] = f"<think>or {made.replace('True', 'False')}</think>{made}"
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    assert play(env, 0, calls(("lamp", {"on": True}))) == 1.0
+    assert [call["arguments"] for call in env.task.gold["calls"]] == [{"on": [True]}]
+
+
+@pytest.mark.parametrize(
+    ("default", "given", "same"),
+    [(False, 0, 0), (0, False, 0), (1, True, 0), (1, 1.0, 1), ("a", "a", 1), ([0], [False], 0), (None, None, 1)],
+)
+def test_a_gold_value_that_python_finds_equal_to_the_default_is_still_the_gold(
+    default: Any, given: Any, same: float, tmp_path: Path
+) -> None:
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"x": {"default": default}}}}]
+    row = {"query": "q", "tools": tools, "answers": [{"name": "f", "arguments": {"x": given}}]}
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    assert play(env, 0, calls(("f", {"x": given}))) == 1.0 and play(env, 0, calls(("f", {}))) == same
+
+
+def test_schemas_keep_what_they_say_and_messages_have_any_form_of_calls(tmp_path: Path) -> None:
+    parts = {"a": {"$ref": "#/$defs/p"}, "b": {"anyOf": [{"type": "string"}, {"const": 3}]}, "c": {"pattern": "^a"}}
+    schema = {"properties": parts, "type": "object", "$defs": {"p": {"oneOf": [{"type": "integer"}]}}}
+    made = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in "xy"]
+    results = [{"role": "tool", "tool_call_id": id, "content": id} for id in "yx"]
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": made}, *results]
+    row = native_row(messages=said, tools=[{"name": "f", "inputSchema": schema}], calls=[])
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    env.reset(seed=0)
+    assert env.trajectory.tools[0]["function"]["parameters"] == schema
+    assert [message.content for message in env.prompt(env.task)[-2:]] == ["x", "y"]
