@@ -79,8 +79,8 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
     """Messages of OpenAI's layout as a chat that is not checked yet. Raises BadRowError."""
-    if isinstance(given, str):  # tables often keep them as text
-        given = parsed(given, key)
+    if isinstance(given, str):  # tables often keep them as text, which has only the nulls that were written
+        given, table = parsed(given, key), False
     if not isinstance(given, list) or not given:
         raise FormError(key, "expected a list of messages")
     messages, trained, unread = list[Message](), list[bool](), Counter[str]()

@@ -87,7 +87,7 @@ def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tupl
     """Tools of a list, of JSON text, or of an object that is one or holds a list. `table`: of a file that has each column in each
     row. Raises FormError."""
     if isinstance(given, str):
-        given = parsed(given, key) if given.strip() else None
+        given, table = (parsed(given, key) if given.strip() else None), False
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -388,8 +388,8 @@ def _call(item: Any, key: str, schemas: Mapping[str, Any], table: bool) -> ToolC
             raise FormError(f"{key}.{word}", "no known key of a call. Put its arguments under `arguments`")
     written = fields[named[0]] if named else None
     arguments = arguments_of(written, f"{key}.arguments")
-    if not isinstance(written, str):  # JSON text has only the nulls that its author wrote
-        arguments = without_padding(arguments, schemas.get(fields["name"], {}), table=table)
+    # JSON text has only the nulls that were written, table or not.
+    arguments = without_padding(arguments, schemas.get(fields["name"], {}), table=table and not isinstance(written, str))
     number = next((word for word in ("id", "call_id") if fields.get(word) is not None), "id")
     return ToolCall(fields["name"], arguments, identifier(fields.get(number), f"{key}.{number}"))
 
@@ -522,8 +522,8 @@ class _Turn:
             )
         for place, number in zip(self.places, order, strict=True):
             call, result = self.calls[number], self.results[number]
-            name, answered = call.name if strict or not result.name else result.name, call.id if strict else result.tool_call_id
-            messages[place] = replace(result, tool_call_id=answered, name=name)
+            name = call.name if strict or not result.name else result.name
+            messages[place] = replace(result, tool_call_id=call.id or result.tool_call_id, name=name)
 
 
 # -- nulls -------------------------------------------------------------------------------------------

@@ -363,11 +363,11 @@ def test_a_tool_of_another_form_is_offered_with_its_parameters_and_one_that_is_n
 
 def test_results_of_a_conversation_so_far_stand_in_the_order_of_their_calls(tmp_path: Path) -> None:
     called = [{"id": id, "type": "function", "function": {"name": "age", "arguments": {"name": id}}} for id in "xy"]
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": called},
-            *({"role": "tool", "tool_call_id": id, "content": id} for id in "yx"), {"role": "user", "content": "so?"}]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": id, "content": id} for id in "yx"]
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": called}, *results]
     row = {key: value for key, value in ROW.items() if key != "prompt"}
     env = make_env("own_tools", tasks=file(tmp_path, {**row, "messages": said}))
     observation, _ = env.reset(seed=0)
-    assert [message.content for message in observation] == ["hi", "", "x", "y", "so?"]
+    assert [message.content for message in observation] == ["hi", "", "x", "y"]
     with pytest.raises(TaskDataError, match=r"messages: user.contnet: no key of a message"):
         make_env("own_tools", tasks=file(tmp_path, {**row, "messages": [{"role": "user", "content": "a", "contnet": "b"}]}))
