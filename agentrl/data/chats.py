@@ -53,13 +53,11 @@ class Chat:
     @property
     def content(self) -> str:
         """What is said, however its row writes it: equal for equal conversations."""
-        return json.dumps(
-            [
-                (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
-                for one in self.messages
-            ],
-            sort_keys=True,
-        )
+        parts = [
+            (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
+            for one in self.messages
+        ]
+        return json.dumps(parts, sort_keys=True)
 
 
 def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:

@@ -101,7 +101,7 @@ class Preparation:
         for chat in chats:
             self.unread += chat.unread
         # By what is said: a conversation that stands twice must not be trained on and held out.
-        self._add(writer, sha256("\n".join(chat.content for chat in chats).encode()).hexdigest(), ledgers)
+        self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _chosen(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
         if self.each == 2:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from agentrl.data.chats import Chat, checked
 from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, thoughts
 from agentrl.errors import BadRowError
-from agentrl.tool.forms import arguments_of, declarations, parsed
+from agentrl.tool.forms import REASONING, Declaration, arguments_of, declarations, parsed, without_padding
 from agentrl.trajectory import Message, ToolCall
 
 T = TypeVar("T")
@@ -48,6 +49,10 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     if not isinstance(turns, list) or not turns:
         raise BadRowError("conversations: expected a list of messages")
     said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    given = {word for turn in turns for word, value in turn.items() if value not in (None, [], {})}
+    if odd := sorted(given & {"weight", "loss", "tool_calls", *REASONING}):
+        raise BadRowError(f"conversations: {odd[0]} is not read in this layout; write the row in OpenAI's, under messages")
+    unread = Counter(f"turn.{word}" for turn in turns for word, value in turn.items() if word not in ("from", "value") and value)
     system = row.get("system") if isinstance(row.get("system"), str) else ""
     if said[0][0] == "system":
         system, said = said[0][1], said[1:]
@@ -59,8 +64,16 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     else:
         messages = [part for role, text in said for part in _toolace(role, text)]
     opening = [Message("system", kept)] if kept else []
-    every = (*opening, *_paired(messages))
-    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools))
+    every = tuple(_without_padding(message, tools) for message in (*opening, *_paired(messages)))
+    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
+
+
+def _without_padding(message: Message, tools: tuple[Declaration, ...]) -> Message:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls = (
+        replace(call, arguments=without_padding(call.arguments or {}, schemas.get(call.name, {}))) for call in message.tool_calls
+    )
+    return replace(message, tool_calls=tuple(calls))
 
 
 def _said(turn: Any, at: str) -> tuple[str, str]:

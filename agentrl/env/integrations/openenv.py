@@ -23,6 +23,7 @@ from agentrl.env.seeds import SPLITS
 from agentrl.errors import ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.plain_data import read_json
 from agentrl.tool import Tool
+from agentrl.tool.forms import declarations
 from agentrl.trajectory import Json, Message, Task
 
 LARGEST = 100 << 20
@@ -162,11 +163,9 @@ class OpenEnv(ToolEnv):
             made = Tool.from_schema("act", "take one action", schema, _act)
             return [replace(made, method=True).with_options(**options)]
         listed = await self._ask("step", {"type": "list_tools"})
+        tools = declarations(listed["observation"]["tools"])
         return [
-            replace(
-                Tool.from_schema(row["name"], row.get("description") or "", _input(row), _calls(row["name"])), method=True
-            ).with_options(**options)
-            for row in listed["observation"]["tools"]
+            replace(Tool.declared(one, _calls(one["function"]["name"])), method=True).with_options(**options) for one in tools
         ]
 
 
@@ -187,11 +186,6 @@ def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
     schema: dict[str, Json] = dict(answer["action"])
     schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     return {key: value for key, value in schema.items() if key not in ("title", "description")}
-
-
-def _input(row: Mapping[str, Json]) -> dict[str, Json]:
-    schema = row.get("input_schema") or row.get("inputSchema") or {"type": "object", "properties": {}}
-    return {key: value for key, value in schema.items() if key not in ("$schema", "title")}
 
 
 def _first(errors: Json) -> str:
