@@ -112,6 +112,8 @@ def declaration(given: Any, key: str, *, table: bool = False) -> Declaration:
     if inner is None:
         return {"type": "function", "function": _function({k: v for k, v in whole.items() if k != "type"}, key, table)}
     at, body = f"{key}.{inner}", whole[inner]
+    if word := next((word for word in _SCHEMAS if whole.get(word)), None):
+        raise FormError(f"{key}.{word}", f"stands beside {inner}. Put it inside")
     function = _function(_present(parsed(body, at) if isinstance(body, str) else body, at), at, table)
     if inner != "function":
         return {"type": "function", "function": function}
@@ -174,7 +176,7 @@ def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
     if schema.get("type", "object") not in ("object", ["object"]):
         raise FormError(f"{key}.type", f"the parameters of a tool are of the type object, not {schema['type']!r}")
     for word, value in schema.items() if "properties" not in schema else ():
-        if isinstance(value, Mapping) and word not in _WORDS and not word.startswith(("x-", "$")):
+        if isinstance(value, Mapping | list) and word not in _WORDS and not word.startswith(("x-", "$")):
             raise FormError(f"{key}.{word}", "no keyword of JSON Schema. Put parameters under `properties`")
     return schema
 
@@ -186,7 +188,10 @@ def _is_schema(given: Any) -> bool:
     held = given.get("properties")
     inner = isinstance(held, list) or (isinstance(held, Mapping) and not isinstance(held.get("type"), str))
     words = (
-        isinstance(given.get("type"), str | list) or isinstance(given.get("$ref"), str) or isinstance(given.get("required"), list)
+        "$schema" in given
+        or isinstance(given.get("type"), str | list)
+        or isinstance(given.get("$ref"), str)
+        or isinstance(given.get("required"), list)
     )
     return inner or words or isinstance(given.get("additionalProperties"), bool) or any(
         isinstance(given.get(word), list) for word in _ALTERNATIVES
@@ -199,6 +204,8 @@ def _by_name(given: Sequence[Any], key: str) -> dict[str, Any]:
     for number, item in enumerate(given):
         if not isinstance(item, Mapping) or not isinstance(item.get("name"), str):
             raise FormError(f"{key}[{number}]", "expected an object with the name and the type of a parameter")
+        if item["name"] in found:
+            raise FormError(f"{key}[{number}]", f"two parameters are called {item['name']!r}")
         inner = item.get("schema")
         rest = {k: v for k, v in item.items() if k not in ("name", "in", "schema")}
         found[item["name"]] = {**rest, **(inner if isinstance(inner, Mapping) else {})}
@@ -268,7 +275,11 @@ def _schema(node: Any, key: str) -> Any:
             found[word] = _schema({"type": value} if isinstance(value, str) and word == "items" else value, at)
         elif word in _SIZES and isinstance(value, str) and value.isdecimal():  # as Google's JSON writes 64 bits
             found[word] = int(value)
-        elif not (word in ("required", "optional") and isinstance(value, bool)):
+        elif word == "required" and not isinstance(value, bool):
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                raise FormError(at, f"expected a list of names, got {value!r}"[:200])
+            found[word] = value
+        elif word not in ("required", "optional"):
             found[word] = value
     held = node.get("properties")
     inside = (held or {}).items() if isinstance(held, Mapping) else [(item["name"], item) for item in held or ()]

@@ -119,6 +119,12 @@ UNREAD = {
     "parameters.properties.c.enum": {"name": "f", "parameters": {"properties": {"c": {"type": "string", "enum": "a, b"}}}},
     "parameters and input_schema": {"name": "f", "parameters": CITY, "input_schema": {**CITY, "required": []}},
     "parameters.type": {"name": "f", "parameters": {"type": "string"}},
+    "tools[0].parameters": {"type": "function", "function": {"name": "f"}, "parameters": CITY},
+    "parameters.fields": {"name": "f", "parameters": {"type": "object", "fields": [{"name": "city", "type": "string"}]}},
+    "parameters.required": {"name": "f", "parameters": {**CITY, "required": "city"}},
+    "parameters[1]": {"name": "f", "parameters": [{"name": "a", "type": "str"}, {"name": "a", "type": "int"}]},
+    "parameters.properties.a": {"name": "f", "parameters": {"type": "object", "properties": {"a": "string"}}},
+    "api_parameters": {"name": "f", "api_parameters": [{"name": "a", "type": "STRING"}]},
     "name": {"description": "d", "parameters": CITY},
 }
 
@@ -178,7 +184,7 @@ def asked(wire: Wire, **body: Any) -> Any:
 
 
 @given(declared())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_data_has_the_prompt_of_an_episode_with_the_same_tool(whole: dict[str, Any]) -> None:
     wanted = RENDERER.start([Message("user", "hi")], [whole])
     assert opening([whole]) == wanted == opening(json.dumps([whole])), "data"
@@ -190,7 +196,7 @@ def test_data_has_the_prompt_of_an_episode_with_the_same_tool(whole: dict[str, A
 
 
 @given(declared())
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_episodes_of_own_tools_and_function_calling_show_the_declaration(whole: dict[str, Any]) -> None:
     from tempfile import TemporaryDirectory
 
