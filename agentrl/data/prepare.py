@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import DataConfig
-from agentrl.data.chats import openai_chat
+from agentrl.data.chats import Chat, openai_chat
 from agentrl.data.episodes import Scored, best, is_episode, pairs, scored
 from agentrl.data.files import RowPlace, rows_of, sources
 from agentrl.data.preferences import preference
@@ -93,6 +93,7 @@ class Preparation:
             expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
             shown = ", ".join(list(row)[:6]) or "no keys"
             raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})')
+        chats: tuple[Chat, ...]
         if paired:
             chats = preference(row, table=table)
         else:

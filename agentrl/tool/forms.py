@@ -445,8 +445,8 @@ def reasoning_of(item: Mapping[str, Any], key: str) -> str | None:
             found[word] = value
     if not found:
         for word in ("thinking_blocks", "reasoning_details"):
-            parts = item.get(word) if isinstance(item.get(word), list) else []
-            if text := "".join(thought_of(part) for part in parts):
+            parts = item.get(word)
+            if text := "".join(map(thought_of, parts)) if isinstance(parts, list) else "":
                 found[word] = text
                 break
     if len(set(found.values())) > 1:
@@ -568,8 +568,10 @@ def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = Fal
     """Arguments without the nulls that only say that a table has the column: a null stays where the schema takes it, and of a
     `table`, or beside others that it does not take, only where it is required too."""
     left: list[str] = []
-    found = _settled(arguments, schema, schema, table, left)
-    return _settled(arguments, schema, schema, True, left) if left and not table else found
+    found: dict[str, Any] = _settled(arguments, schema, schema, table, left)
+    if left and not table:
+        found = _settled(arguments, schema, schema, True, left)
+    return found
 
 
 def _settled(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> Any:
