@@ -68,6 +68,10 @@ class TaskDataError(UserError):
     """A row of a task file is wrong: names file, line and field."""
 
 
+class BadRowError(ValueError):
+    """A row of data cannot be used; the text says why. Readers count such rows, so it is no error of the program."""
+
+
 class RewardSpecError(UserError):
     """A reward spec is wrong: gives the JSON Pointer to the place."""
 

@@ -7,208 +7,145 @@
                   {"role": "assistant", "content": "...", "weight": 0}],
      "tools": [{"type": "function", "function": {"name": "f", "parameters": {...}}}], "parallel_tool_calls": true}
 
-An assistant's message with `weight` 0 is context. Other keys of a row are not looked at.
+An assistant's message with `weight` 0 is context. Other keys of a row are not looked at; tools, calls and reasoning may have
+other forms (agentrl/tool/forms.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.data.files import BadRowError
-from agentrl.plain_data import read_json
-from agentrl.trajectory import Message, ToolCall
+from agentrl.errors import BadRowError
+from agentrl.tool.forms import (
+    REASONING,
+    Declaration,
+    FormError,
+    calls_of,
+    declarations,
+    is_thought,
+    paired,
+    parsed,
+    reasoning_of,
+    result_of,
+    thought_of,
+)
+from agentrl.trajectory import Message
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_READ = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
+         "function_call", "thinking_blocks", "reasoning_details", *REASONING}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`trained[i]`: whether message i is an assistant's whose tokens are learned. `tools` in OpenAI's function format."""
+    """`trained[i]`: whether message i is an assistant's whose tokens are learned. `tools` in OpenAI's function format. `unread`:
+    how often a key of a message was there that nothing is made of."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[Declaration, ...]
+    unread: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def content(self) -> str:
+        """What is said, however its row writes it: equal for equal conversations."""
+        parts = [
+            (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
+            for one in self.messages
+        ]
+        return json.dumps(parts, sort_keys=True)
 
 
-def openai_chat(row: Mapping[str, Any]) -> Chat:
-    """A row of OpenAI's layout. Raises BadRowError, which says what is wrong with it."""
-    tools = tools_of(row.get("tools"))
-    if "functions" in row:
+def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
+    """A row of OpenAI's layout. `table`: of a file that has each column in each row. Raises BadRowError."""
+    tools = declarations(row.get("tools"), table=table)
+    if row.get("functions") is not None:
         raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
-    messages, trained = messages_of(row.get("messages"), "messages")
+    chat = messages_of(row.get("messages"), "messages", tools, table=table)
     if row.get("parallel_tool_calls") is False:
-        for number, message in enumerate(messages):
+        for number, message in enumerate(chat.messages):
             if len(message.tool_calls) > 1:
                 raise BadRowError(
                     f"messages[{number}]: {len(message.tool_calls)} calls at once, and parallel_tool_calls is false"
                 )
-    return checked(Chat(messages, trained, tools))
+    return checked(chat)
 
 
-def messages_of(given: Any, key: str) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
-    """Messages of OpenAI's layout, and which of them are trained. Raises BadRowError."""
-    if isinstance(given, str):  # tables often keep them as text
-        given = parsed(given, key)
+def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
+    """Messages of OpenAI's layout as a chat that is not checked yet. Raises BadRowError."""
+    if isinstance(given, str):  # tables often keep them as text, which has only the nulls that were written
+        given, table = parsed(given, key), False
     if not isinstance(given, list) or not given:
-        raise BadRowError(f"{key}: expected a list of messages")
-    messages, trained = list[Message](), list[bool]()
+        raise FormError(key, "expected a list of messages")
+    messages, trained, unread = list[Message](), list[bool](), Counter[str]()
     for number, item in enumerate(given):
         at = f"{key}[{number}]"
         if not isinstance(item, Mapping):
-            raise BadRowError(f"{at}: expected an object with a role and content")
-        message = _message(item, at)
-        weight = item.get("weight", 1)
-        if weight not in (0, 1):
-            raise BadRowError(f"{at}.weight: expected 0 or 1, got {weight!r}")
+            raise FormError(at, "expected an object with a role and content")
+        message = message_of(item, at, tools, table=table)
+        weight = item.get("weight")
+        if weight not in (None, 0, 1):
+            raise FormError(f"{at}.weight", f"expected 0 or 1, got {weight!r}")
         messages.append(message)
-        trained.append(message.role == "assistant" and bool(weight))
-    return tuple(messages), tuple(trained)
+        trained.append(message.role == "assistant" and weight != 0)
+        unread.update(
+            f"{message.role}.{word}" for word, value in item.items() if word not in _READ and value not in (None, [], {})
+        )
+        if message.role in ("system", "user") and item.get("name"):
+            unread[f"{message.role}.name"] += 1
+    return Chat(tuple(messages), tuple(trained), tools, unread)
 
 
-def _message(item: Mapping[str, Any], at: str) -> Message:
+def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Message:
+    """A message of OpenAI's layout. Raises BadRowError."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise BadRowError(f"{at}.role: expected one of {', '.join(ROLES)}, got {role!r}")
-    if "function_call" in item:
-        raise BadRowError(f"{at}.function_call: the older layout; write it as tool_calls")
-    given = item.get("tool_calls") or []
-    if not isinstance(given, list) or (given and role != "assistant"):
-        raise BadRowError(f"{at}.tool_calls: expected a list, of an assistant's message")
-    calls = tuple(_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(given))
-    content = _text(item.get("content"), at)
-    if role == "assistant" and not (content or calls):
-        raise BadRowError(f"{at}: an assistant's message without content and calls")
-    reasoning = item.get("reasoning_content")
-    return Message(
-        ROLES[role],  # type: ignore[arg-type]
-        content,
-        calls,
-        tool_call_id=_id(item.get("tool_call_id"), f"{at}.tool_call_id") or None if role == "tool" else None,
-        name=item.get("name") if isinstance(item.get("name"), str) and role == "tool" else None,
-        reasoning=reasoning if isinstance(reasoning, str) and reasoning else None,
-    )
+        raise FormError(f"{at}.role", f"expected one of {', '.join(ROLES)}, got {role!r}")
+    if item.get("function_call") is not None:
+        raise FormError(f"{at}.function_call", "the older layout; write it as tool_calls")
+    calls = calls_of(item.get("tool_calls"), f"{at}.tool_calls", tools, table=table)
+    if calls and role != "assistant":
+        raise FormError(f"{at}.tool_calls", "expected a list, of an assistant's message")
+    content, thought = _text(item.get("content") or item.get("refusal"), at)
+    if role == "tool":
+        return result_of(item, content, at)
+    if role != "assistant":
+        return Message(ROLES[role], content)  # type: ignore[arg-type]
+    if not (content or calls):
+        raise FormError(at, "an assistant's message without content and calls")
+    return Message("assistant", content, calls, reasoning=reasoning_of(item, at) or thought or None)
 
 
-def _text(content: Any, at: str) -> str:
+def _text(content: Any, at: str) -> tuple[str, str]:
+    """The text of a content, and the reasoning in it."""
     if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
+        return content or "", ""
+    given = content if isinstance(content, list) else [content]
+    parts = [part for part in given if not is_thought(part)]
     if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        return "".join(part["text"] for part in parts)
+        return "".join(part["text"] for part in parts), "".join(thought_of(part) for part in given if is_thought(part))
     kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
-    raise BadRowError(f"{at}.content: only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
-
-
-def _call(item: Any, at: str) -> ToolCall:
-    function = item.get("function", item) if isinstance(item, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRowError(f"{at}: expected an object with function.name and function.arguments")
-    return ToolCall(function["name"], arguments_of(function.get("arguments"), at), _id(item.get("id"), f"{at}.id"))
-
-
-def _id(given: Any, at: str) -> str:
-    """The id of a call, which some data sets have as a number; "" if there is none."""
-    if given is not None and not isinstance(given, str | int):
-        raise BadRowError(f"{at}: expected text, got {type(given).__name__}")
-    return "" if given is None else str(given)
-
-
-def arguments_of(given: Any, at: str) -> dict[str, Any]:
-    """The arguments of a call: an object, or one as JSON text. Raises BadRowError."""
-    if isinstance(given, str):
-        given = parsed(given or "{}", f"{at}.arguments")
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise BadRowError(f"{at}.arguments: expected an object, got {type(given).__name__}")
-    return given
-
-
-def parsed(text: str, at: str) -> Any:
-    """JSON text within a row. Raises BadRowError."""
-    try:
-        return read_json(text)
-    except (ValueError, RecursionError) as problem:
-        raise BadRowError(f"{at}: not JSON: {problem}"[:200]) from None
-
-
-def tools_of(given: Any, key: str = "tools") -> tuple[dict[str, Any], ...]:
-    """Tools in OpenAI's function format, also from bare functions and from JSON text. Raises BadRowError."""
-    if isinstance(given, str):
-        given = parsed(given, key) if given.strip() else None
-    if given is None:
-        return ()
-    if not isinstance(given, list):
-        raise BadRowError(f"{key}: expected a list of tools")
-    found = []
-    for number, item in enumerate(given):
-        function = item.get("function", item) if isinstance(item, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRowError(f"{key}[{number}]: expected a function with a name")
-        found.append({"type": "function", "function": _function(function)})
-    return tuple(found)
-
-
-def _function(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A function of OpenAI's format. Other layouts call its schema `arguments`, and an object "dict"."""
-    schema = given.get("parameters", given.get("arguments"))
-    schema = _json_schema(schema) if isinstance(schema, Mapping) else {}
-    return {
-        "name": given["name"],
-        "description": given.get("description") or "",
-        "parameters": {"type": "object", "properties": {}, **schema},
-    }
-
-
-_TYPES = {"dict": "object", "float": "number", "double": "number", "int": "integer", "list": "array", "tuple": "array",
-          "str": "string", "bool": "boolean"}  # fmt: skip
-
-
-def _json_schema(given: Any) -> Any:
-    """A schema with JSON Schema's names of types, where data sets have Python's."""
-    if isinstance(given, Mapping):
-        return {
-            key: _TYPES.get(item, item) if key == "type" and isinstance(item, str) else _json_schema(item)
-            for key, item in given.items()
-            if item is not None
-        }
-    return [_json_schema(item) for item in given] if isinstance(given, list) else given
+    raise FormError(f"{at}.content", f"only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
 
 
 def checked(chat: Chat) -> Chat:
-    """The chat with ids of calls and names of results filled in, and without what follows its last assistant's message.
+    """The chat with ids of calls and names of results filled in, results in the order of their calls, and without what follows
+    its last trained message.
 
     Raises BadRowError if nothing of it is trained, a call names no tool of its, or a result answers no call.
     """
     if not any(chat.trained):
         raise BadRowError("no assistant's message to learn")
-    end = max(number for number, message in enumerate(chat.messages) if message.role == "assistant") + 1
+    end = max(number for number, trained in enumerate(chat.trained) if trained) + 1
     names = [tool["function"]["name"] for tool in chat.tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FormError("tools", f"two are called {twice!r}. Leave one of them out")
     for number, message in enumerate(chat.messages[:end]):
         for call in message.tool_calls:
             if call.name not in names:
                 raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which its tools do not have")
-    return replace(chat, messages=_answered(chat.messages[:end]), trained=chat.trained[:end])
-
-
-def _answered(messages: Sequence[Message]) -> tuple[Message, ...]:
-    found, waiting, made = list[Message](), dict[str, str](), 0
-    for number, message in enumerate(messages):
-        if message.role == "assistant":
-            calls = []
-            for call in message.tool_calls:
-                made += 1
-                calls.append(replace(call, id=call.id or f"call_{made}"))
-            waiting = {call.id: call.name for call in calls}
-            message = replace(message, tool_calls=tuple(calls))
-        elif message.role == "tool":
-            answers = message.tool_call_id or next(iter(waiting), None)
-            if answers not in waiting:
-                raise BadRowError(
-                    f"messages[{number}]: a tool's result ({answers or 'without an id'}) that answers no call before it"
-                )
-            message = replace(message, tool_call_id=answers, name=waiting.pop(answers))
-        found.append(message)
-    return tuple(found)
+    return replace(chat, messages=paired(chat.messages[:end]), trained=chat.trained[:end])

@@ -11,7 +11,8 @@ from hashlib import sha256
 from typing import Any
 
 from agentrl.config.schema import DataConfig
-from agentrl.data.files import BadRowError, RowPlace, row_at
+from agentrl.data.files import RowPlace, row_at
+from agentrl.errors import BadRowError
 from agentrl.trajectory import Trajectory
 
 TaskKey = tuple[str, str, int, int, str]
@@ -33,7 +34,7 @@ class Scored:
 
 def is_episode(row: Mapping[str, Any]) -> bool:
     """Whether a row is an episode of a run's."""
-    return "ledgers" in row and "task" in row
+    return row.get("ledgers") is not None and "task" in row
 
 
 def episode_of(row: Mapping[str, Any]) -> Trajectory:

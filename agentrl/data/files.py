@@ -8,16 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError, DependencyError, hinted
+from agentrl.errors import BadRowError, ConfigError, DependencyError, hinted
 from agentrl.files import open_plain
 from agentrl.plain_data import read_json
 
 SUFFIXES = (".jsonl", ".parquet")
 _BATCH = 256
-
-
-class BadRowError(ValueError):
-    """A row that cannot be used; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +118,12 @@ def _table(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
         raise ConfigError(f"data.path: {file}: not a readable Parquet file: {problem}") from None
 
 
+_OPEN = ("arguments", "parameters", "input_schema", "inputSchema", "input", "args")
+"""Keys below which a null may be meant: only the schema of the tool says."""
+
+
 def without_nulls(value: Any) -> Any:
     """A table has every field in every row: what a row does not have is null there and must be absent here."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: item if key in _OPEN else without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import DataConfig
-from agentrl.data.chats import openai_chat
+from agentrl.data.chats import Chat, openai_chat
 from agentrl.data.episodes import Scored, best, is_episode, pairs, scored
-from agentrl.data.files import BadRowError, RowPlace, rows_of, sources
+from agentrl.data.files import RowPlace, rows_of, sources
 from agentrl.data.preferences import preference
 from agentrl.data.rendered import chat_of, rendered, says_the_same, turn_ids
 from agentrl.data.sharegpt import sharegpt_chat
 from agentrl.data.store import About, RowWriter
-from agentrl.errors import ConfigError
+from agentrl.errors import BadRowError, ConfigError
 from agentrl.render.base import Renderer
 from agentrl.trajectory import TokenLedger, Trajectory
 
@@ -38,6 +39,7 @@ class Preparation:
         self.rows = self.episodes = 0
         self.left_out: list[tuple[str, str]] = []
         self.passed: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
 
     def write(self, folder: Path, seed: int) -> About:
         """Write the store. Raises ConfigError if too many rows are bad, nothing is left, or tokens are another tokenizer's."""
@@ -48,7 +50,7 @@ class Preparation:
             for episodes in self._chosen(found):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
             self._check_share(writer.examples)
-            return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed))
+            return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
     def said(self) -> str:
         """How far it is, in words."""
@@ -79,20 +81,28 @@ class Preparation:
             if (one := scored(place, row, self.data, self.passed)) is not None:
                 found.append(one)
         else:
-            self._add(writer, str(place), self._chats(row))
+            self._chats(row, writer, table=place.offset < 0)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
         self._add(writer, str(episodes[0].task), self._recorded(episodes))
 
-    def _chats(self, row: Mapping[str, Any]) -> list[Ledgers]:
-        paired = "chosen" in row or "preferred_output" in row
-        if paired != (self.each == 2) or not (paired or "messages" in row or "conversations" in row):
+    def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
+        keys = {key for key, value in row.items() if value is not None}
+        paired = not keys.isdisjoint(("chosen", "preferred_output"))
+        if paired != (self.each == 2) or keys.isdisjoint(("chosen", "preferred_output", "messages", "conversations")):
             expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
-            keys = ", ".join(list(row)[:6]) or "no keys"
-            raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {keys} (layouts: {LAYOUTS})')
+            shown = ", ".join(list(row)[:6]) or "no keys"
+            raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})')
+        chats: tuple[Chat, ...]
         if paired:
-            return [rendered(chat, self.renderer) for chat in preference(row)]
-        return [rendered(openai_chat(row) if "messages" in row else sharegpt_chat(row), self.renderer)]
+            chats = preference(row, table=table)
+        else:
+            chats = (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
+        ledgers = [rendered(chat, self.renderer) for chat in chats]
+        for chat in chats:
+            self.unread += chat.unread
+        # By what is said: a conversation that stands twice must not be trained on and held out.
+        self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
     def _chosen(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
         if self.each == 2:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentrl.data.chats import Chat
-from agentrl.data.files import BadRowError
-from agentrl.errors import RenderError
+from agentrl.errors import BadRowError, RenderError
 from agentrl.render.base import Renderer
 from agentrl.trajectory import Message, TokenLedger, Trajectory
 

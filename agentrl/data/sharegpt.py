@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from agentrl.data.chats import Chat, arguments_of, checked, parsed, tools_of
-from agentrl.data.files import BadRowError
-from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, tagged_calls
+from agentrl.data.chats import Chat, checked
+from agentrl.data.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, thoughts
+from agentrl.errors import BadRowError
+from agentrl.tool.forms import REASONING, Declaration, arguments_of, declarations, parsed, without_padding
 from agentrl.trajectory import Message, ToolCall
 
 T = TypeVar("T")
@@ -36,7 +38,6 @@ ROLES = {
     "observation": "tool",
 }
 _TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
-_SCRATCH = re.compile(r"<think>(.*?)</think>\s*", re.S)
 _LIST = re.compile(r"\[\s*\{\s*\"")
 
 
@@ -48,19 +49,31 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     if not isinstance(turns, list) or not turns:
         raise BadRowError("conversations: expected a list of messages")
     said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    given = {word for turn in turns for word, value in turn.items() if value not in (None, [], {})}
+    if odd := sorted(given & {"weight", "loss", "tool_calls", *REASONING}):
+        raise BadRowError(f"conversations: {odd[0]} is not read in this layout; write the row in OpenAI's, under messages")
+    unread = Counter(f"turn.{word}" for turn in turns for word, value in turn.items() if word not in ("from", "value") and value)
     system = row.get("system") if isinstance(row.get("system"), str) else ""
     if said[0][0] == "system":
         system, said = said[0][1], said[1:]
     kept, inside = _split(system or "")
-    tools = tools_of(row.get("tools")) or tools_of(inside)
+    tools = declarations(row.get("tools")) or declarations(inside)
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
     if tagged:
         messages = [part for role, text in said for part in _hermes(role, text)]
     else:
         messages = [part for role, text in said for part in _toolace(role, text)]
     opening = [Message("system", kept)] if kept else []
-    every = (*opening, *_paired(messages))
-    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools))
+    every = tuple(_without_padding(message, tools) for message in (*opening, *_paired(messages)))
+    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
+
+
+def _without_padding(message: Message, tools: tuple[Declaration, ...]) -> Message:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls = (
+        replace(call, arguments=without_padding(call.arguments or {}, schemas.get(call.name, {}))) for call in message.tool_calls
+    )
+    return replace(message, tool_calls=tuple(calls))
 
 
 def _said(turn: Any, at: str) -> tuple[str, str]:
@@ -92,13 +105,12 @@ def _hermes(role: str, text: str) -> list[Message]:
         return [Message("tool", part) for part in RESULT.findall(text) or [text.strip()]]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
-    scratch = _SCRATCH.match(text.lstrip())
-    text = text.lstrip()[scratch.end() :] if scratch else text
+    reasoning, text = thoughts(text)
     calls = _calls(_read(tagged_calls, text, "a <tool_call>"))
     rest = TAGGED.sub("", text).strip()
     if "<tool_call>" in rest:
         raise BadRowError("a <tool_call> that does not end")
-    return [Message("assistant", rest, calls, reasoning=scratch[1].strip("\n") if scratch else None)]
+    return [Message("assistant", rest, calls, reasoning=reasoning or None)]
 
 
 def _toolace(role: str, text: str) -> list[Message]:
@@ -109,11 +121,12 @@ def _toolace(role: str, text: str) -> list[Message]:
             return [Message("tool", text)]
         if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):
             return [Message("tool", text)]
-        return [Message("tool", json.dumps(item["results"], ensure_ascii=False)) for item in results]
+        return [Message("tool", json.dumps(item["results"], ensure_ascii=False), name=item.get("name")) for item in results]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
+    reasoning, text = thoughts(text)
     calls = _calls(_read(bracket_calls, text, "a list of calls"))
-    return [Message("assistant", "" if calls else text.strip(), calls)]
+    return [Message("assistant", "" if calls else text.strip(), calls, reasoning=reasoning or None)]
 
 
 def _calls(found: list[Call]) -> tuple[ToolCall, ...]:
@@ -132,13 +145,17 @@ def _paired(messages: list[Message]) -> list[Message]:
     found, at = list[Message](), 0
     while at < len(messages):
         found.append(messages[at])
-        calls = len(messages[at].tool_calls)
+        calls = [call.name for call in messages[at].tool_calls]
         at += 1
         results = []
         while at < len(messages) and messages[at].role == "tool":
             results.append(messages[at])
             at += 1
-        if len(results) > calls > 0:
-            results = [replace(results[0], content="\n".join(result.content for result in results))]
+        if len(results) > len(calls) > 0:
+            results = [Message("tool", "\n".join(result.content for result in results))]
+        names = [result.name for result in results]
+        if sorted(map(str, names)) != sorted(calls):
+            names = result_names([result.content for result in results], calls)
+        results = [replace(result, name=name) for result, name in zip(results, names, strict=True)]
         found += results
     return found

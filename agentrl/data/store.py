@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from itertools import pairwise
@@ -34,7 +34,7 @@ ABOUT = "data.json"
 @dataclass(frozen=True, slots=True)
 class About:
     """What is in a store. `each`: episodes of an example. `left_out`: bad rows, by place; `passed`: rows that filters left out,
-    by why; `heldout`: the numbers of the tasks that are held out."""
+    by why; `unread`: parts of used rows that are not trained, by name; `heldout`: the numbers of the tasks that are held out."""
 
     each: int
     examples: int
@@ -45,6 +45,7 @@ class About:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     passed: dict[str, int] = field(default_factory=dict)
     heldout: list[int] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
 
 
 class RowWriter:
@@ -85,7 +86,15 @@ class RowWriter:
             self._episodes += 1
         self._tasks.append(self._numbers.setdefault(task, len(self._numbers)))
 
-    def finish(self, heldout: float, seed: int, rows: int, left_out: list[tuple[str, str]], passed: dict[str, int]) -> About:
+    def finish(
+        self,
+        heldout: float,
+        seed: int,
+        rows: int,
+        left_out: list[tuple[str, str]],
+        passed: dict[str, int],
+        unread: Mapping[str, int] | None = None,
+    ) -> About:
         """Hold out a share of the tasks (rounded up, but one at least is left to train on), chosen by seed and name alone."""
         drawn = sorted(self._numbers, key=lambda name: sha256(f"{seed} {name}".encode()).digest())
         count = math.ceil(heldout * len(drawn) - 1e-9)  # 0.07 of 100 is a little more than 7 in floating point
@@ -94,7 +103,18 @@ class RowWriter:
         np.save(self.folder / "tasks.npy", np.asarray(self._tasks, dtype=np.int64))
         self._ids.flush()
         self._sampled.flush()
-        about = About(self.each, self.examples, len(self._numbers), self.tokens, self.trained, rows, left_out, passed, out)
+        about = About(
+            self.each,
+            self.examples,
+            len(self._numbers),
+            self.tokens,
+            self.trained,
+            rows,
+            left_out,
+            passed,
+            out,
+            dict(unread or {}),
+        )
         atomic_write(self.folder / ABOUT, json.dumps(asdict(about)))
         return about
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from agentrl.plain_data import read_json
 from agentrl.python_source import expression_of
@@ -15,7 +15,41 @@ Call = tuple[str, Json]
 """A name, and arguments: an object, if the data set is right."""
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
+_THOUGHT = re.compile(
+    r"<tool_call>.*?</tool_call>|<(?P<tag>think|thinking|scratch_?pad|reasoning)>(?P<thought>.*?)(?:</(?P=tag)>|\Z)\s*",
+    re.S | re.I,
+)
 _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def thoughts(text: str) -> tuple[str, str]:
+    """What an assistant's text thinks, in <think> tags or others of that kind, and the rest. A call that it only thinks of is
+    none; one that has such tags in its arguments is left as it is."""
+    if text.lstrip().startswith("["):  # calls without tags
+        return "", text
+    found, rest, end = list[str](), "", 0
+    for match in _THOUGHT.finditer(text):
+        rest += text[end : match.start()] + ("" if match["tag"] else match[0])
+        end = match.end()
+        found += [match["thought"]] if match["tag"] else []
+    rest += text[end:]
+    before, closed, after = rest.partition("</think>")
+    if closed and "<tool_call>" not in before:  # the chat template had opened it
+        found, rest = [before, *found], after.lstrip()
+    return "\n".join(part.strip("\n") for part in found), rest
+
+
+def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | None]:
+    """The name that each result has as JSON, if these are the names of the calls; else None for each."""
+    found = list[str | None]()
+    for text in results:
+        try:
+            value = read_json(text)
+        except ValueError:
+            value = None
+        name = value.get("name") if isinstance(value, Mapping) else None
+        found.append(name if isinstance(name, str) else None)
+    return found if sorted(map(str, found)) == sorted(calls) else [None] * len(results)
 
 
 def tagged_calls(text: str) -> list[Call]:

@@ -20,6 +20,7 @@ from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
 from agentrl.plain_data import read_json
 from agentrl.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.tool.forms import without_padding
 from agentrl.tool.validate import nearest
 from agentrl.trajectory import Json, Task
 
@@ -54,6 +55,7 @@ _SPLIT_NAMES = {
 }
 
 ToTask = Callable[[Mapping[str, Json]], tuple[Mapping[str, Json], Mapping[str, Json]]]
+Settle = Callable[[Any, bool], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +119,16 @@ def load_tasks(
     *,
     schema: Mapping[str, Json] = ROW_SCHEMA,
     to_task: ToTask | None = None,
+    settle: Settle | None = None,
     split_column: str = "split",
     family_column: str | None = None,
 ) -> TaskSet:
     """Read all tasks of a file, or of a folder of files (one written by `datasets.save_to_disk` included).
 
     Each row must fit `schema` (JSON Schema). `to_task` turns a row of another layout into (data, gold);
-    by default those are its keys `data` and `gold`. A row's split is its `split_column`, else the one in the
+    by default those are its keys `data` and `gold`. `settle` takes
+    the nulls from a row, given whether it is a table's, which has each column in each row; by default a null of a table stays
+    only where the schema requires the key and takes null. A row's split is its `split_column`, else the one in the
     name of the file or folder (train, test, heldout, validation, dev; "test" counts as "heldout"), else a
     hash of its content puts an eighth of the rows into "heldout".
 
@@ -140,7 +145,8 @@ def load_tasks(
     for file in _files(place):
         named = _split_of_name(file, place)
         for where, raw in _read(file):
-            row = _row(where, raw, validator, to_task, split_column, named)
+            plain = _settled(raw, schema, file.suffix != ".jsonl", settle)
+            row = _row(where, plain, validator, to_task, split_column, named)
             rows.append(row if family_column is None else replace(row, family=_family(where, raw, family_column)))
     if not rows:
         raise TaskDataError(f"{place}: no rows")
@@ -212,14 +218,17 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
     except pyarrow.ArrowInvalid as problem:
         raise TaskDataError(f"{file}: not a readable {file.suffix} file: {problem}") from problem
     for number, row in enumerate(table.to_pylist()):
-        # A table has every column in every row: a missing field is null there and must be absent here.
-        yield f"{file}: row {number}", _without_nulls(row)
+        yield f"{file}: row {number}", row
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _settled(raw: Any, schema: Mapping[str, Json], table: bool, settle: Settle | None) -> Any:
+    if settle is not None:
+        return settle(raw, table)
+    if not table:
+        return raw
+    found = without_padding(raw, schema, table=True)
+    # A gold of nulls alone is one that says "nothing": a gold cannot be missing.
+    return {**found, "gold": raw["gold"]} if raw.get("gold") and not found.get("gold") else found
 
 
 def _row(

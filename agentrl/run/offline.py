@@ -78,6 +78,8 @@ def _described(about: About) -> Iterator[str]:
     )
     for why, count in sorted(about.passed.items()):
         yield f"  left out: {count:,} {why}"
+    for what, count in sorted(about.unread.items()):
+        yield f"  not trained: {what}, {count:,} times"
     for place, why in about.left_out[:5]:
         yield f"  cannot be used: {place}: {why}"
     if len(about.left_out) > 5:

@@ -33,13 +33,14 @@ class Hidden:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A tool's parameters: JSON Schema for the model, and how to turn its arguments into Python values: those that fit the
-    schema (`convert`), or any (`loosely`)."""
+    schema (`convert`), or any (`loosely`). `declared`: what the model is shown, where others wrote it; else None."""
 
     description: str
     parameters: dict[str, Json]
     hidden: tuple[str, ...]
     convert: Callable[[Mapping[str, Json]], dict[str, Any]]
     loosely: Callable[[Mapping[str, Json]], dict[str, Any]] = dict
+    declared: dict[str, Json] | None = None
 
 
 _PREFIX = "p_"

@@ -83,6 +83,19 @@ class Tool:
         return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
 
     @classmethod
+    def declared(
+        cls,
+        declaration: Mapping[str, Any],
+        function: Callable[..., Any],
+        options: Options = DEFAULT,
+        hidden: Sequence[str] = (),
+    ) -> Tool:
+        """`from_schema` of a whole declaration in OpenAI's form, which the policy is shown key for key."""
+        body = declaration["function"]
+        made = cls.from_schema(body["name"], body.get("description", ""), body["parameters"], function, options, hidden)
+        return replace(made, explicit=replace(made.signature, declared=dict(declaration)))
+
+    @classmethod
     def published(cls, declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
         """A benchmark's tool as it publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
         `run(env, **arguments)` answers. Its own code says what arguments are worth, so nothing checks them before, and the calls
@@ -111,6 +124,8 @@ class Tool:
     def schema(self) -> dict[str, Json]:
         """The schema in OpenAI's function format. Shared: do not change it."""
         signature = self.signature
+        if signature.declared is not None:
+            return signature.declared
         body: dict[str, Json] = {"name": self.name, "parameters": signature.parameters}
         if signature.description:
             body = {

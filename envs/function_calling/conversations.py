@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from agentrl.data import text_calls
-from agentrl.data.text_calls import RESULT, Call
+from agentrl.data.text_calls import RESULT, Call, result_names, thoughts
 from agentrl.plain_data import read_json
-from agentrl.trajectory import Json
+from agentrl.tool.forms import paired
+from agentrl.trajectory import Json, Message, ToolCall
 
 from .rows import Row, bad, check_row
-from .schemas import as_sets, from_schema, function
+from .schemas import as_sets, read_tools
 
 T = TypeVar("T")
 _ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
@@ -27,7 +28,7 @@ def toolace(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     system = row.get("system")
     if not isinstance(system, str):
         bad("system", "expected a string that lists the functions")
-    tools = _declared(_first_list(system), "system")
+    tools = read_tools(_first_list(system), "system")
     yield from _turns(row, number, tools, bracket_calls, _toolace_results)
 
 
@@ -41,7 +42,7 @@ def hermes(row: Mapping[str, Json], number: int) -> Iterator[Row]:
         listed = next((text for text in found if text.strip().startswith("[")), None)
         if listed is None:
             bad("conversations", "no <tools> list in the system turn, and no field 'tools'")
-    tools = _declared(_value(listed, "tools") if isinstance(listed, str) else listed, "tools")
+    tools = read_tools(_value(listed, "tools") if isinstance(listed, str) else listed, "tools")
     yield from _turns(row, number, tools, tagged_calls, lambda text, count: RESULT.findall(text))
 
 
@@ -60,6 +61,8 @@ def _turns(row: Mapping[str, Json], number: int, tools: list[dict[str, Json]], r
             history += _answers(open_calls, results(text, len(open_calls)), text, place)
             open_calls = []
             continue
+        if role == "assistant":
+            text = thoughts(text)[1].strip() or text  # a call that it only thought of is none
         calls: list[Call] = read_calls(text, place) if role == "assistant" else []
         if calls and history and history[-1]["role"] in ("user", "tool"):
             gold = [as_sets(name, arguments, tools) for name, arguments in calls]
@@ -74,10 +77,10 @@ def _answers(calls: list[dict[str, Json]], parts: list[str], text: str, place: s
         bad(place, "a tool result without a call before it")
     if len(parts) != len(calls):
         parts = [text] + [""] * (len(calls) - 1)
-    return [
-        {"role": "tool", "content": part, "tool_call_id": call["id"], "name": call["name"]}
-        for call, part in zip(calls, parts, strict=True)
-    ]
+    names = result_names(parts, [call["name"] for call in calls])
+    made = Message("assistant", tool_calls=tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls))
+    _, *results = paired([made, *(Message("tool", part, name=name) for part, name in zip(parts, names, strict=True))])
+    return [{"role": "tool", "content": one.content, "tool_call_id": one.tool_call_id, "name": one.name} for one in results]
 
 
 def _toolace_results(text: str, count: int) -> list[str]:
@@ -93,21 +96,6 @@ def _conversation(row: Mapping[str, Json]) -> list[Mapping[str, Json]]:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         bad("conversations", "expected a list of {'from', 'value'}")
     return turns
-
-
-def _declared(listed: Json, where: str) -> list[dict[str, Json]]:
-    """Declarations, bare or wrapped as {"type": "function", "function": {...}}."""
-    if not isinstance(listed, list):
-        bad(where, "expected a JSON list of functions")
-    tools = []
-    for item in listed:
-        inner = item.get("function", item) if isinstance(item, Mapping) else None
-        if not isinstance(inner, Mapping):
-            bad(where, f"a function must be an object, not {item!r}"[:200])
-        name = inner.get("name")
-        parameters = from_schema(inner.get("parameters", inner.get("arguments")), f"{where}.{name}")
-        tools.append(function(name, inner.get("description"), parameters))
-    return tools
 
 
 def _first_list(text: str) -> Json:

@@ -19,7 +19,7 @@ from agentrl.trajectory import Json
 
 from .generate import fingerprint, propose
 from .readers import read_rows
-from .rows import KINDS, MISSING, NO_FUNCTION, Row
+from .rows import KINDS, MISSING, NO_FUNCTION, Row, history
 from .schemas import one_of
 from .teacher import Teacher
 
@@ -109,7 +109,7 @@ class FunctionCalling(ToolEnv):
         return propose(rng, self.kinds, self.calls, self.distractors)
 
     def prompt(self, task: Task) -> list[Message]:
-        messages = [_message(item) for item in task.data["messages"]]
+        messages = history(list(task.data["messages"]))
         if messages[0].role == "system":
             return [replace(messages[0], content=f"{messages[0].content}\n\n{PROTOCOL}"), *messages[1:]]
         return [Message("system", PROTOCOL), *messages]
@@ -147,19 +147,13 @@ class FunctionCalling(ToolEnv):
 @lru_cache(maxsize=4096)
 def _recorder(declared: str) -> Tool:
     """A tool that only records the call in its environment. Cached by declaration."""
-    body = json.loads(declared)["function"]
+    whole = json.loads(declared)
 
     async def record(env: FunctionCalling, /, **arguments: Json) -> str:
-        env.made.append({"name": body["name"], "arguments": arguments})
+        env.made.append({"name": whole["function"]["name"], "arguments": arguments})
         return "noted"
 
-    made = Tool.from_schema(body["name"], body["description"], body["parameters"], record, Options(read_only=True))
-    return replace(made, method=True)
-
-
-def _message(item: Mapping[str, Json]) -> Message:
-    calls = tuple(ToolCall(call["name"], call["arguments"], id=call.get("id", "")) for call in item.get("tool_calls") or ())
-    return Message(item["role"], item.get("content") or "", calls, tool_call_id=item.get("tool_call_id"), name=item.get("name"))
+    return replace(Tool.declared(whole, record, Options(read_only=True)), method=True)
 
 
 def _weights(kinds: Sequence[str] | Mapping[str, float]) -> dict[str, float]:

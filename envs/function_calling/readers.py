@@ -11,11 +11,12 @@ from pathlib import Path
 from agentrl.errors import ConfigError, TaskDataError
 from agentrl.plain_data import read_json
 from agentrl.reward.possible import solvable
+from agentrl.tool.forms import FormError
 from agentrl.trajectory import Json
 
 from .conversations import hermes, toolace
-from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row
-from .schemas import as_sets, declared, from_flat, from_schema, function
+from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row, history
+from .schemas import as_sets, declared, read_tools
 
 log = logging.getLogger("agentrl.envs.function_calling")
 Reader = Callable[[Mapping[str, Json], int], Iterator[Row]]
@@ -35,10 +36,12 @@ def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     for name, value in (("messages", messages), ("tools", tools), ("calls", calls)):
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             bad(name, "expected a list of objects")
-    for index, message in enumerate(messages or []):
-        if message.get("role") not in ("system", "user", "assistant", "tool"):
-            bad(f"messages[{index}].role", f"expected system, user, assistant or tool, got {message.get('role')!r}")
-    functions = [_openai(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
+    if messages:
+        try:
+            history(messages)
+        except FormError as problem:
+            bad(problem.key, problem.problem)
+    functions = read_tools(tools, "tools")
     for index, call in enumerate(calls):
         sets = call.get("arguments")
         if not isinstance(call.get("name"), str) or not isinstance(sets, Mapping):
@@ -55,24 +58,13 @@ def native(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _openai(tool: Mapping[str, Json], where: str) -> dict[str, Json]:
-    inner = tool.get("function", tool)
-    if not isinstance(inner, Mapping):
-        bad(where, "expected a function declaration")
-    return function(inner.get("name"), inner.get("description"), from_schema(inner.get("parameters"), where))
-
-
 def xlam(row: Mapping[str, Json], number: int) -> Iterator[Row]:
     """{"id", "query", "tools": JSON string, "answers": JSON string}; types are Python annotations."""
     query = row.get("query")
     if not isinstance(query, str) or not query:
         bad("query", "expected a non-empty string")
-    tools, answers = (_listed(row.get(key), key) for key in ("tools", "answers"))
-    functions = [
-        function(tool.get("name"), tool.get("description"), from_flat(tool.get("parameters", {}), f"tools[{i}]"))
-        for i, tool in enumerate(tools)
-    ]
-    gold = [as_sets(answer.get("name"), answer.get("arguments"), functions) for answer in answers]
+    functions = read_tools(_listed(row.get("tools"), "tools"), "tools")
+    gold = [as_sets(call.get("name"), call.get("arguments"), functions) for call in _listed(row.get("answers"), "answers")]
     message: dict[str, Json] = {"role": "user", "content": query}
     scoring, texts = ("sets", []) if gold else ("answer", [NO_FUNCTION])
     yield check_row(Row(str(row.get("id", number)), [message], functions, scoring, gold, texts))
@@ -95,10 +87,9 @@ def _bfcl(answers: Mapping[str, Json], category: str) -> Reader:
         question, functions = row.get("question"), row.get("function")
         if not isinstance(question, list) or len(question) != 1 or not isinstance(question[0], list):
             bad("question", "expected one turn, [[messages]]; multi-turn categories need their own simulated APIs")
-        functions = [functions] if isinstance(functions, Mapping) else functions
-        if not isinstance(functions, list):
+        if not isinstance(functions, list | dict):
             bad("function", "expected a list of declarations")
-        tools = [_openai(tool, f"function[{index}]") for index, tool in enumerate(functions)]
+        tools = read_tools(functions, "function")
         name = str(row.get("id", number))
         if category.endswith("irrelevance"):
             yield check_row(Row(name, question[0], tools, "answer", [], [NO_FUNCTION], "irrelevance"))

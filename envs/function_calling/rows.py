@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from agentrl.trajectory import Json
+from agentrl.data.chats import messages_of
+from agentrl.tool.forms import paired
+from agentrl.trajectory import Json, Message
 
 NO_FUNCTION = "NO FUNCTION"
 MISSING = "MISSING"
@@ -56,6 +58,11 @@ class Row:
         if len(self.calls) == 1:
             return "single" if len(self.tools) == 1 else "multiple"
         return "parallel" if len(names) == 1 else "parallel_multiple"
+
+
+def history(messages: list[dict[str, Json]]) -> list[Message]:
+    """The messages of a row. Raises FormError, which names the key that is not read."""
+    return list(paired(messages_of(messages, "messages").messages, strict=False))
 
 
 def call_name(call: dict[str, Json]) -> str:

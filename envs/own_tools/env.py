@@ -15,9 +15,10 @@ from agentrl.env.taskdata import TaskSet, load_tasks
 from agentrl.errors import ConfigError, ToolError
 from agentrl.shelves import function_named
 from agentrl.tool import Options, Tool
+from agentrl.tool.forms import declaration
 from agentrl.trajectory import Json
 
-from .rows import ROW, ToolUse, check_task, declared, messages
+from .rows import ROW, ToolUse, check_task, messages, settled
 
 HERE = Path(__file__).parent
 SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."
@@ -86,8 +87,9 @@ class OwnTools(ToolEnv):
             if isinstance(entry, str):
                 offered[entry] = known[entry]
                 continue
-            body = declared(entry)
-            offered[body["name"]] = _tool(json.dumps(body), self.functions.get(body["name"]))
+            whole = declaration(entry, "tools")
+            name = whole["function"]["name"]
+            offered[name] = _tool(json.dumps(whole), self.functions.get(name))
         self.toolbox.table = offered
 
     def state(self) -> Json:
@@ -115,18 +117,18 @@ class OwnTools(ToolEnv):
 
 
 @lru_cache(maxsize=4096)
-def _tool(body: str, function: Callable[..., Any] | None) -> Tool:
+def _tool(text: str, function: Callable[..., Any] | None) -> Tool:
     """The tool of a declaration; many tasks have the same. Without a function its episode's recorded answers are its own."""
-    form = json.loads(body)
-    name, parameters = form["name"], form["parameters"]
+    whole = json.loads(text)
+    name, parameters = whole["function"]["name"], whole["function"]["parameters"]
     if function is not None:
         wants = "task" in inspect.signature(function).parameters and "task" not in parameters.get("properties", {})
-        return Tool.from_schema(name, form["description"], parameters, function, hidden=("task",) if wants else ())
+        return Tool.declared(whole, function, hidden=("task",) if wants else ())
 
     async def answer(env: OwnTools, /, **arguments: Json) -> str:
         return env.recorded(name, arguments)
 
-    return replace(Tool.from_schema(name, form["description"], parameters, answer, Options(parallel=False)), method=True)
+    return replace(Tool.declared(whole, answer, Options(parallel=False)), method=True)
 
 
 def _read(path: Path, functions: frozenset[str]) -> tuple[TaskSet, ToolUse]:
@@ -140,7 +142,7 @@ def _read_once(path: Path, stamp: tuple[tuple[Path, int, int], ...], functions: 
     def to_task(row: Mapping[str, Json]) -> tuple[Mapping[str, Json], Mapping[str, Json]]:
         return {key: row[key] for key in ("prompt", "messages", "tools", "answers") if key in row}, row["gold"]
 
-    tasks = load_tasks(path, schema=ROW, to_task=to_task)
+    tasks = load_tasks(path, schema=ROW, to_task=to_task, settle=settled)
     for rows in tasks.rows.values():
         for row in rows:
             check_task(row.where, row.data, row.gold, functions)

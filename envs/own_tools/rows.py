@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.data.chats import Chat, messages_of
 from agentrl.env.taskdata import CALL_SCHEMA, Row
-from agentrl.errors import ConfigError, TaskDataError, did_you_mean
+from agentrl.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
+from agentrl.tool.forms import FormError, declaration, paired, parsed, without_padding
 from agentrl.tool.validate import Check, compile_validator
-from agentrl.trajectory import Json, Message, ToolCall
+from agentrl.trajectory import Json, Message
 
 ANSWER: dict[str, Json] = {
     "type": "object",
     "properties": {**CALL_SCHEMA["properties"], "content": {"type": "string"}, "error": {"type": "boolean"}},
     "required": ["name", "arguments", "content"],
-    "additionalProperties": False,
-}
-MESSAGE: dict[str, Json] = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool"]},
-        "content": {"type": "string"},
-        "tool_calls": {
-            "type": "array",
-            "items": {**CALL_SCHEMA, "properties": {**CALL_SCHEMA["properties"], "id": {"type": "string"}}},
-        },
-        "tool_call_id": {"type": "string"},
-        "name": {"type": "string"},
-    },
-    "required": ["role"],
     "additionalProperties": False,
 }
 ROW: dict[str, Json] = {
@@ -39,7 +26,7 @@ ROW: dict[str, Json] = {
         "split": {"type": "string"},
         "weight": {"type": "number", "exclusiveMinimum": 0},
         "prompt": {"type": "string", "minLength": 1},
-        "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
+        "messages": {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
         "tools": {"type": "array", "items": {"type": ["string", "object"]}},
         "answers": {"type": "array", "items": ANSWER},
         "gold": {
@@ -53,20 +40,48 @@ ROW: dict[str, Json] = {
     "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
     "additionalProperties": False,
 }
-FORM = (
-    'expected {"name", "description", "parameters"}, that as "function" beside "type": "function", or the name of a run\'s tool'
-)
 
 
-def declared(entry: Json) -> dict[str, Json]:
-    """A declaration in OpenAI's form or without its wrapping, as {"name", "description", "parameters"}. Raises ValueError."""
-    body: Any = entry.get("function") if isinstance(entry, Mapping) and entry.get("type") == "function" else entry
-    if not isinstance(body, Mapping) or not isinstance(body.get("name"), str) or not body["name"]:
-        raise ValueError(FORM)
-    parameters = body.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-        raise ValueError(f"the parameters of {body['name']!r} must be a schema of type object")
-    return {"name": body["name"], "description": str(body.get("description") or ""), "parameters": dict(parameters)}
+def settled(row: Any, table: bool) -> Any:
+    """A row whose calls are read, without the nulls that none of its tools takes. `table`: of a file that has each column in each
+    row. What is wrong with it is left to the checks."""
+    if not isinstance(row, Mapping):
+        return row
+    row = {key: _parsed(value) if key in ("tools", "messages", "answers", "gold") else value for key, value in row.items()}
+    plain = without_padding(row, ROW, table=table)
+    tools = row["tools"] if isinstance(row.get("tools"), list) else []
+    if table and tools:
+        plain["tools"] = [entry if isinstance(entry, str) else _read(entry) for entry in tools]
+    schemas = {name: schema for entry in tools for name, schema in _parameters(entry)}
+    gold, plain_gold = row.get("gold"), plain.get("gold")
+    for before, after in ((row, plain), (gold, plain_gold)):
+        key = "answers" if before is row else "calls"
+        given, kept = ((part or {}).get(key) if isinstance(part, Mapping | None) else None for part in (before, after))
+        for one, other in zip(given, kept, strict=True) if isinstance(given, list) and isinstance(kept, list) else ():
+            if isinstance(one, Mapping) and isinstance(arguments := _parsed(one.get("arguments")), dict):
+                other["arguments"] = without_padding(arguments, schemas.get(str(one.get("name")), {}), table=table)
+    return plain
+
+
+def _parsed(value: Any) -> Any:
+    """A value that a table may keep as JSON text."""
+    try:
+        return parsed(value, "") if isinstance(value, str) else value
+    except FormError:
+        return value
+
+
+def _read(entry: Any) -> Any:
+    try:
+        return declaration(entry, "", table=True)
+    except FormError:
+        return entry
+
+
+def _parameters(entry: Any) -> Iterator[tuple[str, Any]]:
+    read = None if isinstance(entry, str) else _read(entry)
+    if isinstance(read, Mapping) and isinstance(read.get("function"), Mapping):
+        yield read["function"].get("name", ""), read["function"].get("parameters")
 
 
 def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], functions: Collection[str]) -> None:
@@ -75,6 +90,10 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
     def bad(field: str, problem: object) -> None:
         raise TaskDataError(f"{where}: field {field}: {problem}")
 
+    try:
+        messages(data.get("messages", ()))
+    except BadRowError as problem:
+        bad("messages", problem)
     names, checks = list[str](), dict[str, Check]()
     for number, entry in enumerate(data.get("tools", ())):
         field = f"tools/{number}"
@@ -82,8 +101,10 @@ def check_task(where: str, data: Mapping[str, Json], gold: Mapping[str, Json], f
             names.append(entry)
             continue
         try:
-            body = declared(entry)
+            body = declaration(entry, field)["function"]
             checks[body["name"]] = compile_validator(body["name"], body["parameters"])
+        except FormError as problem:
+            bad(problem.key, problem.problem)
         except (TypeError, ValueError) as problem:
             bad(field, problem)
         names.append(body["name"])
@@ -117,7 +138,7 @@ class ToolUse:
         wanted, own = dict[str, str](), dict[str, str]()
         for row in rows:
             for number, entry in enumerate(row.data.get("tools", ())):
-                name = entry if isinstance(entry, str) else str(declared(entry)["name"])
+                name = entry if isinstance(entry, str) else str(declaration(entry, "tools")["function"]["name"])
                 (wanted if isinstance(entry, str) else own).setdefault(name, f"{row.where}: field tools/{number}")
         return cls(wanted, own)
 
@@ -146,15 +167,9 @@ class ToolUse:
                 )
 
 
-def messages(items: Iterable[Mapping[str, Json]]) -> list[Message]:
-    """The messages of a row."""
-    return [
-        Message(
-            item["role"],
-            item.get("content", ""),
-            tuple(ToolCall(call["name"], call["arguments"], id=call.get("id", "")) for call in item.get("tool_calls", ())),
-            tool_call_id=item.get("tool_call_id"),
-            name=item.get("name"),
-        )
-        for item in items
-    ]
+def messages(items: Sequence[Json]) -> list[Message]:
+    """The messages of a row. Raises BadRowError, also for a key that is not read: it would be missing in silence."""
+    read = messages_of(list(items), "messages") if items else Chat((), (), ())
+    if read.unread:
+        raise BadRowError(f"{', '.join(read.unread)}: no key of a message. Leave it out")
+    return list(paired(read.messages, strict=False))

@@ -300,7 +300,28 @@ def test_what_chooses_among_episodes_is_refused_if_there_are_none(key: dict[str,
 def test_the_share_that_is_held_out_is_rounded_up_from_what_it_says(share: float, tasks: int, held: int, tmp_path: Path) -> None:
     """0.07 of 100 is 7.000000000000001 in floating point, and 7 tasks."""
     file = tmp_path / "chats.jsonl"
-    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
-    file.write_text((json.dumps(row) + "\n") * tasks)
+    said = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(tasks)]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
     about = Preparation(DataConfig(path=[str(file)], heldout=share), RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
     assert len(about.heldout) == held
+
+
+def test_a_conversation_that_stands_twice_is_held_out_whole_and_by_what_it_says(tmp_path: Path) -> None:
+    """Not by its place: whichever way the path is spelled and its keys are written."""
+    said = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(20)]
+    dumped = [[{**message, "name": None, "weight": None} for message in messages] for messages in said]
+    more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "-", "weight": 0}]
+    file, alone = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    rows = [*said, *dumped, *([*messages, *more] for messages in said)]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    alone.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said[::-1]))
+
+    def held(path: Path, count: int) -> set[str]:
+        data = DataConfig(path=[str(path)], heldout=0.25)
+        about = Preparation(data, RENDERER, TOKENIZER, 4096).write(tmp_path / "store", 0)
+        assert (about.tasks, len(about.heldout), about.examples) == (20, 5, count)
+        store = RowStore(tmp_path / "store")
+        return {TOKENIZER.decode(one.ledgers[0].ids()) for one in store.load(store.heldout)}
+
+    first = held(file, 60)
+    assert first == held(tmp_path / ".." / tmp_path.name / "a.jsonl", 60) == held(alone, 20) and len(first) == 5

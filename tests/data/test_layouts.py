@@ -14,11 +14,11 @@ from families import IM, QWEN3, QWEN3_CODER
 from render_tokenizers import build_tokenizer
 
 from agentrl.data.chats import openai_chat
-from agentrl.data.files import BadRowError
 from agentrl.data.preferences import preference
 from agentrl.data.rendered import rendered
 from agentrl.data.sharegpt import sharegpt_chat
 from agentrl.data.text_calls import bracket_calls
+from agentrl.errors import BadRowError
 from agentrl.render import make_renderer
 from agentrl.train.tokenizer import packaged_tokenizer
 
@@ -237,12 +237,12 @@ def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")
     return {"messages": [ASKED[0], {"role": "assistant", "tool_calls": calls}, *results, ASKED[5]], "tools": tools}
 
 
-def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_in_any() -> None:
+def test_results_without_ids_are_of_the_calls_in_their_order_and_with_ids_are_put_into_it() -> None:
     results = [{"role": "tool", "content": text} for text in ("3", "4")]
     for ids in (("x", "y"), (None, None)):
         assert [m.name for m in openai_chat(two_calls(*results, ids=ids)).messages] == [None, None, "add", "sub", None]
     named = [{**result, "tool_call_id": id} for result, id in zip(results, ("y", "x"), strict=True)]
-    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("sub", "3"), ("add", "4")]
+    assert [(m.name, m.content) for m in openai_chat(two_calls(*named)).messages[2:4]] == [("add", "4"), ("sub", "3")]
 
 
 @pytest.mark.parametrize(
@@ -294,3 +294,51 @@ def test_weights_and_tools_of_a_preference_are_those_of_its_messages() -> None:
 def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
     with pytest.raises(BadRowError, match="begins with an assistant's message"):
         rendered(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))
+
+
+def hermes(*said: tuple[str, str]) -> dict[str, Any]:
+    turns = [{"from": who, "value": text} for who, text in said]
+    return {"conversations": [HERMES["conversations"][0], {"from": "human", "value": "?"}, *turns], "tools": json.dumps(TOOLS)}
+
+
+THOUGHTS = {
+    "in the thought": "<think>perhaps <tool_call>{'name': 'add', 'arguments': {'a': 9}}</tool_call></think>",
+    "in a thought that the template opened": "perhaps 9</think>",
+    "in a scratch pad": "<scratch_pad>\n<tool_call>{'name': 'add', 'arguments': {'a': 9}}</tool_call>\n</scratch_pad>\n",
+    "in the middle": "Well. <thinking><tool_call>{'name': 'add', 'arguments': {'a': 9}}</tool_call></thinking>",
+}
+
+
+@pytest.mark.parametrize("thought", THOUGHTS.values(), ids=THOUGHTS)
+def test_a_call_that_is_only_thought_of_is_none(thought: str) -> None:
+    made = "<tool_call>{'name': 'add', 'arguments': {'a': 1}}</tool_call>"
+    message = sharegpt_chat(hermes(("gpt", thought + made))).messages[1]
+    assert [call.arguments for call in message.tool_calls] == [{"a": 1}]
+    assert "9" in str(message.reasoning) and "9" not in message.content
+
+
+def test_tags_of_thoughts_in_an_argument_are_its_text() -> None:
+    made = "<tool_call>{'name': 'add', 'arguments': {'a': '<think>x</think>'}}</tool_call>"
+    message = sharegpt_chat(hermes(("gpt", made))).messages[1]
+    assert message.tool_calls[0].arguments == {"a": "<think>x</think>"} and message.reasoning is None
+
+
+def test_results_of_both_text_layouts_are_ordered_by_the_names_that_they_have() -> None:
+    called = "".join(f"<tool_call>{{'name': '{name}', 'arguments': {{}}}}</tool_call>" for name in ("add", "sub"))
+    answers = "".join(
+        f'<tool_response>{{"name": "{name}", "content": {n}}}</tool_response>' for name, n in (("sub", 2), ("add", 1))
+    )
+    row = hermes(("gpt", called), ("tool", answers), ("gpt", "so"))
+    row["tools"] = json.dumps([{"name": "add"}, {"name": "sub"}])
+    results = [{"name": "sub", "results": 2}, {"name": "add", "results": 1}]
+    turns = [("user", "?"), ("assistant", "[add(), sub()]"), ("tool", json.dumps(results)), ("assistant", "so")]
+    other = {"system": row["tools"], "conversations": [{"from": who, "value": text} for who, text in turns]}
+    for chat in (sharegpt_chat(row), sharegpt_chat(other)):
+        found = [message for message in chat.messages if message.role == "tool"]
+        assert [one.name for one in found] == ["add", "sub"] and "1" in found[0].content and "2" in found[1].content
+
+
+def test_a_row_ends_behind_its_last_trained_turn() -> None:
+    said: list[dict[str, Any]] = [{"role": "assistant" if n % 2 else "user", "content": str(n)} for n in range(6)]
+    said[3]["weight"] = said[5]["weight"] = 0
+    assert [message.content for message in openai_chat({"messages": said}).messages] == ["0", "1"]

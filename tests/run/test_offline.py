@@ -49,6 +49,12 @@ def written(file: Path, made: list[Any]) -> Path:
     return file
 
 
+def numbered(row: dict[str, Any], count: int, key: str = "messages") -> list[dict[str, Any]]:
+    """The row so many times with another first word each: equal ones are one task, and held out together."""
+    first, *rest = row[key]
+    return [{**row, key: [{**first, "content": f"{n}: {first['content']}"}, *rest]} for n in range(count)]
+
+
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve chats, of two layouts, in JSON lines and in Parquet: what data.path names."""
@@ -56,8 +62,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow.parquet
 
     folder = tmp_path_factory.mktemp("chats")
-    written(folder / "a.jsonl", [{"messages": ASKED, "tools": TOOLS}] * 5 + [HERMES])
-    table = pyarrow.Table.from_pylist([{"messages": ASKED, "tools": json.dumps(TOOLS)}] * 6)
+    written(folder / "a.jsonl", [*numbered({"messages": ASKED, "tools": TOOLS}, 5), HERMES])
+    others = numbered({"messages": ASKED, "tools": json.dumps(TOOLS)}, 11)[5:]
+    table = pyarrow.Table.from_pylist(others)
     pyarrow.parquet.write_table(table, folder / "b.parquet")
     return folder
 
@@ -176,11 +183,12 @@ def test_preferences_in_a_file_are_learned(loss: str, tmp_path: Path) -> None:
         "rejected": [{"role": "assistant", "content": "who knows"}],
         "tools": TOOLS,
     }
-    file = written(tmp_path / "pairs.jsonl", [pair] * 12)
+    file = written(tmp_path / "pairs.jsonl", numbered(pair, 12, "prompt"))
     assert sft("--data", str(file), "--loss", loss, "data.epochs=5", "data.heldout=0.2", out=tmp_path) == 0
     held = rows(tmp_path / "run", "heldout")
-    assert held[0]["loss"] == pytest.approx(np.log(2)) and held[0]["reward_margin"] == 0.0
-    assert held[0]["accuracy"] == 0.0, "what is level is not right"
+    assert held[0]["loss"] == pytest.approx(np.log(2)) and held[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
+    if loss == "reward":  # of rows that differ, the policy's and the reference's log probabilities differ by a rounding
+        assert held[0]["accuracy"] == 0.0, "what is level is not right"
     assert held[-1]["loss"] < 0.6 and held[-1]["accuracy"] == 1.0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
 
@@ -189,7 +197,14 @@ def test_a_reward_model_is_trained_on_from_its_own_head_and_one_of_several_label
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{"role": "assistant", "content": "no"}]}
-    words = ["--data", str(written(tmp_path / "pairs.jsonl", [pair] * 4)), "--loss", "reward", "trackers=[]", f"out={tmp_path}"]
+    words = [
+        "--data",
+        str(written(tmp_path / "pairs.jsonl", numbered(pair, 4, "prompt"))),
+        "--loss",
+        "reward",
+        "trackers=[]",
+        f"out={tmp_path}",
+    ]
     assert main(["sft", *words, MODEL, "name=first", "cluster.backend=inline", "optim.lr=3e-3"]) == 0
     assert "MISSING" not in "".join(capfd.readouterr()), "the head is made, not forgotten"
     first = rows(tmp_path / "first", "heldout")
@@ -236,7 +251,7 @@ def test_two_ranks_train_what_one_does(loss: str, split: list[str], tmp_path: Pa
 def test_beta_is_what_the_margin_is_multiplied_by(tmp_path: Path) -> None:
     """The first step of AdamW is lr against the gradient's sign, whatever beta is: the same policy, so margins as 1 to 3."""
     pair = {"prompt": ASKED[:1], "chosen": [ASKED[5]], "rejected": [{"role": "assistant", "content": "no"}]}
-    file, margins = written(tmp_path / "pairs.jsonl", [pair] * 8), []
+    file, margins = written(tmp_path / "pairs.jsonl", numbered(pair, 8, "prompt")), []
     for beta in ("0.1", "0.3"):
         words = ("--data", str(file), "--loss", "dpo", f"data.beta={beta}", "data.heldout=0.5", "optim.max_grad_norm=1e9")
         assert sft(*words, out=tmp_path, name=f"beta_{beta}") == 0

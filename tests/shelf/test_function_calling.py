@@ -22,7 +22,6 @@ from agentrl.shelves import load_module
 from tests.conftest import examples
 
 FOLDER = Path(str(find_env("function_calling").path)).parent
-schemas = load_module(FOLDER / "schemas.py")
 conversations = load_module(FOLDER / "conversations.py")
 KINDS = ["single", "multiple", "parallel", "parallel_multiple", "irrelevance", "missing"]
 
@@ -449,11 +448,14 @@ def test_the_native_layout(tmp_path: Path) -> None:
     ("row", "says"),
     [
         (native_row(messages=[]), "row 2, field 'messages'"),
-        (native_row(messages=[{"role": "bot", "content": "x"}]), r"row 2, field 'messages\[0\].role': expected system"),
+        (native_row(messages=[{"role": "bot", "content": "x"}]), r"row 2, field 'messages\[0\].role': expected one of"),
         (native_row(messages=[{"role": "assistant", "content": "x"}]), "the user's or a tool's"),
         (native_row(tools="f"), "row 2, field 'tools': expected a list"),
         (native_row(tools=[{"name": ""}]), "a function needs a name"),
-        (native_row(tools=[{"name": "f", "parameters": {"properties": {"x": 3}}}]), "field 'tools.0..x'"),
+        (
+            native_row(tools=[{"name": "f", "parameters": {"properties": {"x": 3}}}]),
+            r"field 'tools\[0\].parameters.properties.x'",
+        ),
         (native_row(tools=[{"name": "f"}, {"name": "f"}]), "two tools are called 'f'"),
         (native_row(calls=[{"name": "g", "arguments": {}}]), "'g' is not one of the tools"),
         (native_row(calls=[{"name": "f", "arguments": {"x": 1}}]), r"field 'calls\[0\].arguments.x'"),
@@ -507,26 +509,6 @@ def test_rows_of_a_file_are_split_by_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "schema", "optional"),
-    [
-        ("int", {"type": "integer"}, False),
-        ("str, optional", {"type": "string"}, True),
-        ("List[int]", {"type": "array", "items": {"type": "integer"}}, False),
-        ("Optional[List[str]]", {"type": "array", "items": {"type": "string"}}, True),
-        ("List[Tuple[int, int]], optional", {"type": "array", "items": {"type": "array"}}, True),
-        ("Dict[str, List[int]]", {"type": "object"}, False),
-        ("Union[int, float]", {"type": ["integer", "number"]}, False),
-        ("Callable[[float], float]", {}, False),
-        ("typing.List[float]", {"type": "array", "items": {"type": "number"}}, False),
-        ("", {}, False),
-        ("[", {}, False),
-    ],
-)
-def test_python_annotations_as_schema(text: str, schema: dict[str, Any], optional: bool) -> None:
-    assert schemas.from_annotation(text) == (schema, optional)
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("[f()]", [("f", {})]),
@@ -551,3 +533,38 @@ def test_odd_text_never_crashes_the_call_parser(text: str) -> None:
                 read(sample, "here")
             except rows.BadRowError as problem:
                 assert problem.field == "here"
+
+
+def test_a_call_inside_a_thought_is_no_gold(tmp_path: Path) -> None:
+    row = hermes_row(True, True)
+    made = row["conversations"][2]["value"]
+    row["conversations"][2]["value"] = f"<think>or {made.replace('True', 'False')}</think>{made}"
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    assert play(env, 0, calls(("lamp", {"on": True}))) == 1.0
+    assert [call["arguments"] for call in env.task.gold["calls"]] == [{"on": [True]}]
+
+
+@pytest.mark.parametrize(
+    ("default", "given", "same"),
+    [(False, 0, 0), (0, False, 0), (1, True, 0), (1, 1.0, 1), ("a", "a", 1), ([0], [False], 0), (None, None, 1)],
+)
+def test_a_gold_value_that_python_finds_equal_to_the_default_is_still_the_gold(
+    default: Any, given: Any, same: float, tmp_path: Path
+) -> None:
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"x": {"default": default}}}}]
+    row = {"query": "q", "tools": tools, "answers": [{"name": "f", "arguments": {"x": given}}]}
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    assert play(env, 0, calls(("f", {"x": given}))) == 1.0 and play(env, 0, calls(("f", {}))) == same
+
+
+def test_schemas_keep_what_they_say_and_messages_have_any_form_of_calls(tmp_path: Path) -> None:
+    parts = {"a": {"$ref": "#/$defs/p"}, "b": {"anyOf": [{"type": "string"}, {"const": 3}]}, "c": {"pattern": "^a"}}
+    schema = {"properties": parts, "type": "object", "$defs": {"p": {"oneOf": [{"type": "integer"}]}}}
+    made = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in "xy"]
+    results = [{"role": "tool", "tool_call_id": id, "content": id} for id in "yx"]
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": made}, *results]
+    row = native_row(messages=said, tools=[{"name": "f", "inputSchema": schema}], calls=[])
+    env = from_file(write(tmp_path / "a.jsonl", [row]))
+    env.reset(seed=0)
+    assert env.trajectory.tools[0]["function"]["parameters"] == schema
+    assert [message.content for message in env.prompt(env.task)[-2:]] == ["x", "y"]

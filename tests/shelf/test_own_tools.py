@@ -349,3 +349,25 @@ def test_a_resumed_run_offers_what_the_whole_one_did(tmp_path: Path, monkeypatch
     cut = trained("cut", "--resume", "runs/cut", "steps=2")
     kept = [(row["task"]["id"], tools_of(row)) for row in whole]
     assert [(row["task"]["id"], tools_of(row)) for row in cut] == kept
+
+
+def test_a_tool_of_another_form_is_offered_with_its_parameters_and_one_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    for key in ("inputSchema", "input_schema"):
+        tools = [{"name": "age", "description": "years", key: NAME}, CITY]
+        env = make_env("own_tools", tasks=file(tmp_path, {**ROW, "tools": tools}))
+        env.reset(seed=0)
+        assert env.trajectory.tools[0]["function"]["parameters"] == NAME
+    with pytest.raises(TaskDataError, match=r"rows.jsonl:1: field tools/0.schema_of: no known key of a tool"):
+        make_env("own_tools", tasks=file(tmp_path, {**ROW, "tools": [{"name": "age", "schema_of": NAME}, CITY]}))
+
+
+def test_results_of_a_conversation_so_far_stand_in_the_order_of_their_calls(tmp_path: Path) -> None:
+    called = [{"id": id, "type": "function", "function": {"name": "age", "arguments": {"name": id}}} for id in "xy"]
+    results = [{"role": "tool", "tool_call_id": id, "content": id} for id in "yx"]
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": called}, *results]
+    row = {key: value for key, value in ROW.items() if key != "prompt"}
+    env = make_env("own_tools", tasks=file(tmp_path, {**row, "messages": said}))
+    observation, _ = env.reset(seed=0)
+    assert [message.content for message in observation] == ["hi", "", "x", "y"]
+    with pytest.raises(TaskDataError, match=r"messages: user.contnet: no key of a message"):
+        make_env("own_tools", tasks=file(tmp_path, {**row, "messages": [{"role": "user", "content": "a", "contnet": "b"}]}))

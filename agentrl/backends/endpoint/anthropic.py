@@ -11,6 +11,7 @@ from agentrl.backends.endpoint.ask import (
     as_dict,
     call_of,
     chosen,
+    in_order,
     json_schema,
     listed,
     number,
@@ -19,13 +20,13 @@ from agentrl.backends.endpoint.ask import (
     stops,
     text_of,
     tool,
-    with_names,
 )
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import COMMON, typed
 from agentrl.backends.endpoint.live import Live
 from agentrl.backends.endpoint.session import Answer
 from agentrl.backends.endpoint.wire import Exchange, Wire, event
+from agentrl.tool.forms import is_thought, thought_of
 from agentrl.trajectory import Json, Message, ToolCall
 
 _KNOWN = {
@@ -53,7 +54,7 @@ def read_anthropic(exchange: Exchange) -> Ask:
     calls, name = chosen({"any": "required", "tool": choice}.get(str(kind), kind), tools)
     system = text_of(body.get("system"), "system")
     return Ask(
-        messages=with_names([*([Message("system", system)] if system else []), *_messages(listed(body, "messages"))]),
+        messages=in_order([*([Message("system", system)] if system else []), *_messages(listed(body, "messages"))]),
         tools=[] if kind == "none" else tools,
         max_tokens=number(body, "max_tokens"),
         stop=stops(body.get("stop_sequences"), "stop_sequences"),
@@ -152,21 +153,23 @@ def _user(blocks: Sequence[Json], where: str, role: str) -> list[Message]:
 
 def _assistant(blocks: Sequence[Json], where: str) -> list[Message]:
     calls: list[ToolCall] = []
-    text: list[str] = []
+    text, thought = list[str](), list[str]()
     for index, item in enumerate(blocks):
         here = f"{where}.content[{index}]"
         block = as_dict(item, here)
         if block.get("type") == "tool_use":
             calls.append(call_of(block.get("name"), block.get("input"), block.get("id"), here))
-        elif block.get("type") not in ("thinking", "redacted_thinking"):
+        elif is_thought(block):
+            thought.append(thought_of(block))
+        else:
             text.append(text_of([block], here))
-    return [Message("assistant", "".join(text), tuple(calls))]
+    return [Message("assistant", "".join(text), tuple(calls), reasoning="".join(thought) or None)]
 
 
 def _tool(row: Json, where: str) -> dict[str, Json]:
     if not isinstance(row, dict) or row.get("type") not in (None, "custom"):
         raise RequestError(f"{where}: only tools of the client's own are supported")
-    return tool(row.get("name"), row.get("description"), row.get("input_schema"), where)
+    return tool({key: value for key, value in row.items() if key != "type"}, row.get("input_schema"), where)
 
 
 def _block(call: ToolCall, given: Json) -> dict[str, Json]:

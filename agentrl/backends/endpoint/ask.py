@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import parameters as parameters_of
+from agentrl.errors import BadRowError
 from agentrl.schemas import BadSchemaError, check_schema
-from agentrl.serving import strict_json
+from agentrl.tool.forms import arguments_of, declaration, paired
 from agentrl.trajectory import Json, Message, ToolCall
 
 CHOICES = 128
@@ -117,15 +119,9 @@ def _check(schema: Json, where: str) -> None:
         raise RequestError(f"{where}: {problem}") from None
 
 
-def with_names(messages: Sequence[Message]) -> list[Message]:
-    """The same with each tool's answer named as its call, for templates that write the name; most clients leave it out."""
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
-    return [
-        replace(message, name=names[message.tool_call_id])
-        if message.role == "tool" and not message.name and message.tool_call_id in names
-        else message
-        for message in messages
-    ]
+def in_order(messages: Sequence[Message]) -> list[Message]:
+    """The same with the results of each turn in the order of its calls, and named as these, for templates that write no ids."""
+    return list(paired(messages, strict=False))
 
 
 def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[str, Json]:
@@ -133,16 +129,24 @@ def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[s
     return {key: body[key] for key, value in own.items() if body.get(key) is not None and body[key] != value}
 
 
-def tool(name: Json, description: Json, parameters: Json, where: str) -> dict[str, Json]:
-    """A function schema. Raises RequestError if it has no name, or parameters that are no schema."""
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}: expected a function with a name")
-    if not isinstance(description, str | None):
-        raise RequestError(f"{where}: description: expected text")
-    schema = {} if parameters is None else parameters_of(parameters, f"{where}: parameters")
-    _check(schema, f"{where}: parameters")
-    row: dict[str, Json] = {"name": name} | ({"description": description} if description else {})
-    return {"type": "function", "function": {**row, "parameters": schema or {"type": "object", "properties": {}}}}
+def tool(row: Json, schema: Json, where: str) -> dict[str, Json]:
+    """A tool of the client's in OpenAI's form; `schema`: what it gives under the protocol's own key. Raises RequestError if it is
+    none, or its parameters are no schema."""
+    if schema is not None:
+        parameters_of(schema, f"{where}: parameters")
+    with read_by_form():
+        found = declaration(row, where)
+    _check(found["function"]["parameters"], f"{where}: parameters")
+    return found
+
+
+@contextmanager
+def read_by_form() -> Iterator[None]:
+    """What the readers of forms refuse is refused of the request."""
+    try:
+        yield
+    except BadRowError as problem:
+        raise RequestError(str(problem)) from None
 
 
 def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -154,18 +158,6 @@ def text_of(content: Json, where: str, kinds: Sequence[str] = ("text",)) -> str:
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
     raise RequestError(f"{where}: expected text")
-
-
-def arguments_of(value: Json, where: str) -> dict[str, Json]:
-    """The arguments of a call. Raises RequestError if they are not a JSON object."""
-    try:
-        # As the endpoint itself wrote them: a policy's calls may have what JSON by its RFC has not.
-        found = strict_json(value or "{}", depth=512, rfc=False) if isinstance(value, str) else value
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise RequestError(f"{where}: arguments are not a JSON object")
-    return found
 
 
 def identity(message: Message) -> str:
@@ -203,9 +195,10 @@ def numbered(message: Message, turn: int) -> Message:
 
 def call_of(name: Json, arguments: Json, number: Json, where: str) -> ToolCall:
     """A call in a history. Raises RequestError if it is none."""
-    if not isinstance(name, str) or not isinstance(number, str):
-        raise RequestError(f"{where}: expected a call with a name and an id")
-    return ToolCall(name, arguments_of(arguments, where), id=number)
+    if not isinstance(name, str) or not isinstance(number, str) or arguments is None:
+        raise RequestError(f"{where}: expected a call with a name, an id and arguments")
+    with read_by_form():
+        return ToolCall(name, arguments_of(arguments, f"{where}.arguments"), id=number)
 
 
 def as_dict(value: Any, where: str) -> dict[str, Json]:

@@ -12,15 +12,16 @@ from agentrl.backends.endpoint.ask import (
     as_dict,
     call_of,
     chosen,
+    in_order,
     json_schema,
     listed,
     number,
     only,
     other_sampling,
+    read_by_form,
     stops,
     text_of,
     tool,
-    with_names,
 )
 from agentrl.backends.endpoint.errors import RequestError
 from agentrl.backends.endpoint.fields import COMMON, typed
@@ -28,6 +29,7 @@ from agentrl.backends.endpoint.live import Live
 from agentrl.backends.endpoint.session import Answer
 from agentrl.backends.endpoint.wire import Decode, Exchange, Wire, event
 from agentrl.render.toolcalls import write_call
+from agentrl.tool.forms import REASONING, reasoning_of
 from agentrl.trajectory import Json, Message
 
 _KNOWN = {
@@ -56,7 +58,7 @@ def read_chat(exchange: Exchange) -> Ask:
     calls, name = chosen(as_dict(choice.get("function"), "tool_choice.function") if isinstance(choice, dict) else choice, tools)
     limits = [limit for key in ("max_completion_tokens", "max_tokens") if (limit := number(body, key)) is not None]
     return Ask(
-        messages=with_names(read_messages(body.get("messages"))),
+        messages=in_order(read_messages(body.get("messages"))),
         tools=tools,
         max_tokens=min(limits, default=None),
         seed=number(body, "seed", -(2**63)),
@@ -176,14 +178,17 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
 def _tool(row: Json, where: str) -> dict[str, Json]:
     if not isinstance(row, dict) or row.get("type", "function") != "function":
         raise RequestError(f"{where}: only tools of type 'function' are supported")
-    function = as_dict(row.get("function"), where)
-    return tool(function.get("name"), function.get("description"), function.get("parameters"), where)
+    return tool(row, as_dict(row.get("function"), where).get("parameters"), where)
 
 
 def _message(row: Json, where: str) -> Message:
-    typed(row, {"role": "text", "tool_call_id": "text", "name": "text", "reasoning_content": "text"}, where)
+    typed(row, {"role": "text", "tool_call_id": "text", "name": "text", **dict.fromkeys(REASONING, "text")}, where)
     if row.get("role") not in _ROLES:
         raise RequestError(f"{where}: expected an object with a role among {', '.join(_ROLES)}")
+    if row.get("function_call") is not None:
+        raise RequestError(f"{where}.function_call: the older layout. Send it as tool_calls")
+    with read_by_form():
+        reasoning = reasoning_of(row, where)
     calls = []
     for index, item in enumerate(listed(row, "tool_calls", where)):
         here = f"{where}.tool_calls[{index}]"
@@ -195,5 +200,5 @@ def _message(row: Json, where: str) -> Message:
         tool_calls=tuple(calls),
         tool_call_id=row.get("tool_call_id"),
         name=row.get("name"),
-        reasoning=row.get("reasoning_content"),
+        reasoning=reasoning,
     )

@@ -6,12 +6,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from agentrl.backends.endpoint.ask import (
     Ask,
     as_dict,
     call_of,
     chosen,
+    in_order,
     json_schema,
     listed,
     number,
@@ -19,7 +21,6 @@ from agentrl.backends.endpoint.ask import (
     other_sampling,
     text_of,
     tool,
-    with_names,
 )
 from agentrl.backends.endpoint.chat import chat_error
 from agentrl.backends.endpoint.errors import RequestError
@@ -27,6 +28,7 @@ from agentrl.backends.endpoint.fields import COMMON, typed
 from agentrl.backends.endpoint.live import Live
 from agentrl.backends.endpoint.session import Answer
 from agentrl.backends.endpoint.wire import Exchange, Wire, event
+from agentrl.tool.forms import thought_of
 from agentrl.trajectory import Json, Message, ToolCall
 
 _KNOWN = {
@@ -51,7 +53,7 @@ def read_responses(exchange: Exchange) -> Ask:
     choice = body.get("tool_choice")
     calls, name = chosen(choice, tools)
     return Ask(
-        messages=with_names(_conversation(exchange)),
+        messages=in_order(_conversation(exchange)),
         tools=[] if choice == "none" else tools,
         max_tokens=number(body, "max_output_tokens"),
         seed=number(body, "seed", -(2**63)),
@@ -127,12 +129,14 @@ def _conversation(exchange: Exchange) -> list[Message]:
 def _messages(rows: Sequence[Json]) -> list[Message]:
     """Items as messages: an assistant's text and the calls after it are one turn."""
     found: list[Message] = []
+    thought = ""  # before the assistant's turn that it is of
     turn: list[ToolCall] | None = None  # of the assistant's turn that may go on
     for index, item in enumerate(rows):
         where = f"input[{index}]"
         row = typed(item, {"type": "text", "role": "text", "call_id": "text"}, where)
         kind = row.get("type", "message")
         if kind == "reasoning":
+            thought += thought_of({key: row[key] for key in ("content", "summary") if row.get(key)})
             continue
         if kind == "function_call":
             call = call_of(row.get("name"), row.get("arguments"), row.get("call_id"), where)
@@ -140,7 +144,8 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
                 found.append(Message("assistant"))
                 turn = []
             turn.append(call)
-            found[-1] = Message("assistant", found[-1].content, tuple(turn))
+            found[-1] = replace(found[-1], tool_calls=tuple(turn), reasoning=found[-1].reasoning or thought or None)
+            thought = ""
             continue
         turn = None
         if kind == "function_call_output":
@@ -149,8 +154,9 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
             found.append(Message("tool", text_of(row.get("output"), f"{where}.output", _TEXT), tool_call_id=row["call_id"]))
         elif kind == "message" and row.get("role") in _ROLES:
             role = _ROLES[row["role"]]
-            found.append(Message(role, text_of(row.get("content"), f"{where}.content", _TEXT)))  # type: ignore[arg-type]
-            turn = [] if role == "assistant" else None
+            said = text_of(row.get("content"), f"{where}.content", _TEXT)
+            found.append(Message(role, said, reasoning=thought or None if role == "assistant" else None))  # type: ignore[arg-type]
+            turn, thought = ([] if role == "assistant" else None), ""
         else:
             raise RequestError(f"{where}: items of type {kind!r} are not supported")
     return found
@@ -159,7 +165,7 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
 def _tool(row: Json, where: str) -> dict[str, Json]:
     if not isinstance(row, dict) or row.get("type") != "function":
         raise RequestError(f"{where}: only tools of type 'function' are supported")
-    return tool(row.get("name"), row.get("description"), row.get("parameters"), where)
+    return tool(row, row.get("parameters"), where)
 
 
 def _items(message: Message, item: str | None = None) -> list[dict[str, Json]]:

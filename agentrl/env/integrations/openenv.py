@@ -22,8 +22,8 @@ from agentrl.env.remote.sessions import SessionLimits
 from agentrl.env.seeds import SPLITS
 from agentrl.errors import ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.plain_data import read_json
-from agentrl.schemas import as_2020
 from agentrl.tool import Tool
+from agentrl.tool.forms import declarations
 from agentrl.tool.output import as_text
 from agentrl.trajectory import Json, Message, Task
 
@@ -164,11 +164,9 @@ class OpenEnv(ToolEnv):
             made = Tool.from_schema("act", "take one action", schema, _act)
             return [replace(made, method=True).with_options(**options)]
         listed = await self._ask("step", {"type": "list_tools"})
+        tools = declarations(listed["observation"]["tools"])
         return [
-            replace(
-                Tool.from_schema(row["name"], row.get("description") or "", _input(row), _calls(row["name"])), method=True
-            ).with_options(**options)
-            for row in listed["observation"]["tools"]
+            replace(Tool.declared(one, _calls(one["function"]["name"])), method=True).with_options(**options) for one in tools
         ]
 
 
@@ -189,11 +187,6 @@ def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
     schema: dict[str, Json] = dict(answer["action"])
     schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
     return {key: value for key, value in schema.items() if key not in ("title", "description")}
-
-
-def _input(row: Mapping[str, Json]) -> dict[str, Json]:
-    schema = row.get("input_schema") or row.get("inputSchema") or {"type": "object", "properties": {}}
-    return {key: value for key, value in as_2020(schema).items() if key != "title"}
 
 
 def _first(errors: Json) -> str:

@@ -120,10 +120,7 @@ def action_of(row: Json) -> Action:
 def tool_rows(toolbox: Toolbox) -> list[dict[str, Json]]:
     """Every tool's schema and call options, in order."""
     options = Options.__dataclass_fields__
-    return [
-        {"function": item.schema["function"], "options": {name: getattr(item.options, name) for name in options}}
-        for item in toolbox
-    ]
+    return [{**item.schema, "options": {name: getattr(item.options, name) for name in options}} for item in toolbox]
 
 
 def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
@@ -141,11 +138,9 @@ def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
 
     made = {}
     for row in rows:
-        function = row["function"]
         options = Options(**{**row["options"], "process": False, "inline": False})
-        made[function["name"]] = Tool.from_schema(
-            function["name"], function.get("description", ""), function["parameters"], elsewhere, options
-        )
+        declared = {"type": "function", **{key: value for key, value in row.items() if key != "options"}}
+        made[row["function"]["name"]] = Tool.declared(declared, elsewhere, options)
     return made
 
 

@@ -135,7 +135,7 @@ class TapedEnv(ToolEnv):
             record.user_calls[made["keep"] :] = user_calls_of(made["add"])
         record.parting = answer.get("parting", "")
         if "schemas" in answer:
-            self.toolbox = Toolbox([_tool(schema["function"]) for schema in answer["schemas"]])
+            self.toolbox = Toolbox([_tool(schema) for schema in answer["schemas"]])
 
 
 class ReplayEngine(Engine):
@@ -197,11 +197,11 @@ def _raise(answer: Mapping[str, Json]) -> None:
         raise kind(answer["error"]["message"])
 
 
-def _tool(function: Mapping[str, Json]) -> Tool:
+def _tool(schema: Mapping[str, Json]) -> Tool:
     def never(**arguments: Any) -> Json:
         raise UserError("a replay runs no tools")
 
-    return Tool.from_schema(function["name"], function.get("description", ""), function["parameters"], never)
+    return Tool.declared(schema, never)
 
 
 def _messages(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
