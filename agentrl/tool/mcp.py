@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from pydantic import ValidationError
+
 from agentrl import keeper
 from agentrl.config.schema import McpServerConfig
 from agentrl.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
@@ -195,7 +197,7 @@ class McpSession:
     async def _note(self, message: Any) -> None:
         """Called by the SDK with notifications, and with the fault of a line that is no message."""
         if isinstance(message, Exception) and not self._strange:
-            self._strange = str(getattr(message, "errors", lambda: [{}])()[0].get("input", message))
+            self._strange = str(message.errors()[0]["input"] if isinstance(message, ValidationError) else message)
 
     def _wrote(self) -> str:
         """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output

@@ -87,7 +87,7 @@ def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
     # Episodes of a server of 0.6 s take two cores 0.3 s each; about 30 are played whatever the number of tasks, and 20 for each.
     episodes = seconds / (time.perf_counter() - began)
     tasks = max(1, min(subject.tasks, int((episodes - 30) / 20)))
-    fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 200 // tools))
+    fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 100 // tools))
     return replace(subject, tasks=tasks, fuzz=fuzz, light=True)
 
 
