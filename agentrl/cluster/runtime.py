@@ -75,7 +75,8 @@ def worker_env() -> dict[str, str]:
 
 
 def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> bool:
-    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False.
+    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False,
+    unless this process only asked it for its nodes (`join_to_ask`): the caller owns that connection, and stops it.
 
     An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
     shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
@@ -88,8 +89,10 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     guard_network(multi_node=bool(address))
     import ray  # only now: it reads the environment when it is imported
 
-    started_here = not ray.is_initialized()
-    if started_here:
+    global _asking
+    connects = not ray.is_initialized()
+    started_here, _asking = connects or _asking, False
+    if connects:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
             tell(ray="the raylet of this machine, or the cluster's GCS,")
@@ -107,6 +110,16 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             'vllm.replicas, or set cluster.backend = "inline"'
         )
     return started_here
+
+
+_asking = False
+"""Whether this process has joined a cluster for `join_to_ask` alone."""
+
+
+def join_to_ask(cluster: ClusterConfig) -> None:
+    """Join the cluster to ask for its nodes, before a run is opened; the run goes on with the connection, and closes it."""
+    global _asking
+    _asking = start_ray(cluster)
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
@@ -326,8 +339,10 @@ def _join(address: str, staged: Path) -> dict[str, Any]:
 
 def stop_ray() -> None:
     """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
+    global _asking
     import ray
 
+    _asking = False
     tell(ray="")  # from now on an end of this process has another cause
     ray.shutdown()
     while _own is not None and ray_keeper.kill_all(_own.mark):
