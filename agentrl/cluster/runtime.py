@@ -122,6 +122,12 @@ def join_to_ask(cluster: ClusterConfig) -> None:
     _asking = start_ray(cluster)
 
 
+def stop_asking() -> None:
+    """Close the connection of `join_to_ask`, if no run went on with it."""
+    if _asking:
+        stop_ray()
+
+
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
     until, others = time.monotonic() + timeout, 0
     while True:

@@ -94,4 +94,9 @@ def test_the_connection_by_which_a_run_asked_for_nodes_is_the_run_s_to_close(mon
     assert not joined and runtime.start_ray(cluster)
     runtime.join_to_ask(cluster)  # of a connection that has its owner
     assert len(joined) == 1 and not runtime.start_ray(cluster)
+    runtime.stop_asking()
+    assert joined, "it has its owner"
     runtime.stop_ray()
+    runtime.join_to_ask(cluster)
+    runtime.stop_asking()
+    assert not joined, "no run went on with it"
