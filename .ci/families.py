@@ -1,4 +1,4 @@
-"""`make families`: the probe over every causal language model of transformers, into docs/families.json and docs/families.md.
+"""Probe every causal language model of transformers, into docs/families.json and docs/families.md.
 
     python .ci/families.py                    all families (some minutes)
     python .ci/families.py --only lfm2 llama  these alone; the others stay as recorded
@@ -42,7 +42,7 @@ from agentrl.train.modules import shared  # noqa: E402
 from agentrl.train.ulysses import Ulysses  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "families.md"
-BEGIN = "<!-- from docs/families.json; make families -->\n"
+BEGIN = "<!-- from docs/families.json; python .ci/families.py -->\n"
 COLUMNS = (
     "model_type", "architecture", "packed", "shared prefix", "2 ranks", "a run", "template", "parser", "embedded", "vLLM",
 )  # fmt: skip

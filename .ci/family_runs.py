@@ -1,4 +1,4 @@
-"""`make families-runs`: three updates of a tiny model of each family, with each engine, for docs/families.md.
+"""`python .ci/family_runs.py`: three updates of a tiny model of each family, with each engine, for docs/families.md.
 
     python .ci/family_runs.py                                   all families, both engines (about an hour on two cores)
     python .ci/family_runs.py --engine vllm --only qwen3 lfm2   these alone; the others stay as recorded
@@ -41,7 +41,7 @@ from family_sizes import MODELS, build  # noqa: E402
 from agentrl.errors import AgentrlError  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "family_runs.json", ROOT / "docs" / "families.md"
-BEGIN, END = "<!-- from docs/family_runs.json; make families-runs -->\n", "<!-- end of the runs -->\n"
+BEGIN, END = "<!-- from docs/family_runs.json; python .ci/family_runs.py -->\n", "<!-- end of the runs -->\n"
 ENGINES = ("embedded", "vllm")
 STEPS, TEMPERATURE = 3, 0.8
 BOUND = {"embedded": 1e-4, "vllm": 1e-3}

@@ -1,4 +1,4 @@
-"""`make floors`: what an agent that solves nothing earns in each environment, into docs/floors.json and docs/benchmarks.md.
+"""Measure the reward of agents that solve nothing, into docs/floors.json and docs/benchmarks.md.
 
     python .ci/floors.py                   everything that can be played here; the other rows stay, with their date and version
     python .ci/floors.py --only bfcl tau2  these alone
@@ -26,7 +26,7 @@ from agentrl.env.check.floor import headline  # noqa: E402
 from agentrl.errors import AgentrlError  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "floors.json", ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- from docs/floors.json; make floors -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- from docs/floors.json; python .ci/floors.py -->\n", "<!-- end -->\n"
 LEFT_OUT = {"mcp"}  # the tools and tasks are a server's
 VARIANTS: dict[str, list[list[str]]] = {}
 """Parameters with which an environment is measured, where one row would hide what matters; others are measured without any."""

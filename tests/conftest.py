@@ -97,7 +97,6 @@ CLIENTS = [
 SOURCES = [
     "tests/test_docs.py",
     "tests/test_shape.py",
-    "tests/test_coming_from.py",
     "tests/test_shown.py",
     "tests/config/test_no_dead_keys.py",
 ]

@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -180,33 +179,6 @@ def test_shelves_are_not_importable_by_library_code() -> None:
 
 
 # Folders of tests that are no room's: whole runs, learning curves, and what stands beside the package.
-OTHER_TESTS = {"e2e", "curves", "examples", "gpu", "shelf", "hostile"}
-
-
-def test_tests_mirror_the_rooms() -> None:
-    """One folder of tests for each folder of agentrl, and no other but those named."""
-    tests = {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
-    rooms = {path.parent.name for path in PACKAGE.glob("*/*.py") if path.parent.name != "_shelf"}
-    assert tests == rooms | OTHER_TESTS
-
-
-def test_the_design_lists_every_file_of_the_largest_rooms() -> None:
-    """Once each, under what one opens it for: a new file gets a place in the table of docs/design.md, section 2."""
-    page = (ROOT / "docs" / "design.md").read_text()
-    table = page.split("| room | for | files |", 1)[1].split("\n\n", 1)[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    listed: dict[str, list[str]] = {}
-    name = ""
-    for room, _, files in rows:
-        name = room.strip("`") or name  # an empty cell continues the room above
-        listed.setdefault(name, []).extend(re.findall(r"`([^`]+)`", files))
-    for room, names in listed.items():
-        inside = [path for path in (PACKAGE / room).iterdir() if path.stem != "__init__"]
-        there = [path.stem for path in inside if path.suffix == ".py"]
-        there += [f"{path.name}/" for path in inside if (path / "__init__.py").is_file()]
-        assert sorted(names) == sorted(there), room
-
-
 def test_the_files_that_begin_first_are_there() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
 

@@ -15,7 +15,7 @@ EPILOG = """examples:
   agentrl metrics                                    all of them, with units and formulas
   agentrl metrics entropy                            those whose name or meaning has this word
   agentrl metrics --json                             for a script
-  agentrl metrics --markdown > docs/metrics.md       the page of the docs
+  agentrl metrics --markdown > metrics.md            as a page
 """
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only names and meanings with one of these")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON array")
-    form.add_argument("--markdown", action="store_true", help="print the page docs/metrics.md")
+    form.add_argument("--markdown", action="store_true", help="print the page that `make docs` shows")
     parser.set_defaults(run=run)
 
 

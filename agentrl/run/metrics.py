@@ -1,6 +1,6 @@
-"""The one table of what stands in the rows of metrics.jsonl: names, units, formulas, and in which rows.
+"""One table describes every number in metrics.jsonl: name, unit, formula, rows.
 
-`docs/metrics.md`, the viewer and the trackers are made from it, and tests hold every row of the suite's runs to it. A row has
+The page of metrics, the viewer and the trackers are made from it; tests check every row of the suite's runs against it. A row has
 "step" (updates done; in the warm start: supervised steps) and "phase" besides.
 """
 

@@ -17,7 +17,8 @@ import torch
 from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seconds, trainer, wait
 
 from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.config.schema import VllmConfig
+from agentrl.config import VllmConfig, parse_overrides
+from agentrl.config.overrides import overridden
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.train.fsdp import FsdpEngine
 from agentrl.train.state import BackgroundSave, load_state, save_state
@@ -32,7 +33,8 @@ def engine(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def vllm(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
-    """The same of one vLLM replica, through the class that runs in its actor, in this process and without Ray."""
+    """The same of one vLLM replica, through the class that runs in its actor, in this process and without Ray. KEYS: more keys
+    of the config."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "vLLM is not installed"}
     shape = SHAPES["tiny" if quick else "0.6B"]
@@ -45,7 +47,8 @@ async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> d
 
     cuda, (prompt, length) = device.type == "cuda", (16, 16) if quick else (128, 128)
     os.environ.update(environment(cuda))
-    cfg = VllmConfig(max_model_len=prompt + length, kv_cache_mib=64 if quick else 8192)
+    given = overridden({}, parse_overrides(os.environ.get("KEYS", "").split())).get("vllm", {})
+    cfg = VllmConfig(**{"max_model_len": prompt + length, "kv_cache_mib": 64 if quick else 8192, **given})
     replica = VllmActor({"model": path, **engine_options(cfg, cuda=cuda, dtype="bfloat16")})
     await replica.start()
     try:

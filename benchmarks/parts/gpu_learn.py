@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,8 @@ QUICK = [
     *["sft.max_steps=4", "sft.min_steps=4", "sft.batch=2", "sft.gate_every=4", "sft.gate_tasks=2"],
     *["rollout.groups=2", "rollout.group_size=2", "rollout.max_turn_tokens=24"],
 ]
+PATIENCE = float(os.environ.get("LIMIT", "530")) - 10
+"""Seconds for a command: what it said must still be shown."""
 COLUMNS = (
     "throughput/sampled_tokens_per_s",
     "throughput/trained_tokens_per_s",
@@ -106,12 +109,19 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
 
 
 def one_card(device: torch.device, folder: Path, model: str | None, quick: bool) -> dict[str, Any]:
-    """Five updates through vLLM and Ray on one card, which trainer and replica have in turn."""
+    """Five updates through vLLM and Ray on one card, which trainer and replica have in turn. KEYS: more keys of the config."""
     missing = [name for name in ("vllm", "ray") if importlib.util.find_spec(name) is None]
     if device.type != "cuda" or missing or model is None:
         return {"error": f"needs a card, a model, vLLM and Ray; missing here: {', '.join(missing) or 'the card or the model'}"}
     turns = ["engine=vllm", "cluster.backend=ray", "cluster.actors=1", "rollout.colocate=true", "model.offload=idle"]
-    keys = [f"model.path={model}", "steps=5", "name=one_card", "sft=false", *turns, f"out={folder / 'runs'}"]
+    sizes = [
+        "steps=5",
+        "eval.tasks=32",
+        "vllm.kv_cache_mib=16384",
+        "vllm.max_model_len=4096",
+        *os.environ.get("KEYS", "").split(),
+    ]
+    keys = [f"model.path={model}", "name=one_card", *turns, *sizes, f"out={folder / 'runs'}"]
     seconds = _agentrl(folder, "train", keys)
     return {"model": Path(model).name, **_of(folder / "runs" / "one_card", seconds)}
 
@@ -123,9 +133,14 @@ def _agentrl(folder: Path, command: str, keys: list[str], *options: str) -> floa
     place = ["--config", str(config)] if command == "eval" else [str(config)]
     began = time.monotonic()
     words = [sys.executable, "-m", "agentrl", command, *place, *options, *keys]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"agentrl {command}: exit code {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}")
+    with (folder / "log").open("w+") as log:
+        try:
+            code: int | str = subprocess.run(words, cwd=ROOT, stdout=log, stderr=log, check=False, timeout=PATIENCE).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none after {PATIENCE} s"
+        log.seek(0)
+        if code:
+            raise RuntimeError(f"agentrl {command}: exit code {code}\n{log.read()[-4000:]}")
     return time.monotonic() - began
 
 

@@ -13,7 +13,7 @@ What benchmarks/gpu.py found on GPUs, by card and day, the newest first. Written
 figures are in the files `gpu-CARD-DATE.json` of `benchmarks/results`.
 
 A card is often on a machine without a network. `benchmarks/gpu_proof.sh loads` writes what has to be carried there, each load
-below 60 MB, and `benchmarks/gpu_proof.sh` there runs everything in the order below, each part in less than 9 minutes and
+below 50 MB, and `benchmarks/gpu_proof.sh` there runs everything in the order below, each part in less than 9 minutes and
 independent of the others:
 
 | part | what it shows |
@@ -24,8 +24,8 @@ and after 30 updates of GRPO; tokens/s, MFU, memory, mismatch |
 with varlen or blocks, checkpointed, float32 |
 | `kernels` | attention by row length, save and load, offload |
 | `publish` | weights into a second process, by shared memory and by CUDA IPC |
-| `vllm` | tokens/s of the embedded engine; where vLLM and Ray could be carried also of a replica, and five updates with \
-trainer and replica in turn on the card |
+| `vllm` | tokens/s of the embedded engine and of a vLLM replica, and five updates with trainer and replica in turn \
+on the card; needs Hopper |
 
 A part that could not run says why.
 """

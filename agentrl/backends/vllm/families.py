@@ -1,7 +1,7 @@
 """What vLLM 0.32 computes of a family other than transformers does: put right by an argument, or refused by name.
 
 An engine that computes something else than the trainer samples from another policy, without an error. A run of each family shows
-it (`make families-runs`, docs/families.md).
+it (`python .ci/family_runs.py`, docs/families.md).
 """
 
 from __future__ import annotations

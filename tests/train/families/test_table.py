@@ -33,7 +33,7 @@ def table() -> ModuleType:
 
 def test_the_page_is_printed_from_the_record(table: ModuleType) -> None:
     page = (ROOT / "docs" / "families.md").read_text()
-    assert page.split(table.BEGIN)[1] == table.page_of(json.loads(RECORD.read_text())), "make families"
+    assert page.split(table.BEGIN)[1] == table.page_of(json.loads(RECORD.read_text())), "python .ci/families.py"
 
 
 def test_every_family_of_transformers_has_a_row(table: ModuleType) -> None:
