@@ -41,6 +41,9 @@ NO_RECORDS = "RAY_task_events_report_interval_ms"
 """0: Ray's processes send no records of calls. The control store keeps those of the last 100,000, 13 MiB more in 1,000 updates,
 for lists and timelines that nobody asks a Ray without a dashboard for."""
 
+NICENESS = "RAY_worker_niceness"
+"""What Ray adds to its workers' niceness. By default 15: a busy program at 0 then has 28 times the processor time of a replica."""
+
 LONGEST = 2000
 """Characters of one message of Ray's in the log."""
 
@@ -150,7 +153,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     _instruct()
     try:
         with (
-            _environment({**worker_env(), NO_RECORDS: os.environ.get(NO_RECORDS, "0"), MARK: value}),
+            _environment({**worker_env(), **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}, MARK: value}),
             patient(timeout),
             _without_unasked(),
         ):
