@@ -42,7 +42,7 @@ NO_RECORDS = "RAY_task_events_report_interval_ms"
 for lists and timelines that nobody asks a Ray without a dashboard for."""
 
 NICENESS = "RAY_worker_niceness"
-"""What Ray adds to its workers' niceness. By default 15: a busy program at 0 then has 28 times the processor time of a replica."""
+"""What Ray adds to its workers' niceness, by default 15: a busy program then has 28 times the processor time of a replica."""
 
 LONGEST = 2000
 """Characters of one message of Ray's in the log."""
