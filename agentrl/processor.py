@@ -37,12 +37,14 @@ def _quota(root: Path) -> float:
 
 
 @cache
-def has_amx() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 in units of its own (Intel's AMX): elsewhere float32 is faster."""
+def prefers_bfloat16() -> bool:
+    """Whether the processor computes faster in bfloat16 than in float32: Intel's with AMX, AMD's with AVX512_BF16. Intel's with
+    the latter alone are slower in it."""
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+        said = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+    return "amx_bf16" in said or ("AuthenticAMD" in said and "avx512_bf16" in said)
 
 
 def said_threads() -> int | None:

@@ -18,7 +18,7 @@ from agentrl.backends.vllm import engine as vllm_engine
 from agentrl.config import ModelConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.processor import _quota, size_of_folder, threads_for, usable_cpus
+from agentrl.processor import _quota, prefers_bfloat16, size_of_folder, threads_for, usable_cpus
 from agentrl.run.engines import engine_computes, make_engine, trainer_computes, with_threads
 from agentrl.train.pretrained import meta_model
 
@@ -91,6 +91,21 @@ def test_the_size_of_a_model_is_known_without_its_weights(real: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("said", "prefers"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx512_bf16 amx_bf16 amx_tile", True),
+        ("vendor_id : GenuineIntel\nflags : avx512f avx512_bf16", False),  # twice as slow as float32 there
+        ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16", True),  # 2.2 to 2.7 times as fast
+        ("vendor_id : AuthenticAMD\nflags : avx2", False),
+        ("", False),
+    ],
+)
+def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: said)
+    assert prefers_bfloat16.__wrapped__() == prefers
+
+
+@pytest.mark.parametrize(
     ("amx", "cuda", "tiny", "dtype", "found"),
     [
         (False, False, False, "auto", "float32"),
@@ -104,7 +119,7 @@ def test_the_size_of_a_model_is_known_without_its_weights(real: str, tmp_path: P
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.config.schema.model.has_amx", lambda: amx)
+    monkeypatch.setattr("agentrl.config.schema.model.prefers_bfloat16", lambda: amx)
     model = ModelConfig(init=InitModelConfig(), dtype=dtype) if tiny else ModelConfig(path=real, dtype=dtype)
     assert model.computes_in(cuda) == found
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from agentrl.cluster.machine import usable_gpus
 from agentrl.cluster.pool import ClusterNode
-from agentrl.cluster.runtime import connected, start_ray
+from agentrl.cluster.runtime import connected, join_to_ask
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
 from agentrl.processor import usable_cpus
@@ -33,7 +33,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
     if not connected():
         if not joins(cluster):
             return [this_machine()]
-        start_ray(cluster)
+        join_to_ask(cluster)
     # Here, because it imports ray, which a run on one machine may do without.
     from agentrl.cluster.reserve import cluster_nodes
 

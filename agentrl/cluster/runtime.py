@@ -41,6 +41,9 @@ NO_RECORDS = "RAY_task_events_report_interval_ms"
 """0: Ray's processes send no records of calls. The control store keeps those of the last 100,000, 13 MiB more in 1,000 updates,
 for lists and timelines that nobody asks a Ray without a dashboard for."""
 
+NICENESS = "RAY_worker_niceness"
+"""What Ray adds to its workers' niceness, by default 15: a busy program then has 28 times the processor time of a replica."""
+
 LONGEST = 2000
 """Characters of one message of Ray's in the log."""
 
@@ -75,7 +78,8 @@ def worker_env() -> dict[str, str]:
 
 
 def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_bytes: int | None = None) -> bool:
-    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False.
+    """Start a local Ray, or join the cluster at `cluster.address`: True. If Ray is already running, it is used as it is: False,
+    unless this process only asked it for its nodes (`join_to_ask`): the caller owns that connection, and stops it.
 
     An empty RAY_ADDRESS is removed first (Ray would take it for an address). On a joined cluster the user's
     shelves are sent to the workers. `need_cpus`: CPU slots that all groups of the run need together.
@@ -88,8 +92,10 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
     guard_network(multi_node=bool(address))
     import ray  # only now: it reads the environment when it is imported
 
-    started_here = not ray.is_initialized()
-    if started_here:
+    global _asking
+    connects = not ray.is_initialized()
+    started_here, _asking = connects or _asking, False
+    if connects:
         if address:
             check_join(address, "cluster.address" if cluster.address else "RAY_ADDRESS")
             tell(ray="the raylet of this machine, or the cluster's GCS,")
@@ -107,6 +113,22 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
             'vllm.replicas, or set cluster.backend = "inline"'
         )
     return started_here
+
+
+_asking = False
+"""Whether this process has joined a cluster for `join_to_ask` alone."""
+
+
+def join_to_ask(cluster: ClusterConfig) -> None:
+    """Join the cluster to ask for its nodes, before a run is opened; the run goes on with the connection, and closes it."""
+    global _asking
+    _asking = start_ray(cluster)
+
+
+def stop_asking() -> None:
+    """Close the connection of `join_to_ask`, if no run went on with it."""
+    if _asking:
+        stop_ray()
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
@@ -131,7 +153,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     _instruct()
     try:
         with (
-            _environment({**worker_env(), NO_RECORDS: os.environ.get(NO_RECORDS, "0"), MARK: value}),
+            _environment({**worker_env(), **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}, MARK: value}),
             patient(timeout),
             _without_unasked(),
         ):
@@ -326,8 +348,10 @@ def _join(address: str, staged: Path) -> dict[str, Any]:
 
 def stop_ray() -> None:
     """Disconnect from Ray; a local one ends, with what it would leave behind if one of its processes had died before."""
+    global _asking
     import ray
 
+    _asking = False
     tell(ray="")  # from now on an end of this process has another cause
     ray.shutdown()
     while _own is not None and ray_keeper.kill_all(_own.mark):

@@ -37,7 +37,8 @@ class Shard(Strategy):
     - `stays`: columns that no worker reads and that are therefore not sent.
     - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry per row) back into
       the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
-      one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"); "none" drops them.
+      one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"), and lists of such dicts
+      to one list, place by place; "none" drops them.
 
     The batch may be a future of another group (`Future.value`). If that has as many pieces as this
     mesh axis has ranks, rank i gets piece i; otherwise its rows are split again. In both cases the rows do not
@@ -133,6 +134,8 @@ class Shard(Strategy):
         parts = [results[rank] for rank in sources]
         if self.collect == "none":
             return None
+        if self.collect == "metrics" and all(isinstance(part, list) for part in parts):
+            return [reduced_metrics(label, each, self.metrics) for each in zip(*parts, strict=True)]
         if self.collect == "metrics":
             return reduced_metrics(label, parts, self.metrics)
         if self.collect == "concat" or not shipment.rows:

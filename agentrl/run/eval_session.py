@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.runtime import start_ray, stop_asking, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.rollout.replay.io import EpisodeIO
 from agentrl.rollout.replay.play import Replayer
@@ -27,6 +27,7 @@ class EvalSession:
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
+        self.opened.callback(stop_asking)
         self.opened.callback(self.io.close)
 
     async def start(self, config: TrainConfig) -> None:

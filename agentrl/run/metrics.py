@@ -116,7 +116,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("grad_norm", "norm", "L2 norm of the gradient before clipping, mean over the optimizer steps that were "
             "taken", ("train", "sft", "data")),
         MetricInfo("lr", "1", "learning rate of this update (`optim.lr` times its schedule)", ("train", "data")),
-        MetricInfo("lr_factor", "1", "learning rate of the last supervised step over `sft.lr`", ("sft",)),
+        MetricInfo("lr_factor", "1", "learning rate of the supervised step over `sft.lr`", ("sft",)),
         MetricInfo("entropy", "nats", "entropy of the policy at the rollout's temperature, mean over the computed tokens that "
             "are trained"),
         MetricInfo("temperature", "1", "with points in `rollout.temperature`: that of this update's episodes and policies"),

@@ -119,10 +119,10 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
     store = await in_thread("files", RowStore, folder.data)
     with display.doing("making the model"):
         path = await in_thread("files", _start_model, config, folder)
-    ray = config.cluster.backend == "ray"
-    if ray:
+    began = False
+    if config.cluster.backend == "ray":
         with display.doing("starting Ray"):
-            start_ray(config.cluster)
+            began = start_ray(config.cluster)
     pools, group = None, None
     try:
         kind = OBJECTIVES[data_of(config).loss]
@@ -142,7 +142,7 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
             group.close()
         if pools is not None:
             pools.close()
-        if ray:
+        if began:
             stop_ray()
 
 

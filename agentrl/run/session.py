@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.runtime import start_ray, stop_asking, stop_ray
 from agentrl.cluster.shared_folder import check_shared
 from agentrl.cluster.store_pages import StorePages
 from agentrl.config import TrainConfig
@@ -131,6 +131,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
     closed."""
     config = with_threads(config)
     async with AsyncExitStack() as opened:  # closes users before what they use
+        opened.callback(stop_asking)
         accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
         display.phase("start", 1)
         with display.doing("making the model"):

@@ -17,6 +17,7 @@ from agentrl.config.schema import SftConfig
 from agentrl.deadline import OwnedTasks
 from agentrl.errors import AgentrlError
 from agentrl.executors import in_thread
+from agentrl.processor import TINY
 from agentrl.rollout.clock import Watch
 from agentrl.rollout.evaluate import Evaluation, evaluate, together
 from agentrl.run.assembly import longest_row
@@ -31,6 +32,9 @@ from agentrl.train.actor import Actor
 from agentrl.train.seal import seal
 from agentrl.trajectory import Trajectory
 from agentrl.warm_start import MixedTranscripts, Transcripts
+
+STEPS_A_CALL = 10
+"""Supervised steps of a tiny model in one call of the actors: less than a second."""
 
 
 async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) -> None:
@@ -47,11 +51,11 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     step, shut = 0, "not measured"
     success: float | None = None
     while step < config.max_steps and not interrupt.requested:
-        async with aclosing(_to_the_gate(session, source, step, interrupt)) as steps:
-            async for after, metrics in steps:
-                step = after
-                session.display.step(step, {"loss": metrics["loss"], "gate": success})
-                run_log.row("sft", step, metrics)
+        async with aclosing(_to_the_gate(session, source, step, interrupt)) as calls:
+            async for rows in calls:
+                for step, metrics in enumerate(rows, step + 1):  # noqa: B020 - it goes on from the last
+                    session.display.step(step, {"loss": metrics["loss"], "gate": success})
+                    run_log.row("sft", step, metrics)
         if _measured(step, config):
             began, ended, watch = time.monotonic(), Count(sum(_tasks(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
@@ -81,29 +85,33 @@ def _measured(step: int, config: SftConfig) -> bool:
 
 async def _to_the_gate(
     session: Session, source: Transcripts | MixedTranscripts, step: int, interrupt: Interrupt
-) -> AsyncGenerator[tuple[int, dict[str, float]], None]:
-    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: the steps so far and the metrics of
-    one.
+) -> AsyncGenerator[list[dict[str, float]], None]:
+    """Supervised steps after `step`, up to the next measurement of the gate or an interrupt: of each call, the metrics of its
+    steps. Transcripts of a call are written while the actors compute the one before it.
 
-    Transcripts of a step are written while the actors compute the one before it."""
-    config = session.config.sft
+    A step of a tiny model takes as long as its call, so that a call has several, which are computed as one by one."""
+    config, most = session.config.sft, STEPS_A_CALL if session.config.model.size() <= TINY else 1
     assert config is not None
 
-    async def drawn(first: int) -> tuple[TensorDict, int]:
-        rows = await source.take(first * config.batch, config.batch)
-        batch = await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing)
-        return batch, source.skipped
+    async def drawn(first: int) -> tuple[TensorDict, list[int]]:
+        # No call goes past the last step or past a step at which the gate is measured.
+        last = min(first + most, config.max_steps, first - first % config.gate_every + config.gate_every)
+        rows, skipped = list[Trajectory](), list[int]()
+        for number in range(first, last):
+            rows += await source.take(number * config.batch, config.batch)
+            skipped.append(source.skipped)
+        return await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing), skipped
 
     async with OwnedTasks() as tasks:
         drawing = tasks.start(drawn(step), "transcripts")
         while not interrupt.requested:
             batch, skipped = await drawing
-            step += 1
+            step += len(skipped)
             if not _measured(step, config):  # else the gate may end it here
                 drawing = tasks.start(drawn(step), "transcripts")
-            with session.display.doing("a supervised step"):
-                metrics = await session.actors.arun(Actor.sft_steps, batch, 1)
-            yield step, metrics | {"transcripts_skipped": float(skipped)}
+            with session.display.doing("supervised steps"):
+                steps = await session.actors.arun(Actor.sft_steps, batch, len(skipped))
+            yield [one | {"transcripts_skipped": float(left_out)} for one, left_out in zip(steps, skipped, strict=True)]
             if _measured(step, config):
                 return
 

@@ -184,8 +184,8 @@ class Actor(TrainedRole):
         self._sft, self._sft_done = cfg, 0
         engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
-    def sft_steps(self, batch: TensorDict, count: int) -> dict[str, float]:
-        """`count` supervised optimizer steps over equal parts of the rows, in order."""
+    def sft_steps(self, batch: TensorDict, count: int) -> list[dict[str, float]]:
+        """`count` supervised optimizer steps over equal parts of the rows, in order: the metrics of each."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
         rate_at = partial(sft_rate, cfg=self._sft)
@@ -203,8 +203,8 @@ class Actor(TrainedRole):
     # -- data that is there already --------------------------------------------------------------------
 
     def supervise(self, batch: TensorDict, count: int) -> dict[str, float]:
-        """`count` supervised optimizer steps over equal parts of the rows, with the optimizer and the schedule of [optim]."""
-        metrics = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
+        """One supervised optimizer step (`count` is 1), with the optimizer and the schedule of [optim]."""
+        [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
         self._updates += count
         return {**metrics, "lr": metrics["lr_factor"] * self._lr}
 

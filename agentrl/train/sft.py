@@ -24,32 +24,28 @@ def sft_rate(step: int, cfg: SftConfig) -> float:
     return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
 
 
-def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> dict[str, float]:
+def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> list[dict[str, float]]:
     """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
-    calls it with its own rows.
+    calls it with its own rows. Returns the metrics of each step.
 
     The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
-    the weights are not finite afterwards.
+    the weights are not finite after a step.
     """
-    parts = minibatches(view)
-    micros = plan_micro_batches(view, parts, cap, engine)
-    counts = counts_of(view)
-    meter, steps = Meter(), Steps(engine, view, f"supervised steps from {first}")
+    micros = plan_micro_batches(view, minibatches(view), cap, engine)
+    counts, found = counts_of(view), list[dict[str, float]]()
     for number, bins in enumerate(micros):
+        meter, step = Meter(), Steps(engine, view, f"supervised steps from {first}")
         engine.set_rate(rate_at(first + number))
 
-        def loss(rows: list[int], tokens: float = max(counts[number].tokens, 1.0)) -> Tensor:
+        def loss(rows: list[int], tokens: float = max(counts[number].tokens, 1.0), meter: Meter = meter) -> Tensor:
             logprobs, _ = engine.logprobs(Pack(view, rows, engine.device).micro, 1.0, False)
             share = -logprobs.sum() / tokens
             meter.add("loss", share)
             return share
 
-        steps.take(number, bins, loss)
-    steps.check()
-    sums, _ = meter.totals(engine)
-    return {
-        **steps.metrics(),
-        "loss": sums["loss"] / len(parts),
-        "tokens_trained": sum(part.tokens for part in counts),
-        "lr_factor": rate_at(first + len(parts) - 1),
-    }
+        step.take(number, bins, loss)
+        step.check()
+        sums, _ = meter.totals(engine)
+        own = {"loss": sums["loss"], "tokens_trained": counts[number].tokens, "lr_factor": rate_at(first + number)}
+        found.append(step.metrics() | own)
+    return found

@@ -145,6 +145,11 @@ async def test_a_folder_that_the_processes_do_not_share_is_seen_before_a_run_and
         await four.in_processes(os.chdir, str(before))
 
 
+async def test_workers_of_a_local_ray_are_as_nice_as_their_driver(four):
+    """Ray would add 15: beside a busy program a start of vLLM then took minutes."""
+    assert await four.in_processes(os.getpriority, os.PRIO_PROCESS, 0) == [os.getpriority(os.PRIO_PROCESS, 0)] * 4
+
+
 async def test_awaited_calls(four):
     out = await four.arun(Plain.double, ragged_batch([1, 2, 3]))
     assert out["id"].tolist() == [0, 1, 2]

@@ -73,3 +73,30 @@ def test_who_has_no_token_does_not_come_in() -> None:
             assert ("JOINED" in done.stdout) is joins, done.stderr[-500:]
     finally:
         runtime.stop_ray()
+
+
+def test_the_connection_by_which_a_run_asked_for_nodes_is_the_run_s_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks before the run leaves the connection to it; one that was there before all is nobody's to close."""
+    import ray
+
+    joined: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(joined))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray, "shutdown", joined.clear)
+    monkeypatch.setattr(runtime, "check_join", lambda *words: None)
+    monkeypatch.setattr(runtime, "guard_network", lambda multi_node: None)
+    monkeypatch.setattr(runtime, "_init", lambda address, options: joined.append(str(address)))
+    cluster = ClusterConfig(address="10.0.0.1:6379")
+    runtime.join_to_ask(cluster)
+    assert joined == ["10.0.0.1:6379"]
+    assert runtime.start_ray(cluster) and not runtime.start_ray(cluster), "the first run alone closes it"
+    runtime.stop_ray()
+    assert not joined and runtime.start_ray(cluster)
+    runtime.join_to_ask(cluster)  # of a connection that has its owner
+    assert len(joined) == 1 and not runtime.start_ray(cluster)
+    runtime.stop_asking()
+    assert joined, "it has its owner"
+    runtime.stop_ray()
+    runtime.join_to_ask(cluster)
+    runtime.stop_asking()
+    assert not joined, "no run went on with it"

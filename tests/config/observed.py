@@ -384,7 +384,10 @@ class Course:
         return call
 
     async def worker(self, method: Any, *args: Any) -> Any:
-        self.calls.append((method.__name__, len(args[0]) if method.__name__ == "sft_steps" else None))
+        if method.__name__ == "sft_steps":  # of each step, however many a call has
+            self.calls += [(method.__name__, len(args[0]) // args[1])] * args[1]
+            return [{"loss": 1.0}] * args[1]
+        self.calls.append((method.__name__, None))
         return {"loss": 1.0}
 
     async def evaluated(self, player: Any, env: str, *, tasks: int, seed: int, temperature: float, **more: Any) -> Any:
@@ -464,7 +467,7 @@ def first_evaluation(config: TrainConfig, out: Path) -> Any:
 
 
 def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """The warm start: rows of each call of up to ten steps and the number of its first transcript, after how many steps the gate
+    """The warm start: rows of each step and the number of its first transcript, after how many steps the gate
     was asked and with what, the transcripts' environment and teacher, and how it ended."""
     import agentrl.run.sft as module
     from agentrl.errors import AgentrlError

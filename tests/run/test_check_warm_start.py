@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.batch.rows import Ragged
-from agentrl.batch.schedule import token_ratio
+from agentrl.batch.schedule import Mode, token_ratio
 from agentrl.catalog import EnvRef
 from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
@@ -107,6 +107,23 @@ def test_a_warm_start_of_adapters_is_refused() -> None:
         check_warm_start(config, EnvRef.of(config))
 
 
+@pytest.mark.parametrize("mode", ["off", "on"])
+async def test_steps_of_one_call_are_those_of_a_call_each(mode: Mode, tmp_path: Path) -> None:
+    """To the last digit: metrics of each step, and the weights."""
+    rows = await source(config_of()).take(0, 12)
+    model = init_model(InitModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16), tmp_path / "model", seed=0)
+    found = []
+    for each in (1, 3):  # steps a call
+        actor = launch(Actor, backend="inline")
+        actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=1024))
+        actor.run(Actor.begin_sft, config_of().sft)
+        calls = [rows[first : first + 4 * each] for first in range(0, 12, 4 * each)]
+        metrics = [one for call in calls for one in actor.run(Actor.sft_steps, steps_batch(call, 4, mode), each)]
+        actor.run(Actor.end_sft, str(tmp_path / str(each)))
+        found.append((metrics, (tmp_path / str(each) / "model.safetensors").read_bytes()))
+    assert len(found[0][0]) == 3 and found[0] == found[1]
+
+
 async def test_transcripts_of_a_step_compute_the_prompt_that_they_share_once(tmp_path: Path) -> None:
     """A quarter of the quickstart's warm start was the same prompt, computed for each of a step's rows."""
     rows = await source(config_of()).take(0, 12)
@@ -120,8 +137,9 @@ async def test_transcripts_of_a_step_compute_the_prompt_that_they_share_once(tmp
         found[mode] = actor.run(Actor.sft_steps, batch[mode], 3)
         actor.run(Actor.end_sft, str(tmp_path / mode))
         weights[mode] = load_file(tmp_path / mode / "model.safetensors")
-    assert found["on"]["loss"] == pytest.approx(found["off"]["loss"], rel=1e-5)
-    assert found["on"]["tokens_trained"] == found["off"]["tokens_trained"]
+    for on, off in zip(found["on"], found["off"], strict=True):
+        assert on["loss"] == pytest.approx(off["loss"], rel=1e-5)
+        assert on["tokens_trained"] == off["tokens_trained"]
     for name, value in weights["off"].items():
         assert torch.allclose(weights["on"][name], value, atol=2e-5), name
     texts = [row.ledgers[0].token_ids.tolist() for row in rows]

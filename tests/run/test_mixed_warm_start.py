@@ -12,6 +12,8 @@ import pytest
 
 from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
+from agentrl.config.schema import ModelConfig
+from agentrl.processor import TINY
 from agentrl.rollout.evaluate import Evaluation, summarize
 from agentrl.run import sft
 from agentrl.trajectory import Task, Trajectory
@@ -102,20 +104,26 @@ def test_the_gate_is_of_each(
     assert asked[:2] == [("a", 4, "train", {}), ("b", 4, "train", {})]
 
 
-def test_transcripts_are_written_while_the_actors_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the next step, but none beyond a gate that may end the warm start; and each step has its own, in order, and is
-    shown."""
+@pytest.mark.parametrize(
+    ("size", "calls"), [(TINY + 1.0, ["0", "8", "16"]), (TINY, ["0 8 16"])], ids=["a step a call", "the steps of a tiny model"]
+)
+def test_transcripts_are_written_while_the_actors_compute(
+    size: float, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the next call, but none beyond a gate that may end the warm start; and each step has its own, in order, and is
+    shown, however many a call has."""
+    monkeypatch.setattr(ModelConfig, "size", lambda self: size)
     course, events = Course(config_of(min_steps=3, gate_every=3, gate=0.25), tmp_path), list[str]()
     course.session.envs = session_of(course.session.config).envs
 
     async def arun(method: Any, *args: Any) -> Any:
         if method.__name__ != "sft_steps":
             return None
-        events.append(f"begin {len(args[0])} rows")
+        events.append(f"begin {len(args[0])} rows of {args[1]}")
         for _ in range(3):
             await asyncio.sleep(0)
         events.append("end")
-        return {"loss": 1.0}
+        return [{"loss": 1.0}] * args[1]
 
     class Source:
         skipped = 0
@@ -134,6 +142,9 @@ def test_transcripts_are_written_while_the_actors_compute(tmp_path: Path, monkey
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     course.session.folder.warm_start.mkdir(exist_ok=True)
     asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))
-    call = ["begin 8 rows", "end"]
-    assert events == ["write 0", call[0], "write 8", call[1], call[0], "write 16", call[1], *call]
+    written = [[f"write {first}" for first in call.split()] for call in calls]
+    expected = [*written[0]]
+    for of, after in zip(written, [*written[1:], []], strict=True):
+        expected += [f"begin {8 * len(of)} rows of {len(of)}", *after, "end"]
+    assert events == expected
     assert rows == [(1, 0.0), (2, 8.0), (3, 16.0)], "a row counts the transcripts left out up to its own step"

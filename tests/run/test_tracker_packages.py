@@ -27,7 +27,9 @@ GIVEN: Rows = {
 def needs(*packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}: `AGENTRL_PROOFS=1 pytest tests/run/test_tracker_packages.py` installs and runs it")
+        pytest.skip(
+            f"needs {', '.join(missing)}: `AGENTRL_PROOFS=1 pytest tests/run/test_tracker_packages.py` installs and runs it"
+        )
 
 
 def lived(out: Path, choice: dict[str, Any]) -> list[str]:

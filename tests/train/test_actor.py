@@ -141,7 +141,7 @@ def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path
     group = start(tiny)
     group.run(Actor.begin_sft, toy_sft(warmup=2, min_steps=64))
     batch = collate(trajectories(16, seed=5))
-    losses = [group.run(Actor.sft_steps, batch, 4)["loss"] for _ in range(16)]
+    losses = [group.run(Actor.sft_steps, batch, 4)[-1]["loss"] for _ in range(16)]
     assert losses[-1] < 0.7 * losses[0]
     group.run(Actor.end_sft, str(tmp_path / "warm"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
@@ -158,7 +158,7 @@ def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
     group.run(Actor.begin_sft, toy_sft())
     batch = make_batch(6)
     expected = -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()
-    metrics = group.run(Actor.sft_steps, batch, 1)
+    [metrics] = group.run(Actor.sft_steps, batch, 1)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 

@@ -92,7 +92,7 @@ def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     group.run(Actor.begin_sft, toy_sft(**change))
-    found = [group.run(Actor.sft_steps, collate(trajectories(1)), 1)["lr_factor"] for _ in factors]
+    found = [group.run(Actor.sft_steps, collate(trajectories(1)), 1)[0]["lr_factor"] for _ in factors]
     assert found == pytest.approx(factors, abs=1e-4)
 
 

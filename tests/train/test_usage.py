@@ -69,7 +69,7 @@ def test_every_row_of_a_card_has_memory_speed_and_utilization(tiny: str, monkeyp
     assert row["gpu/memory_gib"] == 3 and row["gpu/tokens_per_s"] == 2 * int(lengths.sum()) / 2
     assert row["gpu/mfu"] == pytest.approx(work / 2 / 989.5e12)
     group.run(Actor.begin_sft, toy_sft())
-    found = group.run(Actor.sft_steps, collate(trajectories(4)), 1)
+    [found] = group.run(Actor.sft_steps, collate(trajectories(4)), 1)
     assert {key for key in found if key.startswith("gpu/")} == {"gpu/memory_gib", "gpu/tokens_per_s", "gpu/mfu"}
     assert all(info_of(key) is not None for key in found if key.startswith("gpu/")) and isinstance(sampled, torch.Tensor)
     monkeypatch.setattr(ModelConfig, "computes_in", lambda self, cuda: "float32")  # the peak is of bfloat16

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentrl.config.schema.base import Day, Frozen, Positive, PositiveInt, Ranks, Tokens, Unit
-from agentrl.processor import TINY, has_amx, size_of_folder, size_of_shape
+from agentrl.processor import TINY, prefers_bfloat16, size_of_folder, size_of_shape
 
 
 class InitModelConfig(Frozen):
@@ -69,7 +69,7 @@ class ModelConfig(Frozen):
     """The library that shards and computes the trained model: "fsdp2", "titan", or a plug-in's (docs/training_engines.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the computation, of trainer and engine (the trainer's weights and optimizer stay float32); "auto": bfloat16 on
-    GPUs, and on CPUs with AMX for all but tiny models, else float32, which is faster there."""
+    GPUs, and for all but tiny models on CPUs that are faster in it (AMX, or AMD with AVX512_BF16), else float32."""
     threads: Annotated[PositiveInt, Unit("threads")] | Literal["auto"] = "auto"
     """Threads of each process of trainer and engine that computes on a CPU; "auto": OMP_NUM_THREADS, else one for a tiny model,
     and for any other the cores, shared by the processes that compute at the same time."""
@@ -107,7 +107,7 @@ class ModelConfig(Frozen):
         """The type of the computation on GPUs, or on CPUs."""
         if self.dtype != "auto":
             return self.dtype
-        return "bfloat16" if cuda or (has_amx() and self.size() > TINY) else "float32"
+        return "bfloat16" if cuda or (prefers_bfloat16() and self.size() > TINY) else "float32"
 
     def size(self) -> float:
         """Parameters, roughly, as far as the config and the folder at `path` say it; infinite if they do not."""
