@@ -61,15 +61,6 @@ def ray_folder() -> str | None:
     return "/tmp/ray"
 
 
-def memory_available() -> int:
-    """Free memory in bytes, including what the kernel could reclaim; 0 if unknown."""
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return 0
-    rows = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    return int(rows.get("MemAvailable", "0 kB").split()[0]) * 1024
-
-
 def network_interfaces() -> list[str]:
     """Names of the network interfaces."""
     folder = Path("/sys/class/net")
