@@ -27,7 +27,7 @@ from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
 from agentrl.cluster.machine import ray_folder, usable_gpus
-from agentrl.cluster.ray_parent import has_parent, tell
+from agentrl.cluster.ray_parent import WARNINGS, has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
@@ -132,12 +132,14 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+    with _without_warnings():
+        _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     _instruct()
     try:
         with (
             _environment({**worker_env(), NO_RECORDS: os.environ.get(NO_RECORDS, "0"), MARK: value}),
             patient(timeout),
+            _without_warnings(),
             _without_unasked(),
         ):
             _init(None, _local(object_store_bytes))
@@ -152,6 +154,17 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
 def has_own_ray() -> bool:
     """Whether this process has started a local Ray."""
     return _own is not None
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What starts inside never gets WARNINGS, which end a process that does not know them: sent to all processes of a job, they
+    would end Ray's before the run has finished its step. Ray itself blocks SIGINT so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")

@@ -93,6 +93,8 @@ async def run_rollout(
             "rollout.workers = 0, or leave out --record"
         )
     share_the_lock()
+    interrupt = Interrupt(display.say)
+    interrupt.install()  # the start of Ray and of the engine is to be ended too
     if request.replay is None:
         for note in suite_notes(config):
             display.warn(note)
@@ -109,8 +111,6 @@ async def run_rollout(
             display.say(f"[{request.purpose}] {sampling_line(config, request)}")
         if request.replay is None and (computes := engine_computes(config)):
             display.say(computes)
-        interrupt = Interrupt(display.say)
-        interrupt.install()
         try:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
             with last_words(unsaid(LATER)):
