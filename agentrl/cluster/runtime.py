@@ -285,10 +285,10 @@ def _job() -> Any:
     from ray.job_config import JobConfig
 
     class Job(JobConfig):
-        def _serialize(self) -> str:
+        def _serialize(self) -> Any:
             if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`_join`)
                 self._py_driver_sys_path[:] = reversed(_search_path())  # a worker puts one after the other in front
-            return str(super()._serialize())
+            return super()._serialize()
 
     return Job()
 
