@@ -111,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
+        sys.stdout.flush()  # here, and not where Python ends, what cannot be written has a message
         return code
     except UserError as error:
         say(f"agentrl: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from typing import Literal
 from agentrl.cluster.guard import LOOPBACK, network_fault, own_address
 from agentrl.cluster.machine import (
     NETWORK_FILE_SYSTEMS,
+    check_ray_folder,
     file_system,
     network_interfaces,
     ray_folder,
@@ -96,6 +97,11 @@ def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
 
 def check_temporary_folder() -> MachineFinding:
     """Ray's session folder: it must not be on a network file system, nor its path too long."""
+    try:
+        check_ray_folder()
+    except AgentrlError as error:
+        problem, _, fix = str(error).partition(". ")
+        return MachineFinding("temporary folder", "fail", problem, fix)
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:

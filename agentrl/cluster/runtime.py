@@ -26,7 +26,7 @@ import agentrl
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.machine import ray_folder, usable_gpus
+from agentrl.cluster.machine import check_ray_folder, ray_folder, usable_gpus
 from agentrl.cluster.ray_parent import WARNINGS, has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
@@ -115,6 +115,7 @@ def start_ray(cluster: ClusterConfig, *, need_cpus: float = 0.0, object_store_by
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
+    check_ray_folder()
     until, others = time.monotonic() + timeout, 0
     while True:
         try:

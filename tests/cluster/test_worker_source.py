@@ -106,12 +106,12 @@ def test_an_editable_install_comes_before_the_working_directory_too(other: Path)
 
 
 FINDER = f"""
-import importlib.machinery, runpy, sys
+import importlib.machinery, os, runpy, sys
 class Editable:
     def find_spec(name, path=None, target=None):
         return importlib.machinery.PathFinder.find_spec(name, [{str(ROOT)!r}]) if name == "agentrl" else None
 sys.meta_path.append(Editable)
-sys.path[:] = [one for one in sys.path if one not in ("", {str(ROOT)!r})]
+sys.path[:] = [one for one in sys.path if one and not os.path.isdir(one + "/agentrl")]
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
