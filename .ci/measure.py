@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.trajectory import Trajectory
@@ -184,7 +184,7 @@ def traced_step() -> dict[str, list[str]]:
     def reward(episode: Trajectory) -> float:
         return 1.0 / (1 + sum(turn.sampled_tokens for turn in episode.turns))
 
-    changes = {
+    changes: dict[str, Any] = {
         "steps": 3, "sft": False, "cluster.backend": "inline", "engine": "embedded", "stop_at_success": False,
         "rollout.groups": 2, "rollout.group_size": 4, "eval.tasks": 2, "eval.every": 0, "checkpoint.every": 1000,
         "health.lint": False,

@@ -88,6 +88,10 @@ class DiskFullError(ResourceError):
     """No space is left for a file: names it, what is free there, and what to do."""
 
 
+class OutputError(UserError):
+    """Standard output, or standard error, cannot be written."""
+
+
 class DependencyError(UserError):
     """An optional dependency is missing: names the extra that installs it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import os
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from agentrl.errors import FULL, DiskFullError
+from agentrl.errors import FULL, DiskFullError, OutputError
 
 
 def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
@@ -64,6 +65,8 @@ def disk_full(error: BaseException | None) -> bool:
     # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        if isinstance(error, OutputError):
+            return False
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
             return True
         if "No space left on device" in str(error):
@@ -98,6 +101,23 @@ def plain_file(path: str, flags: int) -> int:
 def open_plain(path: Path) -> BufferedReader:
     """A plain file, to be read in bytes. Raises OSError, also for what is none."""
     return open(path, "rb", opener=plain_file)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user wrote: UTF-8, with or without a mark at its beginning. Raises OSError; UnicodeDecodeError,
+    which names another encoding and says what to do."""
+    return decoded(path.read_bytes())
+
+
+def decoded(data: bytes) -> str:
+    """`read_text`, of what was read."""
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in data[:8]:  # also UTF-32
+        raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason}; save it as UTF-8"
+        raise UnicodeDecodeError(error.encoding, error.object, error.start, error.end, reason) from None
 
 
 def read_plain(path: Path, errors: str = "strict") -> str:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.config.references import check_base
 from agentrl.errors import DependencyError
 from agentrl.executors import fork_safe
+from agentrl.proxies import exempt_own, through_proxy
 from agentrl.redaction import basic, learn, resolved
 from agentrl.trajectory import Json, ToolCall
 
@@ -93,6 +94,11 @@ def passes(problem: BaseException) -> bool:
     return isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
 
 
+def said_of(problem: BaseException, base: str | None) -> str:
+    """An error of litellm's in one line, with the proxy through which `base`, or a provider, is asked."""
+    return " ".join(str(problem).split())[:300] + through_proxy(base)
+
+
 def no_listener(problem: BaseException) -> bool:
     """Whether nothing listens at the address; litellm says so only in what its error was raised from."""
     return any(isinstance(link, ConnectionRefusedError) for link in causes(problem))
@@ -112,6 +118,7 @@ def addressed(base: str | None, key: str) -> dict[str, Any]:
     address = check_base(base, key)
     if not address:
         return {}
+    exempt_own(address)
     parts = urlsplit(address)
     if parts.username is None and parts.password is None:
         return {"api_base": address}

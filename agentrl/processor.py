@@ -1,4 +1,4 @@
-"""What the processors of this machine offer a process, and with how many threads and in which type a model is computed there."""
+"""Cores and memory that a process may use, and threads and number type with which a model is computed on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,71 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def usable_cpus() -> int:
-    """Cores that this process may use: those that it may run on, or fewer if its container has less of their time."""
+    """Cores that this process may use: those that it may run on, or fewer if a control group has less of their time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, _quota(Path("/sys/fs/cgroup")))))
+    return max(1, int(min([cores, *map(_quota, control_groups("cpu"))])))
 
 
-def _quota(root: Path) -> float:
-    """Cores' worth of time that the control group gets, as either version of the kernel's interface says it."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            most, period = " ".join((root / name).read_text() for name in names).split()
-        except (OSError, ValueError):
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of memory that this process may use, of this machine or of the smallest control group that it is in: all of them, and
+    those that are free or can be made so."""
+
+    total: int
+    free: int
+
+
+def usable_memory() -> HostMemory:
+    """What is left to this process, by the machine and by each control group that it is in."""
+    import psutil  # only now: every command imports this module
+
+    machine = psutil.virtual_memory()
+    found = [(machine.total, machine.available), *filter(None, map(_memory, control_groups("memory")))]
+    total = min(total for total, _ in found)
+    return HostMemory(total, max(0, min(free for _, free in found)))
+
+
+def control_groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Folders of the control groups that limit this process, the innermost first: of version 2, and of `controller` in version 1.
+
+    Each limits all below it. A container may see its own group as the root, while `own` names it as the host does.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    found: list[Path] = []
+    for _, controllers, path in lines:
+        if controllers and controller not in controllers.split(","):
             continue
-        return math.inf if most in ("max", "-1") else int(most) / int(period)
+        mounts = [root / controllers, root / controller] if controllers else [root, root / "unified"]
+        for mount in filter(Path.is_dir, mounts):
+            inside = mount / path.strip("/")
+            found += [one for one in (inside, *inside.parents) if one.is_relative_to(mount) and one.is_dir()]
+    return list(dict.fromkeys(found))
+
+
+def _quota(group: Path) -> float:
+    """Cores' worth of time that a control group gets, as either version of the kernel's interface says it."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):
+            most, period = " ".join((group / name).read_text() for name in names).split()
+            return math.inf if most in ("max", "-1") else int(most) / int(period)
     return math.inf
+
+
+def _memory(group: Path) -> tuple[int, int] | None:
+    """Bytes that a control group may have, and what of them is free; None if it has no limit."""
+    for limits, used, key in (
+        (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+        (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with suppress(OSError, ValueError):
+            said = [(group / name).read_text().strip() for name in limits if (group / name).exists()]
+            limit = min(int(text) for text in said if text != "max")
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return limit, limit - int((group / used).read_text()) + int(stat.get(key, 0))
+    return None
 
 
 @cache

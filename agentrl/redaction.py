@@ -10,6 +10,7 @@ messages, logs and errors. What a policy sees and writes is only changed where i
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, OutputError
 from agentrl.executors import fork_safe
 from agentrl.shown import safe
 
@@ -200,8 +201,27 @@ class _Stream:
         self._inner = inner
 
     def write(self, text: str) -> int:
-        self._inner.write(redact_said(text))
+        with self._writable():
+            self._inner.write(redact_said(text))
         return len(text)
+
+    def flush(self) -> None:
+        with self._writable():
+            self._inner.flush()
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """A terminal that is gone takes nothing more, and the work goes on; for a full disk there is an error of its own, since
+        whoever writes to a run's folder would take it for that."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._inner.fileno())  # also for what Python writes at its end
+            if error.errno != errno.EIO:
+                name = {1: "standard output", 2: "standard error"}.get(self._inner.fileno(), "the output")
+                raise OutputError(f"{name}: cannot be written: {error.strerror}. Send it elsewhere") from None
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -220,10 +240,22 @@ def guard_process(config: Any = None) -> None:
         sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in (sys.stdout, sys.stderr))
 
 
+def _open_closed() -> None:
+    """Open what a shell has closed (`>&-`): else the next file that is opened is what programs take for their output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 @contextmanager
 def guarded_output() -> Iterator[None]:
     """Redact what is logged and printed meanwhile."""
     guard_logs()
+    _open_closed()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in before)
     try:

@@ -4,7 +4,7 @@
     python benchmarks/book.py compare [--against COMMIT]    names every figure that is worse than in that commit; exit code 1 then
     python benchmarks/book.py write                         docs/benchmark_book.md from the files
 
-`make bench` runs, `python benchmarks/book.py compare` compares. Each file is written as soon as its claim is measured, so Ctrl-C leaves those
+`make bench` runs. Each file is written as soon as its claim is measured, so Ctrl-C leaves those
 before it. A claim that fails or passes its limit keeps the file that it had; the others go on, it is named at the end, and the
 exit code is 1. A claim whose peer is not installed is skipped by name, with the command that installs it.
 """

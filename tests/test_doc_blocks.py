@@ -1,6 +1,7 @@
-"""Every code block of every page is what it says: commands parse, configs load, specs compile; and it runs (`AGENTRL_PROOFS=1 pytest tests/test_doc_blocks.py`).
+"""Every code block of every page is what it says: commands parse, configs load, specs compile; and it runs.
 
-`make test` reads all of them and follows the pages of QUICK; the tutorials and how-to guides run whole in `AGENTRL_PROOFS=1 pytest tests/test_doc_blocks.py`,
+`make test` reads all of them and follows the pages of QUICK; the tutorials and how-to guides run whole with
+`AGENTRL_PROOFS=1`,
 as does all else that is fenced. What cannot run here says why, in the page.
 """
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from agentrl import processor
 from agentrl.backends.embedded import engine as embedded_engine
 from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.backends.vllm import engine as vllm_engine
 from agentrl.config import ModelConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.processor import _quota, prefers_bfloat16, size_of_folder, threads_for, usable_cpus
+from agentrl.processor import HostMemory, prefers_bfloat16, size_of_folder, threads_for, usable_cpus, usable_memory
 from agentrl.run.engines import engine_computes, make_engine, trainer_computes, with_threads
 from agentrl.train.pretrained import meta_model
 
@@ -38,25 +42,126 @@ def real(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, math.inf),
-        ({"cpu.max": "max 100000\n"}, math.inf),
-        ({"cpu.max": "250000 100000\n"}, 2.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
-        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
-    ],
-)
-def test_a_containers_share_of_the_cores(
-    files: dict[str, str], quota: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert _quota(tmp_path) == quota
-    monkeypatch.setattr("agentrl.processor._quota", lambda _: quota)
-    assert usable_cpus() == max(1, min(8, quota) // 1)
+GROUPS: dict[str, tuple[str, dict[str, str], float, tuple[int, int]]] = {
+    "none": ("0::/\n", {}, 8, (100, 60)),
+    "version 2, no limit": ("0::/\n", {"cpu.max": "max 100000\n", "memory.max": "max\n", "memory.current": "5\n"}, 8, (100, 60)),
+    "version 2, a container": (
+        "0::/\n",
+        {
+            "cpu.max": "250000 100000\n",
+            "memory.max": "40\n",
+            "memory.current": "30\n",
+            "memory.stat": "anon 1\ninactive_file 7\n",
+        },
+        2,
+        (40, 17),
+    ),
+    "version 2, below a limited slice": (
+        "0::/a.slice/b.scope\n",
+        {
+            "a.slice/cpu.max": "100000 100000\n",
+            "a.slice/b.scope/cpu.max": "max 100000\n",
+            "a.slice/memory.max": "50\n",
+            "a.slice/memory.current": "45\n",
+            "a.slice/memory.stat": "inactive_file 0\n",
+            "a.slice/b.scope/memory.max": "max\n",
+            "a.slice/b.scope/memory.high": "80\n",
+            "a.slice/b.scope/memory.current": "20\n",
+            "a.slice/b.scope/memory.stat": "inactive_file 0\n",
+        },
+        1,
+        (50, 5),
+    ),
+    "version 2 beside version 1": ("4:memory:/\n0::/x\n", {"unified/x/cpu.max": "300000 100000\n"}, 3, (100, 60)),
+    "version 1, no limit": (
+        "3:cpu:/\n4:memory:/\n",
+        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
+        | {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory/memory.usage_in_bytes": "9\n", "memory/memory.stat": ""},
+        8,
+        (100, 60),
+    ),
+    "version 1, half a core": (
+        "3:cpu:/\n",
+        {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        1,
+        (100, 60),
+    ),
+    "version 1, joint controllers, below a limited group": (
+        "3:cpu,cpuacct:/job/step\n4:memory:/job/step\n",
+        {
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "400000\n",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            "memory/job/memory.limit_in_bytes": "30\n",
+            "memory/job/memory.usage_in_bytes": "40\n",
+            "memory/job/memory.stat": "total_inactive_file 3\n",
+            "cpu,cpuacct/job/step/x": "",
+            "memory/job/step/x": "",
+        },
+        4,
+        (30, 0),
+    ),
+    "version 1, a container that the host names": (
+        "3:cpu:/docker/12ab\n4:memory:/docker/12ab\n",
+        {
+            "cpu/cpu.cfs_quota_us": "200000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "memory/memory.limit_in_bytes": "20\n",
+            "memory/memory.usage_in_bytes": "5\n",
+            "memory/memory.stat": "total_inactive_file 0\n",
+        },
+        2,
+        (20, 15),
+    ),
+}
+"""/proc/self/cgroup, the files of the groups, and what a process may use of 8 cores and of 100 bytes, 60 of them free."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_control_groups_limit_cores_and_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, files, cores, memory = GROUPS[name]
+    (tmp_path / "own").write_text(own)
+    for file, text in files.items():
+        (tmp_path / "root" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / file).write_text(text)
+    monkeypatch.setattr(processor.control_groups, "__defaults__", (tmp_path / "root", tmp_path / "own"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100, available=60))
+    assert usable_cpus() == cores
+    assert usable_memory() == HostMemory(*memory)
+
+
+def test_a_real_control_group_is_seen_by_all_that_count(tmp_path: Path) -> None:
+    """In a group of one core and 2 GiB: what doctor says, the plan's memory, and the size of Ray's start."""
+    groups = {
+        "cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"},
+        "memory": {"memory.limit_in_bytes": str(2 << 30)},
+    }
+    made: list[Path] = []
+    program = """
+import os, sys
+for group in sys.argv[1:]: open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+from agentrl.cluster import checks, devices, runtime
+from agentrl.processor import threads_for
+from agentrl.run.memory import Peak, peaks
+found = {one.check: one.found for one in checks.check_machine()}
+options = runtime._local(None)
+print(found["cores"], float(found["memory"].split()[0]) <= 2, options["num_cpus"], options["object_store_memory"] <= 0.3 * 2**31)
+print(threads_for(1e9), devices.this_machine().cpus)
+"""
+    try:
+        for controller, files in groups.items():
+            group = Path("/sys/fs/cgroup") / controller / f"agentrl-{os.getpid()}"
+            try:
+                group.mkdir()
+            except OSError as problem:
+                pytest.skip(f"no control groups of version 1 can be made here: {problem}")
+            made.append(group)
+            for file, text in files.items():
+                (group / file).write_text(text)
+        ran = subprocess.run([sys.executable, "-P", "-c", program, *map(str, made)], capture_output=True, text=True, timeout=120)
+        assert ran.stdout.split() == ["1", "True", "1", "True", "1", "1.0"], ran.stderr
+    finally:
+        for group in made:
+            group.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ LEVELS = {
     "deadline": 0,
     "keeper": 0,
     "processor": 0,
+    "proxies": 0,
     "serving": 0,
     "redaction": 0,
     "sandbox": 1,
@@ -81,6 +82,7 @@ LEVELS = {
 }
 SAME = {
     ("config", "errors"),
+    ("config", "files"),
     ("config", "plain_data"),
     ("config", "processor"),
     ("config", "redaction"),
@@ -103,6 +105,7 @@ SAME = {
     ("quiet", "errors"),
     ("redaction", "errors"),
     ("redaction", "shown"),
+    ("proxies", "serving"),
     ("shelves", "errors"),
     ("shelves", "given"),
     ("registry", "errors"),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.errors import CatalogError
+from agentrl.files import read_text
 from agentrl.python_source import module_of
 from agentrl.shelves import load_module
 from agentrl.tool import Tool, ToolSet
@@ -36,7 +37,7 @@ def read_declarations(path: Path) -> list[Declared]:
 @lru_cache(maxsize=1024)
 def _declarations(path: Path, modified: int, size: int) -> tuple[Declared, ...]:
     try:
-        tree = module_of(path.read_text(encoding="utf-8"))
+        tree = module_of(read_text(path))
     except (SyntaxError, ValueError) as problem:
         raise CatalogError(f"{path}: not a Python file: {problem}") from problem
     found: list[Declared] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -23,8 +24,12 @@ def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = F
 
 
 def is_override(text: str) -> bool:
-    """Whether a word of the command line is meant as an override, not as a name."""
-    return "=" in text or text.startswith("~")
+    """Whether a word of the command line is meant as an override, not as a name: of a shelf, a file or a run's folder, which may
+    have a "=" in it (a sweep's `runs/lr=1e-3`)."""
+    if text.startswith(("~/", "~\\")) or Path(text).is_file() or (Path(text) / "config.toml").is_file():
+        return False
+    key = re.sub(r"""\"[^"]*"|'[^']*'""", "", text.partition("=")[0])
+    return text.startswith("~") or ("=" in text and "/" not in key)
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig:

@@ -17,6 +17,7 @@ from agentrl.cli.parser import Parser
 from agentrl.errors import AgentrlError, UserError
 from agentrl.files import disk_full, full_text
 from agentrl.processor import PASSIVE
+from agentrl.proxies import exempt
 from agentrl.redaction import guarded_output
 from agentrl.shown import say
 
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete(build_parser())
     if argv is None:  # before anything imports torch, which reads it once
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
+        exempt()  # agents, judges and users on this machine, and agentrl's own endpoint
     with guarded_output():
         args = _parse(argv)
         args.program = argv is None  # this process is the command, and not one that calls it
@@ -109,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
+        sys.stdout.flush()  # here, and not where Python ends, what cannot be written has a message
         return code
     except UserError as error:
         say(f"agentrl: {error}", file=sys.stderr)

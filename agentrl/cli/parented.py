@@ -6,9 +6,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.errors import WorkerDiedError
+from agentrl.run.interrupt import ended_as_interrupted
 from agentrl.shown import say
 
 Drive = Callable[[int], int]
@@ -39,11 +41,19 @@ def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], D
                 say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.told['then']}", file=sys.stderr)
             return end.code
         restarts, limit = end.told["restarts"] + 1, end.told["max_restarts"]
-        if again is None or restarts > limit or end.stopping or error:
+        if end.stopping and not error:  # the signal has reached Ray's processes too
+            if again is not None:  # a run, and not episodes, which are all kept
+                from agentrl.train.checkpoint import newest_checkpoint
+
+                say(f"newest checkpoint           {newest_checkpoint(Path(end.told['folder']))}", file=sys.stderr)
+            say(f"interrupted; {end.told['then']}", file=sys.stderr)
+            return 130
+        if again is None or restarts > limit or error:
             raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
         say(restarting(end.by_ray, restarts, limit))
         drive = again(end.told["folder"])
     try:
-        return drive(restarts)
+        with ended_as_interrupted():
+            return drive(restarts)
     finally:
         tell(over=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from pathlib import Path
 
 from agentrl.errors import DependencyError
+from agentrl.processor import usable_cpus
 
 HELP = "run test files, each on the GPUs that it declares"
 EPILOG = """examples:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return run_tests(
         TestRun(
             words=args.tests, args=args.passed_on, cards=args.cards, simulate=args.simulate,
-            slots=args.slots or max(len(os.sched_getaffinity(0)) // 2, 1),
+            slots=args.slots or max(usable_cpus() // 2, 1),
             timeout=args.timeout, collect_timeout=args.collect_timeout, wait=args.wait, settle=args.settle,
             in_use_mib=args.in_use_mib, heartbeat=args.heartbeat, failed=args.failed,
             out=args.out or OUT, junit_xml=args.junit_xml, as_json=args.json,

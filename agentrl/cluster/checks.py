@@ -18,15 +18,15 @@ from typing import Literal
 from agentrl.cluster.guard import LOOPBACK, network_fault, own_address
 from agentrl.cluster.machine import (
     NETWORK_FILE_SYSTEMS,
+    check_ray_folder,
     file_system,
-    memory_available,
     network_interfaces,
     ray_folder,
 )
 from agentrl.cluster.spread import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import AgentrlError
-from agentrl.processor import usable_cpus
+from agentrl.processor import usable_cpus, usable_memory
 from agentrl.sandbox.choice import preferred
 from agentrl.sandbox.local import WHAT_HELPS
 from agentrl.sandbox.reach import reach
@@ -75,7 +75,7 @@ def _version(name: str) -> str | None:
 def check_machine() -> Iterator[MachineFinding]:
     """Cores, memory, shared memory, disk, limits, and where Ray would put its files."""
     yield MachineFinding("cores", "ok", str(usable_cpus()))
-    yield _at_least("memory", memory_available(), LEAST_MEMORY, "a small run needs 2 GiB")
+    yield _at_least("memory", usable_memory().free, LEAST_MEMORY, "a small run needs 2 GiB")
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -97,6 +97,11 @@ def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
 
 def check_temporary_folder() -> MachineFinding:
     """Ray's session folder: it must not be on a network file system, nor its path too long."""
+    try:
+        check_ray_folder()
+    except AgentrlError as error:
+        problem, _, fix = str(error).partition(". ")
+        return MachineFinding("temporary folder", "fail", problem, fix)
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in NETWORK_FILE_SYSTEMS:

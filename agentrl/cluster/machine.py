@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from agentrl.errors import ResourceError
+
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "nfs",
@@ -61,13 +63,30 @@ def ray_folder() -> str | None:
     return "/tmp/ray"
 
 
-def memory_available() -> int:
-    """Free memory in bytes, including what the kernel could reclaim; 0 if unknown."""
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return 0
-    rows = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    return int(rows.get("MemAvailable", "0 kB").split()[0]) * 1024
+def check_ray_folder() -> None:
+    """Raise ResourceError, with the variable that helps, if a local Ray cannot write the files of its session."""
+    key = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
+    folder = Path(ray_folder() or Path(os.environ[key] if key else "/tmp") / "ray")
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir():
+        why = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        why = f"{there} belongs to {_owner(there)} and this user cannot write there"
+    elif key == "RAY_TMPDIR" and len(os.environ[key]) > LONGEST_RAY_FOLDER:
+        why = f"a path of more than {LONGEST_RAY_FOLDER} characters is too long for Ray's sockets"
+    else:
+        return
+    raise ResourceError(
+        f"{key or 'RAY_TMPDIR'}: Ray cannot write its files in {folder}: {why}. Set RAY_TMPDIR to a folder of your own on a "
+        f"local disk, with a path of at most {LONGEST_RAY_FOLDER} characters (mkdir -p /tmp/$USER; export RAY_TMPDIR=/tmp/$USER)"
+    )
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # a user of another machine
+        return f"user {path.stat().st_uid}"
 
 
 def network_interfaces() -> list[str]:

@@ -22,7 +22,10 @@ from agentrl.errors import EngineError, ResourceError, StalledError, WorkerDiedE
 from agentrl.shown import console
 
 PR_SET_PDEATHSIG = 1
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1)
+"""What a terminal that closes sends, and a batch system (Slurm's --signal=USR1@120) before it ends a job."""
+LOSSES = (WorkerDiedError, WorkerError, EngineError, ResourceError, StalledError)
+"""Errors that a loss of Ray, or of its processes, may have led to."""
 
 _to_parent: int | None = None
 
@@ -47,6 +50,12 @@ class DriverEnd:
     def silent(self) -> bool:
         """Whether its run has failed and it has not said why: Ray, or something else, ended it first."""
         return self.code != 0 and "over" not in self.told and "folder" in self.told
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask a run to stop. Without those that whoever started it has ignored (`nohup`)."""
+    given = [number for number in WARNINGS if signal.getsignal(number) is not signal.SIG_IGN]
+    return [signal.SIGINT, signal.SIGTERM, *given]
 
 
 def restarting(why: object, restarts: int, limit: int) -> str:
@@ -82,7 +91,7 @@ def error_told() -> Iterator[None]:
     tell(error="")
     try:
         yield
-    except (WorkerDiedError, WorkerError, EngineError, ResourceError, StalledError):
+    except LOSSES:
         raise
     except Exception as error:
         if not type(error).__module__.startswith("ray."):
@@ -98,7 +107,7 @@ def end_of_driver() -> DriverEnd | None:
         return None
     sys.stdout.flush(), sys.stderr.flush()
     ours, theirs = os.pipe()
-    waits = {*PASSED_ON, signal.SIGCHLD}
+    waits = {*stop_signals(), signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who started us may have ignored it; there would be no end to wait for
     before, parent = signal.pthread_sigmask(signal.SIG_BLOCK, waits), os.getpid()
     pid = os.fork()

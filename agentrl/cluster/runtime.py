@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,16 +22,17 @@ from typing import Any
 
 import psutil
 
+import agentrl
 from agentrl.cluster import ray_keeper
 from agentrl.cluster.guard import guard_network
 from agentrl.cluster.joining import check_join
-from agentrl.cluster.machine import ray_folder, usable_gpus
-from agentrl.cluster.ray_parent import has_parent, tell
+from agentrl.cluster.machine import check_ray_folder, ray_folder, usable_gpus
+from agentrl.cluster.ray_parent import WARNINGS, has_parent, tell
 from agentrl.cluster.ray_vitals import CLOCK, NAMES, RayletEndedError, gone, patient, vitals
 from agentrl.cluster.shipping import shelf_roots, shipped_env
 from agentrl.config.schema import ClusterConfig
 from agentrl.errors import ResourceError
-from agentrl.processor import PASSIVE, usable_cpus
+from agentrl.processor import PASSIVE, usable_cpus, usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ for lists and timelines that nobody asks a Ray without a dashboard for."""
 
 NICENESS = "RAY_worker_niceness"
 """What Ray adds to its workers' niceness, by default 15: a busy program then has 28 times the processor time of a replica."""
+LEAST_STORE = 80 << 20
+"""Bytes of an object store; Ray refuses less than 75 MiB."""
 
 LONGEST = 2000
 """Characters of one message of Ray's in the log."""
@@ -132,6 +136,7 @@ def stop_asking() -> None:
 
 
 def _start_local(timeout: float, object_store_bytes: int | None) -> None:
+    check_ray_folder()
     until, others = time.monotonic() + timeout, 0
     while True:
         try:
@@ -149,12 +154,14 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
+    with _without_warnings():
+        _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     _instruct()
     try:
         with (
             _environment({**worker_env(), **{name: os.environ.get(name, "0") for name in (NO_RECORDS, NICENESS)}, MARK: value}),
             patient(timeout),
+            _without_warnings(),
             _without_unasked(),
         ):
             _init(None, _local(object_store_bytes))
@@ -169,6 +176,17 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
 def has_own_ray() -> bool:
     """Whether this process has started a local Ray."""
     return _own is not None
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What starts inside never gets WARNINGS, which end a process that does not know them: sent to all processes of a job, they
+    would end Ray's before the run has finished its step. Ray itself blocks SIGINT so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")
@@ -275,12 +293,46 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
     # Ray would otherwise replace the log handlers of the program that calls us.
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     try:
-        with _same_sigterm():
-            ray.init(**quiet, **options)
+        with _same_sigterm(), _own_python():
+            ray.init(**quiet, **options, job_config=_job())
     except Exception as error:  # a raylet that ends while it starts is a plain Exception
         raise ResourceError(f"Ray does not start (cluster.address = {address!r}): {error}") from error
     worker: Any = importlib.import_module("ray._private.worker")
     worker.print_to_stdstream = _into_log  # it would print the last lines of a raylet's log into the display, say
+
+
+def _job() -> Any:
+    """A job of which the workers search for modules as this process does. Ray would put the working directory first, where
+    another agentrl, or a module named as one of Python's, would be imported instead."""
+    from ray.job_config import JobConfig
+
+    class Job(JobConfig):
+        def _serialize(self) -> Any:
+            if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`_join`)
+                self._py_driver_sys_path[:] = reversed(_search_path())  # a worker puts one after the other in front
+            return super()._serialize()
+
+    return Job()
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules, then the working directory, for modules of the user that only a worker imports."""
+    # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these.
+    folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
+    return list(dict.fromkeys(str(Path(one).absolute()) for one in folders))
+
+
+@contextmanager
+def _own_python() -> Iterator[None]:
+    """Workers run this process's Python. Under `uv run` Ray would run `uv run` for each, in a copy of the working directory,
+    which refuses a subfolder of a project and finds no package that the environment alone has."""
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    before = vars(constants).get("RAY_ENABLE_UV_RUN_RUNTIME_ENV")
+    constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    try:
+        yield
+    finally:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
 
 
 @contextmanager
@@ -314,6 +366,10 @@ def _local(object_store_bytes: int | None) -> dict[str, Any]:
         "num_gpus": usable_gpus(),
         "include_dashboard": False,
     }
+    memory = usable_memory()
+    if not object_store_bytes and memory.total < psutil.virtual_memory().total:
+        # Ray sees the limit of a container's outermost control group alone; the rest is as it would choose.
+        object_store_bytes = max(LEAST_STORE, min(int(0.3 * memory.free), shutil.disk_usage("/dev/shm").free * 95 // 100))
     if object_store_bytes:
         options["object_store_memory"] = object_store_bytes
     if os.environ.get("AGENTRL_NODE_IP"):

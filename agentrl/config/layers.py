@@ -13,6 +13,7 @@ from agentrl.config.keys import section_of
 from agentrl.config.paths import beside
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
 from agentrl.errors import ConfigError, UserError, hinted
+from agentrl.files import read_text
 from agentrl.plain_data import toml_table
 
 Table = dict[str, Any]
@@ -59,7 +60,7 @@ def joined(layers: Layers) -> Table:
 def read_toml(file: Path) -> Table:
     """The file as a table. Raises ConfigError if it is missing, unreadable or not TOML."""
     try:
-        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no TOML
+        text = read_text(file)
     except FileNotFoundError:
         there = [p.stem for p in file.parent.glob("*.toml")]
         hint = hinted(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
@@ -67,7 +68,7 @@ def read_toml(file: Path) -> Table:
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder; name a TOML file") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from None
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.config.layers import Find, Table, joined, read_layers
 from agentrl.config.overrides import UNSET, Override, overridden, parse_overrides
 from agentrl.errors import ConfigError
+from agentrl.files import read_text
 from agentrl.plain_data import toml_table
 
 Keys = tuple[str | int, ...]
@@ -109,7 +110,7 @@ def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
 
 def _places(file: Path) -> dict[Keys, str]:
     try:
-        return {keys: f"{_shown(file)}:{line}" for keys, line in lines_of(file.read_text(encoding="utf-8-sig")).items()}
+        return {keys: f"{_shown(file)}:{line}" for keys, line in lines_of(read_text(file)).items()}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
 

@@ -16,6 +16,9 @@ from agentrl.plain_data import toml_table
 _ONE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
 _PART = re.compile(_ONE)
 _KEY = re.compile(rf"~?{_ONE}(?:\.{_ONE})*")
+_NO_TOML = re.compile(r"\b(?:None|null|Null|NULL|True|TRUE|False|FALSE)\b")
+"""What Python, JSON and YAML have for TOML's true and false, and for null, which TOML has not."""
+_QUOTED = re.compile(r"""\"(?:[^"\\]|\\.)*"|'[^']*'""")
 
 UNSET = object()
 """The value of an override that unsets its key."""
@@ -72,8 +75,30 @@ def _parsed(text: str) -> Override:
     except ValueError:
         # A bare word: name=seed3 needs no quotes inside the shell's.
         read = {"value": raw}
-    # More than one key: a text with a line break that looks like TOML.
-    return Override(keys, read["value"] if len(read) == 1 else raw, text)
+        _check_words(".".join(keys), raw.strip(), text)
+    # More than one key: a text with a line break that looks like TOML. A comment in a value is none: it swallows the bracket.
+    return Override(keys, read["value"] if len(read) == 1 and _is_whole(raw) else raw, text)
+
+
+def _check_words(key: str, raw: str, text: str) -> None:
+    """Raise ConfigError for None, null or True, alone or in a list: taken as a text, it would be a name or a path."""
+    found = _NO_TOML.search(_QUOTED.sub("", raw))
+    if found is None or (found[0] != raw and raw[:1] not in ("[", "{")):
+        return
+    word = found[0].lower()
+    if found[0] != raw:
+        fix = f"{word} there" if word in ("true", "false") else "the list without it"
+    else:
+        fix = f"{key}=true" if word == "true" else f"{key}=false, or ~{key} for its default"
+    raise ConfigError(f"override {text!r}: {key}: TOML has no {found[0]}. Write {fix} (a text of that name in quotes)")
+
+
+def _is_whole(raw: str) -> bool:
+    """Whether TOML reads all of a value, and takes no part of it for a comment (`4#2`)."""
+    try:
+        return "#" not in raw or bool(toml_table(f"value = [{raw}]"))
+    except ValueError:
+        return False
 
 
 def _unquoted(part: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import BadRowError, ConfigError, DependencyError, hinted
-from agentrl.files import open_plain
+from agentrl.files import decoded, open_plain
 from agentrl.plain_data import read_json
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -97,7 +97,7 @@ def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
 
 def _row(line: bytes) -> dict[str, Any] | BadRowError:
     try:
-        row = read_json(line)
+        row = read_json(decoded(line))
     except (ValueError, RecursionError) as problem:
         return BadRowError(f"not JSON: {problem}"[:200])
     return row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")

@@ -29,7 +29,8 @@ def main() -> None:
     # What a benchmark prints must not be taken for an answer, nor may it read the requests.
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the run still finishes its step
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # they reach all processes; the run still finishes its step
+        signal.signal(number, signal.SIG_IGN)
     # What scripts may import of ours, by a name that nobody else has.
     _load(str(Path(__file__).resolve().with_name("foreign_tools.py")), "agentrl_foreign")
     del sys.argv[0], sys.path[0]  # the folder of this file, whose modules must not shadow a benchmark's

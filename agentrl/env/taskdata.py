@@ -18,6 +18,7 @@ from typing import Any
 from agentrl.env.families import held_out_families
 from agentrl.env.seeds import content_split, task_rng
 from agentrl.errors import DependencyError, TaskDataError
+from agentrl.files import decoded
 from agentrl.plain_data import read_json
 from agentrl.schemas import BadSchemaError, checked_validator, first_fault
 from agentrl.tool.forms import without_padding
@@ -190,16 +191,18 @@ def _read(file: Path) -> Iterator[tuple[str, Any]]:
     if file.suffix != ".jsonl":
         yield from _read_table(file)
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        yield f"{file}:{number}", read_json(line)
+                        yield f"{file}:{number}", read_json(decoded(line))
+                    except UnicodeDecodeError:
+                        raise
                     except ValueError as problem:
                         raise TaskDataError(f"{file}:{number}: not JSON: {problem}") from problem
         except UnicodeDecodeError as problem:
-            raise TaskDataError(f"{file}: not UTF-8: {problem}") from problem
+            raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
 
 
 def _read_table(file: Path) -> Iterator[tuple[str, Any]]:

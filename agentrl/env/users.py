@@ -14,7 +14,7 @@ import regex
 
 from agentrl.errors import DependencyError, EnvError
 from agentrl.executors import by_size, in_thread
-from agentrl.litellm_calls import addressed, answer_row, load_litellm, read_answer, request_of
+from agentrl.litellm_calls import addressed, answer_row, load_litellm, read_answer, request_of, said_of
 from agentrl.matching import compile_pattern, within_seconds
 from agentrl.trajectory import Message, ToolCall
 
@@ -187,10 +187,12 @@ class ModelUser:
         if self.complete is not None:
             return await self.complete(messages)
         litellm = await in_thread("load", load_litellm)
+        request = user_call(self.model, messages, self.options, self.timeout, self.tools)
         try:
-            answer = await litellm.acompletion(**user_call(self.model, messages, self.options, self.timeout, self.tools))
+            answer = await litellm.acompletion(**request)
         except Exception as fault:  # litellm's exceptions have no common base class
-            raise EnvError(f"the model that plays the user ({self.model}): {fault}") from fault
+            why = said_of(fault, request.get("api_base"))
+            raise EnvError(f"the model that plays the user ({self.model}): {why}") from fault
         if not answer.choices:
             raise EnvError(f"the model that plays the user ({self.model}): the response has no choices")
         content, reasoning, calls = read_answer(answer.choices[0].message)

@@ -20,6 +20,7 @@ from agentrl.harness.brief import Brief, Outcome
 from agentrl.harness.clean import text_of
 from agentrl.harness.process import AgentProcess
 from agentrl.plain_data import read_json
+from agentrl.proxies import exempt, exempt_own, through_proxy
 from agentrl.redaction import learn, redact, resolved
 from agentrl.shelves import function_named
 from agentrl.trajectory import Json, ToolResult
@@ -103,9 +104,11 @@ class Command:
         file = folder / "task.json"
         file.write_text(given["AGENTRL_TASK"])
         host = httpx.URL(brief.openai_url).host
-        fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder), "NO_PROXY": host, "no_proxy": host}
+        fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder)}
         short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
-        return {**own, **resolved(self._env, "agent.env"), **short, **fixed}
+        found = {**own, **resolved(self._env, "agent.env"), **short, **fixed}
+        exempt(host, environ=found)
+        return found
 
     async def close(self) -> None:
         return None
@@ -179,20 +182,23 @@ class Remote:
 
     async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
         if self._client is None:
+            exempt_own(resolved(self._url, "agent.url"))
             # Without limits of its own: the episode's are kept by who waits for this.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             async with self._client.stream("POST", resolved(self._url, "agent.url"), json=brief.to_json()) as answer:
                 data = await _limited(answer)
         except httpx.HTTPError as fault:
-            return Outcome(None, text_of(f"{self._url}: {type(fault).__name__}: {fault}", brief.key), record)
+            why = f"{type(fault).__name__}: {fault}{through_proxy(resolved(self._url, 'agent.url'))}"
+            return Outcome(None, text_of(f"{self._url}: {why}", brief.key), record)
         record["status"] = answer.status_code
         if data is None:
             return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes", record)
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN]
         if answer.is_error:
-            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{_tail(words)}", record)
+            proxied = through_proxy(resolved(self._url, "agent.url"))
+            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}", record)
         try:
             body = read_json(data)
         except (ValueError, RecursionError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError, did_you_mean
+from agentrl.files import read_text
 from agentrl.render.chatml import CHATML_TEMPLATE
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def chat_template(given: str) -> str:
     if given in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[given]
     try:
-        text = Path(given).read_text(encoding="utf-8")
+        text = read_text(Path(given))
     except (OSError, ValueError) as problem:
         known = ", ".join(map(repr, CHAT_TEMPLATES))
         why = did_you_mean(given, CHAT_TEMPLATES, f"and no file can be read there ({problem})")

@@ -26,6 +26,7 @@ from typing import Any
 
 from agentrl.errors import DependencyError
 from agentrl.executors import fork_safe
+from agentrl.processor import usable_cpus
 from agentrl.reward.unscorable import UnscorableError
 
 WORKER = Path(__file__).with_name("equality_worker.py")
@@ -127,7 +128,7 @@ class _Worker:
 
 def places() -> int:
     """Processes that compare at once."""
-    return min(MOST, os.cpu_count() or 1)
+    return min(MOST, usable_cpus())
 
 
 class _Workers:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import JudgeBudgetError, UserError
+from agentrl.files import read_text
 from agentrl.plain_data import read_json
 from agentrl.reward.score import Score, Scorer
 from agentrl.trajectory import Json, Trajectory
@@ -25,7 +26,7 @@ def read_lines(path: Path) -> Lines:
     Raises UserError if the file cannot be read or has no rows.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

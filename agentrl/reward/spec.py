@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import jsonschema
 
 from agentrl.errors import RewardSpecError, did_you_mean, hinted
+from agentrl.files import read_text
 from agentrl.reward import schema as grammar
 from agentrl.reward.ops import AGGREGATES
 from agentrl.reward.pointer import is_ref, join, parse_pointer
@@ -50,7 +51,7 @@ def _plain(source: Mapping[str, Any]) -> Any:
 
 def _parse(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RewardSpecError(f"{path}: cannot be read: {error}") from error
     try:

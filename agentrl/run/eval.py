@@ -15,6 +15,7 @@ from agentrl.plain_data import json_text
 from agentrl.redaction import redacted
 from agentrl.run.display import Display
 from agentrl.run.eval_session import EvalSession, open_live
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.official import official
 from agentrl.run.report import make_report
 from agentrl.run.rollout import RolloutOutcome, RolloutRequest, dated_as, run_rollout
@@ -62,6 +63,7 @@ async def run_evals(
     """
     config = dated_as(config, next(iter(requests.values())))
     envs = {env.called: env for env in config.envs}
+    Interrupt(display.say).install()  # each of them takes over, once what they share is open
     recorded = any(request.record is not None for request in requests.values())
     shared = None if recorded else open_live(config, config.eval.temperature, None)
     reports: dict[str, Any] = {}

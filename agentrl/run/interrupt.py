@@ -1,4 +1,4 @@
-"""Ctrl-C: the first stops after the step, the second at once."""
+"""Ctrl-C, and the signals that ask for the same: the first stops after the step, the second at once."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-from agentrl.cluster.ray_parent import has_parent
+from agentrl.cluster.ray_parent import has_parent, stop_signals
 
 TWICE = 0.1
 """Seconds in which two signals count as one if this process has a parent that passes them on: what is sent to a whole process
 group comes from the sender and from that."""
 
+BLOCKED = 1.0
+"""Seconds in which the event loop has to learn of a signal; else what blocks it is left, if there is no step to finish."""
+
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM does what Ctrl-C does, KeyboardInterrupt, so that what is half made is removed. Only in the main thread."""
+    """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that what is half made is removed."""
+    with _handled(signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` gets the stop signals. Only in the main thread: others have none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = [(number, signal.signal(number, handler)) for number in stop_signals()]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before:
+            signal.signal(number, earlier)
 
 
 class _Signals:
@@ -45,11 +56,8 @@ class _Signals:
 
 @contextmanager
 def put_off(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, for the last lines of a run that is over, the first SIGINT or SIGTERM is told that there is nothing more to stop;
-    the second is KeyboardInterrupt, for there may be a tracker that does not end. Only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Inside, for the last lines of a run that is over, the first stop signal is told that there is nothing more to stop; the
+    second is KeyboardInterrupt, for there may be a tracker that does not end."""
     signals, told = _Signals(), False
 
     def tell(number: int, frame: FrameType | None) -> None:
@@ -61,18 +69,15 @@ def put_off(say: Callable[[str], None]) -> Iterator[None]:
         told = True
         say("interrupted: the run has stopped, its summary is being written (Ctrl-C again leaves that)")
 
-    before = [(number, signal.signal(number, tell)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
+    with _handled(tell):
         yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 class Interrupt:
-    """Set by the first SIGINT or SIGTERM; the loop checks it between steps. A second one cancels.
+    """Set by the first stop signal; the loop checks it between steps. A second one cancels.
 
-    If there is no step to finish (`in_step` False: starting, warming up) the first one cancels.
+    If there is no step to finish (`in_step` False: starting, warming up) the first one cancels, also while the event loop is
+    blocked, as it is by the start of Ray.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -80,17 +85,19 @@ class Interrupt:
         self.in_step = False
         self._say = say
         self._signals = _Signals()
+        self._unheard, self._blocked, self._seen = False, False, 0
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def install(self) -> None:
-        """Take over SIGINT and SIGTERM for the running event loop. Outside of the main thread there are no signals: whoever waits
+        """Take over the stop signals for the running event loop. Outside of the main thread there are no signals: whoever waits
         for this one there calls `press`."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._signal)
+        for number in stop_signals():
+            self._loop.add_signal_handler(number, self._signal)
+            signal.signal(number, self._at_once)  # the loop learns of the signal all the same, by its wakeup descriptor
 
     def press(self) -> None:
         """`request`, from another thread."""
@@ -100,13 +107,42 @@ class Interrupt:
             self.requested = True
 
     def _signal(self) -> None:
-        if self._signals.another():
+        self._unheard = False
+        if self._seen:
+            self._seen -= 1
+        elif self._signals.another():
             self.request()
+
+    def _at_once(self, number: int, frame: FrameType | None) -> None:
+        """Runs in whatever the main thread does when a signal comes; the loop then calls `_signal`, unless it is blocked."""
+        if self._blocked:
+            self._blocked, self._seen = False, 2  # of the two signals the loop may still learn, while all is being closed
+            raise KeyboardInterrupt
+        if self.in_step or self._unheard or self._task is None or self._task.done():
+            return
+        self._unheard = True
+        self._end_start()
+        look = threading.Timer(BLOCKED, self._again, (number,))
+        look.daemon = True
+        look.start()
+
+    def _again(self, number: int) -> None:
+        """Have a blocked main thread, and no other, leave what it is in: a call of Ray's, say, which looks for signals."""
+        if self._unheard:
+            self._blocked, main = True, threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, number)
+
+    def _end_start(self) -> None:
+        if not self.requested:
+            self.requested = True
+            with suppress(RuntimeError):  # the signal came while a line was written
+                self._say("interrupted: ending what has started (Ctrl-C again stops at once)")
 
     def request(self) -> None:
         """What a signal does."""
         if self._task is not None and (self.requested or not self.in_step):
-            self.requested = True
+            self._end_start()
             self._task.cancel()
             return
         self.requested = True

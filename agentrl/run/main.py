@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_life import while_ray_lives
-from agentrl.cluster.ray_parent import error_told, restarting, tell, unsaid
+from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
 from agentrl.cluster.runtime import last_words
 from agentrl.cluster.shared_folder import check_arrived
 from agentrl.config import TrainConfig
@@ -46,7 +46,7 @@ from agentrl.run.folder import NOTHING, RunFolder
 from agentrl.run.gc_threshold import raise_gc_threshold
 from agentrl.run.health import MOSTLY_UNSCORED, Health, Unhealthy, check_any_scored
 from agentrl.run.horizon import summary_of
-from agentrl.run.interrupt import Interrupt, put_off
+from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.lock import locked
 from agentrl.run.log_file import LogFile
 from agentrl.run.loop import evaluate_now, train_loop
@@ -58,6 +58,7 @@ from agentrl.run.session import Session, open_session, warmed_up
 from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.train.actor import Actor
+from agentrl.train.checkpoint import newest_checkpoint
 from agentrl.train.families.choice import Packing, packing_of, with_packing
 from agentrl.train.seal import seal
 
@@ -128,7 +129,7 @@ def execute(
         try:
             with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):
                 run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
         except NothingScoredError as error:
             outcome.status, outcome.error = MOSTLY_UNSCORED, f"{type(error).__name__}: {error}"
@@ -183,8 +184,15 @@ async def _train(
         try:
             await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
             return
-        except WorkerDiedError as error:
-            if outcome.restarts >= config.cluster.max_restarts:
+        except (*LOSSES, NothingScoredError) as error:
+            if isinstance(error, DiskFullError):
+                raise
+            await asyncio.sleep(TWICE)  # a signal to all processes may have ended that one first
+            if interrupt.requested:
+                log.warning("stopped as it was asked to, without the step's end: %s", error)
+                outcome.status = "interrupted"
+                return
+            if not isinstance(error, WorkerDiedError) or outcome.restarts >= config.cluster.max_restarts:
                 raise
             outcome.restarts += 1
             display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
@@ -343,6 +351,7 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
+        display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
         display.say(f"interrupted. Continue with: {_resume_command(config, folder)}")
         return
     if config.data is not None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from agentrl.cluster.devices import driver_card, is_planned
 from agentrl.config import TrainConfig
 from agentrl.config.envs import trained, widest
 from agentrl.config.models import other_models
 from agentrl.config.schema import OptimConfig
 from agentrl.errors import ConfigError, ModelError, ResourceError
+from agentrl.processor import usable_memory
 from agentrl.rollout.engine_maker import EngineMaker, EngineMemory
 from agentrl.run.engines import engine_name, engine_of, maker_of
 from agentrl.run.judges import ROLE as JUDGE
@@ -237,8 +236,8 @@ def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
     ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
     # The peaks of different roles' processes may fall together, and all ranks are on this machine.
     total = sum(size * ranks[name] for name, (size, _) in turns.items())
-    # `available` and not `total`: what other programs hold will not be there.
-    return [Peak(HOST, max(turns.values())[1], total, psutil.virtual_memory().available)]
+    # `free` and not `total`: what other programs hold will not be there.
+    return [Peak(HOST, max(turns.values())[1], total, usable_memory().free)]
 
 
 def check_fits(config: TrainConfig, placed: list[RolePlacement], card: int | None) -> None:

@@ -95,6 +95,8 @@ async def run_rollout(
         )
     share_the_lock()
     config = dated_as(config, request)
+    interrupt = Interrupt(display.say)
+    interrupt.install()  # the start of Ray and of the engine is to be ended too
     if request.replay is None:
         for note in suite_notes(config):
             display.warn(note)
@@ -111,8 +113,6 @@ async def run_rollout(
             display.say(f"[{request.purpose}] {sampling_line(config, request)}")
         if request.replay is None and (computes := engine_computes(config)):
             display.say(computes)
-        interrupt = Interrupt(display.say)
-        interrupt.install()
         try:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
             with last_words(unsaid(LATER)):

@@ -130,7 +130,8 @@ class Child:
 def serve(pipe: Connection, path: list[str]) -> None:
     """The child: answer calls until the other side is gone."""
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the run still finishes its step
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # they reach all processes; the run still finishes its step
+        signal.signal(number, signal.SIG_IGN)
     while True:
         try:
             place, values = pipe.recv()

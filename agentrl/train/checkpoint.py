@@ -24,6 +24,11 @@ _DAMAGED = ".damaged_"
 _TOO_LITTLE = 1 << 20
 
 
+def newest_checkpoint(run: Path) -> str:
+    """What is said of the newest whole checkpoint of a run's folder."""
+    return str(Checkpoints(run / "checkpoints", 1).newest() or "none yet")
+
+
 class Checkpoints:
     """The checkpoints of a run, under one root folder: the newest `keep` are kept, and the `keep_best` with
     the highest scores (of equal scores, the newer). Scores are stored in the manifests."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from agentrl.errors import ConfigError, TaskDataError
+from agentrl.files import read_text
 from agentrl.plain_data import read_json
 from agentrl.reward.possible import solvable
 from agentrl.tool.forms import FormError
@@ -192,7 +193,7 @@ def _read_file(file: Path, layout: str, modified: int) -> tuple[tuple[Row, ...],
 def _items(file: Path) -> Iterator[tuple[int, Mapping[str, Json] | str]]:
     """(number from 1, object or error message) for each entry of a JSON list or line of a JSONL file."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as problem:
         raise TaskDataError(f"{file}: cannot be read: {problem}") from problem
     if text.lstrip().startswith("["):

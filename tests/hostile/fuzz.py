@@ -1,4 +1,4 @@
-"""`python -m tests.hostile.fuzz`: 100,000 inputs over all targets, each with a limit of time and memory. What fails is kept in the corpus.
+"""Try 100,000 inputs over all targets, each with a limit of time and memory. Failing inputs go into the corpus.
 
 python -m tests.hostile.fuzz [--inputs 100000] [--only calls:] [--seed 0] [--jobs 2] [--out FILE]
 python -m tests.hostile.fuzz --again tests/hostile/corpus/NAME.json

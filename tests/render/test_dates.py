@@ -33,8 +33,8 @@ class At(datetime):
     day = 26
 
     @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime(2026, 11, cls.day, 23, 59, 59)
+    def now(cls, tz: Any = None) -> At:
+        return cls(2026, 11, cls.day, 23, 59, 59)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from agentrl.cluster import devices, runtime
 from agentrl.config.load import config_from
 from agentrl.errors import ConfigError, ResourceError
+from agentrl.processor import HostMemory
 from agentrl.run import engines
 from agentrl.run.checks import capacity, sizes
 from agentrl.run.checks.placement import check_placement
@@ -177,7 +178,7 @@ def test_a_local_ray_has_the_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyP
 def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 actors need 45 GB: on the nodes, not here."""
     joined(monkeypatch, (64, 0))
-    monkeypatch.setattr(capacity.psutil, "virtual_memory", lambda: type("", (), {"available": 4 << 30})())
+    monkeypatch.setattr(capacity, "usable_memory", lambda: HostMemory(8 << 30, 4 << 30))
     capacity.check_capacity(run_of("cluster.actors=64", "engine=embedded"))
 
 

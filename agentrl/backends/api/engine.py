@@ -26,7 +26,7 @@ from agentrl.backends.endpoint.chat import write_message
 from agentrl.config.schema import ApiConfig
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread
-from agentrl.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of
+from agentrl.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of, said_of
 from agentrl.render.base import Renderer
 from agentrl.render.toolcalls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
@@ -211,7 +211,7 @@ class LiteLlmEngine(Engine):
                     return await load_litellm().acompletion(**request)
             except Exception as problem:  # litellm's errors have no common base class of their own
                 wait = self._wait(problem, attempt)
-                text = " ".join(str(problem).split())[:300]
+                text = said_of(problem, request.get("api_base"))
                 if no_listener(problem):
                     text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
                     if not self._unheard:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
-import psutil
 import torch
 from torch import Tensor
 
 from agentrl.errors import ResourceError
+from agentrl.processor import usable_memory
 
 HOST_MIB = 4096
 """Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
@@ -220,7 +220,7 @@ def cache_limit(given_mib: int | None, room: int | None, weights: int, token: in
         )
         fix = 'Lower it, set rollout.colocate = true and model.offload = "idle", or train adapters ([model.lora])'
     else:
-        return max(episode, min(HOST_MIB << 20, psutil.virtual_memory().total // 4))
+        return max(episode, min(HOST_MIB << 20, usable_memory().total // 4))
     if limit < episode:
         raise ResourceError(f"{problem}. {fix}")
     return limit

@@ -31,6 +31,7 @@ from agentrl.backends.endpoint.responses import RESPONSES
 from agentrl.backends.endpoint.session import AgentSession, ServedPolicy
 from agentrl.backends.endpoint.wire import Exchange, Wire
 from agentrl.errors import DependencyError, ResourceError
+from agentrl.proxies import exempt
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.serving import strict_json, uvicorn_config
@@ -103,6 +104,7 @@ class Endpoint:
             listener.close()
             raise ResourceError(f"cannot listen on {self._host}:{self._port}: {problem.strerror}") from problem
         self._port = listener.getsockname()[1]
+        exempt(self._reached_as or self._host)
         names = () if self._reached_as is None else (self._reached_as,)
         config = uvicorn_config(self._app(), self._host, names, self._max_body, timeout_graceful_shutdown=LEAVE_S)
         self._server = uvicorn.Server(config)

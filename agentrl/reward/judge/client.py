@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from agentrl.errors import JudgeBudgetError
 from agentrl.executors import after_fork, threads
-from agentrl.litellm_calls import ONCE, load_litellm, request_of
+from agentrl.litellm_calls import ONCE, load_litellm, request_of, said_of
 from agentrl.redaction import redact_said, redacted
 from agentrl.reward.judge.budget import Budget
 from agentrl.reward.judge.cache import VerdictCache
@@ -163,14 +163,16 @@ class Judge:
 
     def _complete(self, litellm: Any, request: VerdictRequest) -> Any:
         errors = importlib.import_module("openai")
+        asked = judge_call(self.settings, request)
+        base = asked.get("api_base")
         try:
-            return litellm.completion(**judge_call(self.settings, request))
+            return litellm.completion(**asked)
         except (errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError) as error:
-            _refuse(error, again=False)
+            _refuse(error, base, again=False)
         except errors.BadRequestError as error:
-            _refuse(error, again=False)
+            _refuse(error, base, again=False)
         except errors.OpenAIError as error:
-            _refuse(error, again=True)
+            _refuse(error, base, again=True)
 
     def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
         """USD per token (prompt, sampled), or None if unknown."""
@@ -225,9 +227,8 @@ def _not_here(model: str) -> Verdict | None:
     )
 
 
-def _refuse(error: Exception, again: bool) -> NoReturn:
-    text = " ".join(str(error).split())
-    raise JudgeFault(f"{type(error).__name__}: {text[:300]}", again=again) from error
+def _refuse(error: Exception, base: str | None, again: bool) -> NoReturn:
+    raise JudgeFault(f"{type(error).__name__}: {said_of(error, base)}", again=again) from error
 
 
 def read_verdict(text: Any, request: VerdictRequest) -> Json:

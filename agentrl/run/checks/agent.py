@@ -14,6 +14,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.sync import run_sync
 from agentrl.env.wrapper import ToolWrapper
 from agentrl.errors import AgentrlError, ConfigError, ResourceError
+from agentrl.proxies import exempt_own, through_proxy
 from agentrl.redaction import resolved
 from agentrl.render.base import Renderer
 from agentrl.rollout.clock import Watch
@@ -116,10 +117,14 @@ class Scripted(Engine):
 
 
 def _check_url(url: str) -> None:
+    address = resolved(url, "agent.url")
+    exempt_own(address)
     try:
-        httpx.get(resolved(url, "agent.url"), timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+        httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
     except httpx.HTTPError as problem:
-        raise ResourceError(f"agent.url: {url} does not answer: {type(problem).__name__}: {problem}") from problem
+        raise ResourceError(
+            f"agent.url: {url} does not answer: {type(problem).__name__}: {problem}{through_proxy(address)}"
+        ) from problem
 
 
 def _check_calls(env: ToolEnv) -> None:

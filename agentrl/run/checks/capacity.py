@@ -6,12 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-import psutil
-
 from agentrl.cluster.devices import joins, nodes_of
 from agentrl.config import TrainConfig
 from agentrl.errors import ResourceError
-from agentrl.processor import usable_cpus
+from agentrl.processor import usable_cpus, usable_memory
 from agentrl.rollout.engine_maker import PROCESS_MIB, Processes
 from agentrl.run.engines import engine_name, maker_of, workers_apart
 from agentrl.run.judges import judge_processes
@@ -51,7 +49,7 @@ def _check_memory(config: TrainConfig) -> None:
     engine = _engine(config)
     if not away:
         need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*judge_processes(config).values()])
-    free = psutil.virtual_memory().available >> 20
+    free = usable_memory().free >> 20
     workers = ["rollout.workers"] if workers_apart(config) else []
     if free < need:
         raise ResourceError(

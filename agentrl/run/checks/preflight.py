@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.backends.api.make import api_name
@@ -26,7 +27,7 @@ from agentrl.env.suite import WHOLE
 from agentrl.env.sync import run_sync
 from agentrl.env.users import user_call
 from agentrl.errors import ConfigError, EnvError, ResourceError
-from agentrl.litellm_calls import ONCE, causes, load_litellm
+from agentrl.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.plain_data import json_text
 from agentrl.reward import Scorer
 from agentrl.reward.context import judge_settings
@@ -246,27 +247,27 @@ def _check_key(asked: ApiModel) -> None:
 def _ask(asked: ApiModel, seconds: float) -> None:
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
-    where = asked.base or "its provider"
+    where, said = asked.base or "its provider", partial(said_of, base=asked.request.get("api_base"))
     try:
         load_litellm().completion(**{**asked.request, "timeout": seconds})
     except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
         keys = _keys(asked.model)
-        raise ConfigError(f"{asked.key} ({asked.model}): {where} refuses the key{keys}: {_line(problem)}") from problem
+        raise ConfigError(f"{asked.key} ({asked.model}): {where} refuses the key{keys}: {said(problem)}") from problem
     except openai.NotFoundError as problem:
-        raise ConfigError(f"{asked.key} ({asked.model}): {where} has no such model: {_line(problem)}") from problem
+        raise ConfigError(f"{asked.key} ({asked.model}): {where} has no such model: {said(problem)}") from problem
     except openai.BadRequestError as problem:
         if "Provider NOT provided" in str(problem):
             raise ConfigError(f"{asked.key}: {asked.model!r} names no provider; litellm's form is PROVIDER/MODEL") from problem
         raise ConfigError(
             f"{asked.key} ({asked.model}): {where} refuses the request that the run would make: "
-            f"{_line(problem)}{_fix(asked, problem)}"
+            f"{said(problem)}{_fix(asked, problem)}"
         ) from problem
     except openai.APIError as problem:
         # Others come from a server that is there and busy, or has an outage of the moment: runs have retries for that.
         if _unreached(problem):
             raise ResourceError(
                 f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {seconds:g} s "
-                f"(health.preflight_timeout): {_line(problem)}"
+                f"(health.preflight_timeout): {said(problem)}"
             ) from problem
 
 
@@ -303,7 +304,3 @@ def _keys(model: str) -> str:
     provider = model.partition("/")[0].upper().replace("-", "_")
     named = found["missing_keys"] or [name for name in (f"{provider}_API_KEY",) if name in os.environ]
     return f" (environment variable {', '.join(named)})" if named else ""
-
-
-def _line(problem: Exception) -> str:
-    return " ".join(str(problem).split())[:300]
