@@ -111,7 +111,7 @@ def read_text(path: Path) -> str:
 
 def decoded(data: bytes) -> str:
     """`read_text`, of what was read."""
-    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or b"\0" in data[:8]:  # also UTF-32
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (b"\0" in data[:8] and len(data) % 2 == 0):  # also UTF-32
         raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")
     try:
         return data.decode("utf-8-sig")

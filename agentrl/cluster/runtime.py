@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +154,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    with _without_warnings():
+    with _blocked(WARNINGS):
         _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     _instruct()
     try:
@@ -179,14 +179,38 @@ def has_own_ray() -> bool:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """What starts inside never gets WARNINGS, which end a process that does not know them: sent to all processes of a job, they
-    would end Ray's before the run has finished its step. Ray itself blocks SIGINT so."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block `signals` for this thread, and for the processes that it starts inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_starting = False
+"""True while Ray starts its processes."""
+
+
+def _block_warnings() -> None:
+    # Sent to all processes of a job, these signals would end Ray's before the run has finished its step. Ray blocks SIGINT so.
+    # In the child alone: blocked in the driver, they would not interrupt a start that waits in one long call.
+    if _starting:
+        signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+
+
+os.register_at_fork(after_in_child=_block_warnings)  # Ray's processes have a `preexec_fn`, so that Python calls this
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Block WARNINGS in the processes that Ray starts inside."""
+    global _starting
+    _starting = True
+    try:
+        yield
+    finally:
+        _starting = False
 
 
 UNASKED = ("start_monitor", "start_log_monitor", "start_api_server")

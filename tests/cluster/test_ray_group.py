@@ -14,7 +14,7 @@ import ray
 import torch
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from light_workers import Mortal
+from mortal_workers import Mortal
 from test_strategies import SIZES, check_every_strategy
 
 from agentrl.cluster import actors, checks, column_store, shard, shared_folder, store_pages

@@ -120,7 +120,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_worker_with_another_agentrl_is_refused_by_its_path(other: Path) -> None:
     """In a Ray that the caller started, workers import from the working directory first."""
-    ran = driven(other, before="import ray; os.remove('profile.py'); ray.init(num_cpus=1, include_dashboard=False)")
+    ran = driven(
+        other, before="import ray; os.remove('profile.py'); ray.init(address='local', num_cpus=1, include_dashboard=False)"
+    )
     assert "ResourceError" in ran.stderr
     assert str(other / "agentrl" / "__init__.py") in ran.stderr
     assert agentrl.__file__ in ran.stderr

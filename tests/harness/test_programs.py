@@ -68,6 +68,8 @@ def test_an_exit_code_is_a_fault_with_its_words_or_the_policy_s_if_the_run_says_
 
 
 def test_a_command_gets_the_variables_that_it_is_given_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)  # else the agent gets NO_PROXY (tests/test_proxies.py)
     for name, value in {"SECRET": "1", "PASSED": "2", "OPENAI_API_KEY": "the driver's"}.items():
         monkeypatch.setenv(name, value)
     code = "import json, os; print(json.dumps(dict(os.environ))); open(os.environ['AGENTRL_TASK_FILE']).read()"
@@ -78,7 +80,7 @@ def test_a_command_gets_the_variables_that_it_is_given_and_no_others(monkeypatch
     always = {"PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"}
     assert set(seen) - always == {
         "PASSED", "GIVEN", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "AGENTRL_MODEL",
-        "AGENTRL_PROMPT", "AGENTRL_TASK", "AGENTRL_TASK_FILE", "AGENTRL_FOLDER", "AGENTRL_MCP_URL", "NO_PROXY", "no_proxy",
+        "AGENTRL_PROMPT", "AGENTRL_TASK", "AGENTRL_TASK_FILE", "AGENTRL_FOLDER", "AGENTRL_MCP_URL",
     }  # fmt: skip
     assert (seen["PASSED"], seen["GIVEN"]) == ("2", "3") and seen["OPENAI_API_KEY"] != "the driver's"
     assert "answer" not in seen["AGENTRL_TASK"] and not Path(seen["AGENTRL_FOLDER"]).exists()

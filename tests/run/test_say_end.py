@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ def test_the_next_evaluation_has_the_runs_environment_tools_reward_and_limits(tm
     assert request.model == str(folder.final) and request.samples == 1 and request.tasks == 100
     assert plan.config.env == run.env and plan.config.tools == run.tools and plan.config.reward == run.reward
     assert plan.config.rollout == run.rollout and plan.config.eval == run.eval
-    assert plan.config.model == run.model.model_copy(update={"path": request.model, "init": None})
+    today = {"date": date.today().isoformat()}  # the run's folder keeps the date of its start
+    assert plan.config.model == run.model.model_copy(update={"path": request.model, "init": None, **today})
     assert str(request.out) == "evals/a run/final" and plan.about["run"]["differs"] == [] == plan.notes
 
 
@@ -273,7 +275,7 @@ def test_which_checkpoint_is_told_by_name_or_step(tmp_path: Path) -> None:
 
 
 def test_a_path_with_a_space_is_quoted_where_a_run_is_gone_on_with(tmp_path: Path) -> None:
-    _, (line,) = ended(tmp_path, TABLE, "interrupted")
+    _, (*_, line) = ended(tmp_path, TABLE, "interrupted")
     assert shlex.split(line)[-1] == str(tmp_path / "a run")
 
 

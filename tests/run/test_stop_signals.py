@@ -138,7 +138,9 @@ def test_a_run_under_nohup_does_not_stop_for_the_terminal(folder: Path) -> None:
     [("train", "config.toml", *FAST), ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray")],
 )
 @pytest.mark.parametrize("name", ["INT", "USR1"])
-def test_a_signal_while_ray_starts_is_answered_at_once(folder: Path, words: tuple[str, ...], name: str) -> None:
+def test_a_signal_while_ray_starts_is_answered_at_once(
+    folder: Path, words: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The start of Ray blocks the event loop: for as long, the signal was not seen."""
     if words[0] == "eval":
         from agentrl.config.schema import InitModelConfig
@@ -147,11 +149,8 @@ def test_a_signal_while_ray_starts_is_answered_at_once(folder: Path, words: tupl
         init_model(InitModelConfig(layers=1, hidden=32, mlp=32, heads=1, kv_heads=1, head_dim=32), folder / "model", 0)
         words = (*words, "--out", "out", "engine=embedded", "-n", "4")
     (folder / "sitecustomize.py").write_text(SLOW)
-    os.environ["PYTHONPATH"], before = f"{folder}:{os.environ['PYTHONPATH']}", os.environ["PYTHONPATH"]
-    try:
-        run = Run(folder, *words)
-    finally:
-        os.environ["PYTHONPATH"] = before
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    run = Run(folder, *words)
     run.until("x", "starts")
     began = time.monotonic()
     os.kill(run.process.pid, getattr(signal, f"SIG{name}"))
@@ -161,18 +160,15 @@ def test_a_signal_while_ray_starts_is_answered_at_once(folder: Path, words: tupl
     assert "Traceback" not in run.said()
 
 
-def test_a_signal_before_the_run_begins_is_an_interruption_too(folder: Path) -> None:
+def test_a_signal_before_the_run_begins_is_an_interruption_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "sitecustomize.py").write_text(
         "import sys\nif 'train' in sys.orig_argv:\n"
         "    import agentrl.cli.train as train\n"
         "    def slow(*_, **__):\n        import time\n        open('starts', 'w').write('x'); time.sleep(60)\n"
         "    train._train = slow\n"
     )
-    os.environ["PYTHONPATH"], before = f"{folder}:{os.environ['PYTHONPATH']}", os.environ["PYTHONPATH"]
-    try:
-        run = Run(folder, "train", "config.toml")
-    finally:
-        os.environ["PYTHONPATH"] = before
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    run = Run(folder, "train", "config.toml")
     run.until("x", "starts")
     os.kill(run.process.pid, signal.SIGUSR1)
     assert run.ended(30) == 130

@@ -101,7 +101,7 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
     """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
 
     Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.chat_template,
-    model.trust_remote_code, vllm, rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
+    model.date, model.trust_remote_code, vllm, rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
     """
     if "messages" in engine_of(config).traits:
         return  # nobody here counts its tokens

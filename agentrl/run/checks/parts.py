@@ -38,7 +38,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     """Raise a UserError if a part cannot be built or does not fit the others. Nothing is started.
 
     Reads: env, tools, engine, engine_args, cluster, api, vllm, model.path, model.init, model.tool_parser, model.chat_template,
-    reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
+    model.date, reward, rollout.env_timeout, rollout.router_replay; and as `check_rollout`.
     """
     env = EnvRef.of(config)
     built = env.build()

@@ -18,7 +18,7 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
     teacher, or a transcript of the first step is longer than a row may be (and so are those that could replace it).
 
     Reads: sft, env, tools, seed, model.path, model.init, model.lora, model.tool_parser, model.chat_template,
-    optim.micro_tokens.
+    model.date, optim.micro_tokens.
     """
     sft = config.sft
     if sft is None:
