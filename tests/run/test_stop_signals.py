@@ -120,7 +120,8 @@ def test_a_signal_to_all_processes_of_a_job_stops_the_run_with_its_newest_checkp
     assert f"checkpoints/{newest}" in said and "restarting" not in said and "Traceback" not in said
     rows = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     done = max(row["step"] for row in rows if row["phase"] == "train")
-    assert int(newest.removeprefix("step_")) >= (done - 1 if name == "TERM" else done)
+    # TERM ends the actors too: of the last two steps one checkpoint may be under way, and the other has not begun.
+    assert int(newest.removeprefix("step_")) >= (done - 2 if name == "TERM" else done)
 
 
 def test_a_run_under_nohup_does_not_stop_for_the_terminal(folder: Path) -> None:
