@@ -1,4 +1,4 @@
-"""`agentrl push SOURCE SHARE`: a model, an adapter, data or an environment to a shared folder or a hub."""
+"""`agentrl push SOURCE NAME`: a model, an adapter, data or an environment to a Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import argparse
 
 from agentrl.shown import say
 
-HELP = "push a run's model or adapter, data or an environment to a shared folder or a hub"
+HELP = "push a run's model or adapter, data or an environment to a hub"
 EPILOG = """examples:
-  agentrl push runs/quickstart /mnt/share                     its model, as models/quickstart
-  agentrl push runs/quickstart /mnt/share --best --name mine  the best checkpoint, as models/mine
-  agentrl push runs/lora /mnt/share --adapter                 its adapter alone
-  agentrl push rows.jsonl /mnt/share --name rows              data
-  agentrl push envs/my_env /mnt/share                         an environment
-  agentrl push runs/quickstart hf:me/quickstart               to a hub, as a private repository (HF_TOKEN)
+  agentrl push runs/quickstart me/quickstart               its last model
+  agentrl push runs/quickstart me/mine --best              the best checkpoint
+  agentrl push runs/lora me/lora --adapter                 its adapter alone
+  agentrl push rows.jsonl me/rows                          data
+  agentrl push envs/my_env me/my_env                       an environment
+  HF_ENDPOINT=https://hub.example agentrl push models/m m  to a hub of your own
 
-Equal content is one revision: a second push changes nothing. Secrets, links and pickles are refused.
+Repositories are private (HF_TOKEN). Secrets, links and pickles are refused. To a shared folder: agentrl export, and cp.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("source", help="a run, a model folder, an environment's folder, or data", metavar="SOURCE")
-    parser.add_argument("share", help="a folder that is there (also as file:PATH), or hf:NAME", metavar="SHARE")
-    parser.add_argument("--name", default=None, help="the repository's name (default: the source's)")
+    parser.add_argument("name", help="the repository: NAME or OWNER/NAME", metavar="NAME")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, default=None, help="of a run: the checkpoint of this step (default: the last model)")
     which.add_argument("--best", action="store_true", help="of a run: the checkpoint with the best evaluation")
@@ -36,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     from agentrl.run.push import push
 
     which = "best" if args.best else "last" if args.step is None else str(args.step)
-    done = push(args.source, args.share, args.name, which, args.adapter)
-    said = "pushed" if done.new else "is there already:"
-    say(f"{said} {done.place} at revision {done.revision}")
-    say(f"get it with: agentrl pull {done.place} TARGET")
+    commit = push(args.source, args.name, which, args.adapter)
+    say(f"pushed {args.name} at revision {commit}")
     return 0
