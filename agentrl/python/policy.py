@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from agentrl.backends.endpoint.chat import read_messages
 from agentrl.backends.endpoint.errors import RequestError
+from agentrl.backends.endpoint.messages import read_messages
 from agentrl.config.envs import alone, entry_of
 from agentrl.config.temperature import one_temperature
 from agentrl.errors import ConfigError, StepOrderError

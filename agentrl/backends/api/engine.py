@@ -22,7 +22,7 @@ from typing import Any
 
 from agentrl.backends.calls import Calls
 from agentrl.backends.endpoint.ask import numbered
-from agentrl.backends.endpoint.chat import write_message
+from agentrl.backends.endpoint.messages import write_message
 from agentrl.config.schema import ApiConfig
 from agentrl.errors import DependencyError, EngineError, RenderError, UserError
 from agentrl.executors import in_thread

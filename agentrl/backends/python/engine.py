@@ -14,8 +14,8 @@ from typing import Any
 from agentrl.backends.api.engine import Transcript, row_of
 from agentrl.backends.calls import Calls
 from agentrl.backends.endpoint.ask import numbered
-from agentrl.backends.endpoint.chat import read_messages
 from agentrl.backends.endpoint.errors import RequestError
+from agentrl.backends.endpoint.messages import read_messages
 from agentrl.errors import EngineError
 from agentrl.executors import DaemonThreads
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling

@@ -13,6 +13,7 @@ from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told, trained, warmed
 from agentrl.config.references import check_references
+from agentrl.errors import ConfigError
 from agentrl.quiet import quiet_libraries
 from agentrl.reward import Scorer
 from agentrl.rollout.mixture.base import make_mixture
@@ -20,7 +21,6 @@ from agentrl.run.callbacks import check_callbacks
 from agentrl.run.checks.agent import check_agent
 from agentrl.run.checks.branch import check_branch
 from agentrl.run.checks.capacity import check_capacity
-from agentrl.run.checks.data import check_not_data
 from agentrl.run.checks.demonstrations import check_demonstrations
 from agentrl.run.checks.gold import check_gold
 from agentrl.run.checks.harder import check_next
@@ -69,6 +69,18 @@ def check_config(config: TrainConfig, *, planned: bool = False) -> list[str]:
     """All checks of a training config that do not depend on the machine's free resources; as `check_train`."""
     _check_sources(config, planned)
     return _check_parts(config, planned)
+
+
+def check_not_data(config: TrainConfig) -> None:
+    """Raise ConfigError for a config whose data a training run would not read.
+
+    Reads: data.
+    """
+    if config.data is not None:
+        raise ConfigError(
+            "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
+            "and go on from the result: data=false model.path=RUN/final"
+        )
 
 
 def _check_sources(config: TrainConfig, planned: bool) -> None:

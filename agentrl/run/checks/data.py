@@ -49,18 +49,6 @@ def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
     return []
 
 
-def check_not_data(config: TrainConfig) -> None:
-    """Raise ConfigError for a config whose data a training run would not read.
-
-    Reads: data.
-    """
-    if config.data is not None:
-        raise ConfigError(
-            "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
-            "and go on from the result: data=false model.path=RUN/final"
-        )
-
-
 def _check_loss(config: TrainConfig) -> None:
     data, model = data_of(config), config.model
     traits = TRAIN_ENGINES.entry(model.engine).traits
