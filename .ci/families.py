@@ -34,12 +34,11 @@ import torch.distributed as dist  # noqa: E402
 from specimens import specimen  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from agentrl.errors import ModelError  # noqa: E402
-from agentrl.train.attention import PACKED  # noqa: E402
-from agentrl.train.families.choice import Probed, probed  # noqa: E402
-from agentrl.train.families.probe import TEMPERATURE, Measured, Sample, brief, micro_of  # noqa: E402
-from agentrl.train.modules import shared  # noqa: E402
-from agentrl.train.ulysses import Ulysses  # noqa: E402
+from agentrl.trainer.attention import PACKED  # noqa: E402
+from agentrl.trainer.families import TEMPERATURE, Measured, Probed, Sample, brief, micro_of, probed  # noqa: E402  # noqa: E402
+from agentrl.trainer.language_model import shared  # noqa: E402
+from agentrl.trainer.parallel import Ulysses  # noqa: E402
+from agentrl.utils.errors import ModelError  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "families.md"
 BEGIN = "<!-- from docs/families.json; python .ci/families.py -->\n"
@@ -89,7 +88,7 @@ def mode_of(found: Probed) -> str:
 
 def embedded(family: str) -> str:
     """Whether the embedded engine serves the family, or why not."""
-    from agentrl.backends.embedded.model import EmbeddedModel
+    from agentrl.engines.embedded.embedded_model import EmbeddedModel
 
     with tempfile.TemporaryDirectory() as folder:
         try:

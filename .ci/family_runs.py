@@ -38,7 +38,7 @@ import inside  # noqa: E402
 import torch  # noqa: E402
 from family_sizes import MODELS, build  # noqa: E402
 
-from agentrl.errors import AgentrlError  # noqa: E402
+from agentrl.utils.errors import AgentrlError  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "family_runs.json", ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- from docs/family_runs.json; python .ci/family_runs.py -->\n", "<!-- end of the runs -->\n"
@@ -92,8 +92,8 @@ def measured(family: str, engine: str, cache: bool = True) -> Entry:
     """What a run of the family logs. Raises what the run raises."""
     from agentrl.config.load import config_from
     from agentrl.run.checks import check_config
+    from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.main import execute
 
     with tempfile.TemporaryDirectory() as place:
         path = build(family, Path(place) / "model")
@@ -120,7 +120,7 @@ def off(path: str, folder: Any, step: int) -> float:
     """The largest difference of a step's sampled logprobs to those of the first weights, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
-    from agentrl.trajectory import Trajectory
+    from agentrl.data.trajectory import Trajectory
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     worst = 0.0

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.train.families.cut import without_dropout
-from agentrl.train.families.probe import perturb
-from agentrl.train.tokenizer import VOCABULARY, packaged_tokenizer
+from agentrl.trainer.families import perturb, without_dropout
+from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 WINDOW = 32
 """Of sliding attention; prompts are longer."""

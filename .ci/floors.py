@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from agentrl.env.check.floor import headline  # noqa: E402
-from agentrl.errors import AgentrlError  # noqa: E402
+from agentrl.env.difficulty import headline  # noqa: E402
+from agentrl.utils.errors import AgentrlError  # noqa: E402
 
 RECORD, PAGE = ROOT / "docs" / "floors.json", ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- from docs/floors.json; python .ci/floors.py -->\n", "<!-- end -->\n"
@@ -36,8 +36,8 @@ Row = dict[str, Any]
 
 def measured(only: list[str]) -> list[Row]:
     """The rows of what is there."""
-    from agentrl.catalog import list_envs
-    from agentrl.cli.env_floor import floor_of
+    from agentrl.cli.env import floor_of
+    from agentrl.env.catalog import list_envs
 
     rows: list[Row] = []
     own = [entry for entry in list_envs() if entry.path is not None and entry.path.is_relative_to(ROOT / "envs")]

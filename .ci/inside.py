@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 def prepare() -> None:
     """Import vLLM, once for all children. To be called before any thread is started."""
-    from agentrl.backends.vllm.options import environment
+    from agentrl.engines.vllm.options import environment
 
     os.environ.update({**environment(False), "VLLM_WORKER_MULTIPROC_METHOD": "fork"})
     import vllm.v1.engine.async_llm
@@ -52,8 +52,10 @@ async def _parts(results: AsyncIterator[Any]) -> AsyncIterator[Any]:
 @contextmanager
 def in_process() -> Iterator[None]:
     """Replicas that are started in the body are in this process, and Ray is not needed."""
-    from agentrl.backends.vllm import engine, replicas, weight_sync
-    from agentrl.backends.vllm.actor import VllmActor
+    from agentrl.engines.vllm import replicas
+    from agentrl.engines.vllm import vllm_engine as engine
+    from agentrl.engines.vllm import vllm_engine as weight_sync
+    from agentrl.engines.vllm.replica_actor import VllmActor
     from agentrl.run import session
 
     ray = SimpleNamespace(is_initialized=lambda: True, kill=lambda actor: None, put=lambda data: data, ObjectRef=object)

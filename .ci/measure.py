@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.trajectory import Trajectory
+    from agentrl.data.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = ROOT / ".ci" / "budgets.json"

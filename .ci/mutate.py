@@ -37,8 +37,8 @@ TESTS = {
     "agentrl/reward": ["tests/reward", "tests/cli/test_reward.py", "tests/rollout"],
     "agentrl/rollout": ["tests/rollout", "tests/run"],
     "agentrl/train": ["tests/train", "tests/weights", "tests/run"],
-    "agentrl/token_ledger.py": ["tests/rollout", "tests/batch"],
-    "agentrl/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
+    "agentrl/data/token_ledger.py": ["tests/rollout", "tests/batch"],
+    "agentrl/data/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
 # These call agentrl in other processes, where mutmut does not see it, and cost half a minute each.

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from pydantic import BaseModel  # noqa: E402
 
 from agentrl.config.keys import NAME, REQUIRED, UNSET, Key, all_keys  # noqa: E402
-from agentrl.registry import Entry, Registry  # noqa: E402
+from agentrl.utils.registry import Entry, Registry  # noqa: E402
 
 MADE = "<!-- written by `make docs` from the code -->\n"
 
@@ -137,9 +137,9 @@ def _keys_table(keys: Sequence[Key]) -> str:
 # -- registered names ------------------------------------------------------------------------------
 
 HOMES = (
-    "agentrl.algorithm", "agentrl.algorithm.correction", "agentrl.algorithm.kl", "agentrl.rollout.sampler.base",
-    "agentrl.rollout.mixture.base", "agentrl.rollout.context.base", "agentrl.env.wrapper", "agentrl.rollout.engine_maker",
-    "agentrl.train.engine", "agentrl.weights.route", "agentrl.sandbox", "agentrl.run.trackers",
+    "agentrl.trainer.algorithms", "agentrl.trainer.algorithms.losses", "agentrl.trainer.algorithms.losses", "agentrl.rollout.samplers",
+    "agentrl.rollout.mixtures", "agentrl.rollout.context", "agentrl.env.wrappers", "agentrl.rollout.engine",
+    "agentrl.trainer.train_engine", "agentrl.engines.weights.base", "agentrl.sandbox", "agentrl.run.trackers",
 )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _annotation(annotation: Any) -> str:
 
 def _content() -> str:
     """What is found by id: environments, and the packaged files of other kinds."""
-    from agentrl.catalog import list_envs
+    from agentrl.env.catalog import list_envs
     from agentrl.reward.leaves import LEAVES
 
     text = "\n## Environments (`env.id`)\n\n| id | short name | what it is |\n|---|---|---|\n"
@@ -214,9 +214,9 @@ def _content() -> str:
 # -- Python ----------------------------------------------------------------------------------------
 
 ROOMS = (
-    "agentrl", "agentrl.env", "agentrl.env.branch", "agentrl.tool", "agentrl.reward", "agentrl.algorithm",
-    "agentrl.algorithm.groups", "agentrl.render", "agentrl.sandbox", "agentrl.batch", "agentrl.catalog", "agentrl.config",
-    "agentrl.trajectory", "agentrl.errors",
+    "agentrl", "agentrl.env", "agentrl.env.copying", "agentrl.tool", "agentrl.reward", "agentrl.trainer.algorithms",
+    "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.sandbox", "agentrl.batch", "agentrl.env.catalog", "agentrl.config",
+    "agentrl.data.trajectory", "agentrl.utils.errors",
 )  # fmt: skip
 
 

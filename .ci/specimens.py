@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.train.families.cut import without_dropout
+from agentrl.trainer.families import without_dropout
 
 CONV = ["conv", "conv", "full_attention"] * 4
 SPECIMENS: dict[str, dict[str, Any]] = {

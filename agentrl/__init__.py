@@ -16,49 +16,49 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl import env as env
-    from agentrl.algorithm.types import AdvantageInput, AdvantageOutput, LossInput, LossOutput
+    from agentrl.data.token_ledger import TokenLedger
+    from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
     from agentrl.env import ToolEnv
-    from agentrl.given import give
-    from agentrl.python.functions import EvalReport, evaluate, rollout, train
-    from agentrl.python.making import make
-    from agentrl.python.policy import Draw, LivePolicy
-    from agentrl.python.steps import StepLoop, session
-    from agentrl.python.trainer import TrainBatch, Trainer
+    from agentrl.run.api.base import make
+    from agentrl.run.api.functions import EvalReport, evaluate, rollout, train
+    from agentrl.run.api.steps import Draw, LivePolicy, StepLoop, session
+    from agentrl.run.api.trainer import TrainBatch, Trainer
     from agentrl.run.callbacks import Callback
     from agentrl.run.reader import RunRecord, load_run
-    from agentrl.trajectory import Group, Message, Task, TokenLedger, ToolCall, Trajectory
+    from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput
+    from agentrl.utils.search_path import give
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AdvantageInput": "agentrl.algorithm.types",
-    "AdvantageOutput": "agentrl.algorithm.types",
+    "AdvantageInput": "agentrl.trainer.algorithms.base",
+    "AdvantageOutput": "agentrl.trainer.algorithms.base",
     "Callback": "agentrl.run.callbacks",
-    "Draw": "agentrl.python.policy",
-    "EvalReport": "agentrl.python.functions",
-    "Group": "agentrl.trajectory",
-    "LivePolicy": "agentrl.python.policy",
-    "LossInput": "agentrl.algorithm.types",
-    "LossOutput": "agentrl.algorithm.types",
-    "Message": "agentrl.trajectory",
+    "Draw": "agentrl.run.api.steps",
+    "EvalReport": "agentrl.run.api.functions",
+    "Group": "agentrl.data.trajectory",
+    "LivePolicy": "agentrl.run.api.steps",
+    "LossInput": "agentrl.trainer.algorithms.base",
+    "LossOutput": "agentrl.trainer.algorithms.base",
+    "Message": "agentrl.data.trajectory",
     "RunRecord": "agentrl.run.reader",
-    "StepLoop": "agentrl.python.steps",
-    "Task": "agentrl.trajectory",
-    "TokenLedger": "agentrl.trajectory",
-    "ToolCall": "agentrl.trajectory",
+    "StepLoop": "agentrl.run.api.steps",
+    "Task": "agentrl.data.trajectory",
+    "TokenLedger": "agentrl.data.trajectory",
+    "ToolCall": "agentrl.data.trajectory",
     "ToolEnv": "agentrl.env",
-    "TrainBatch": "agentrl.python.trainer",
-    "Trainer": "agentrl.python.trainer",
-    "Trajectory": "agentrl.trajectory",
-    "evaluate": "agentrl.python.functions",
-    "give": "agentrl.given",
+    "TrainBatch": "agentrl.run.api.trainer",
+    "Trainer": "agentrl.run.api.trainer",
+    "Trajectory": "agentrl.data.trajectory",
+    "evaluate": "agentrl.run.api.functions",
+    "give": "agentrl.utils.search_path",
     "load_run": "agentrl.run.reader",
-    "make": "agentrl.python.making",
-    "session": "agentrl.python.steps",
+    "make": "agentrl.run.api.base",
+    "session": "agentrl.run.api.steps",
 }
 """Public name -> its module."""
 _ROOMS = ("env", "rollout", "train")
-"""Rooms with a public face; the last two can be called (agentrl/callable_module.py)."""
+"""Rooms with a public face; the last two can be called (agentrl/utils/callable_module.py)."""
 
 __all__ = [
     "AdvantageInput",

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from agentrl.batch.balance import as_given, baselines, lower_bound, portfolio
+from agentrl.data.packing import as_given, baselines, lower_bound, portfolio
 
 KINDS = ("lognormal", "bimodal", "agentic")
 

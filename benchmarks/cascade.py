@@ -3,7 +3,7 @@
     python benchmarks/cascade.py
 
 Rows are `groups` x 8, each with a prompt that its group shares and as many tokens of its own. `WORTH` of
-agentrl/backends/embedded/cascade.py is about where the ratio passes 1.
+agentrl/engines/embedded/kv_cache.py is about where the ratio passes 1.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.backends.embedded import attention, cascade
-from agentrl.backends.embedded.kv_cache import KvShape, Pool, Sequence
-from agentrl.backends.embedded.prefix_cache import PrefixIndex
+from agentrl.engines.embedded import kv_cache as attention
+from agentrl.engines.embedded import kv_cache as cascade
+from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
+from agentrl.engines.embedded.kv_cache import KvShape, Pool, PrefixIndex
+from agentrl.engines.exact_attention import AttentionForm
 
 MEMBERS, DIM, KV_HEADS = 8, 32, 2
 

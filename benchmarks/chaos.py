@@ -271,7 +271,7 @@ def import_first() -> None:
     import transformers  # noqa: F401
     from torch.utils.tensorboard.writer import SummaryWriter  # noqa: F401
 
-    import agentrl.run.main  # noqa: F401
+    import agentrl.run.driver  # noqa: F401
 
 
 def in_private_mounts() -> None:

@@ -30,18 +30,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONP
 from bench_workers import Taker
 from light_workers import Bare, Idle
 
-from agentrl.batch.rows import Ragged, build, jagged, select
-from agentrl.batch.schedule import Mode, with_trees
-from agentrl.cluster.future import Pending
-from agentrl.cluster.group import Backend, WorkerGroup
+from agentrl.cluster.group import Backend, Pending, WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.runtime import start_ray, stop_ray
-from agentrl.cluster.shipment import Shipment
-from agentrl.cluster.store_pages import StorePages
+from agentrl.cluster.machine import StorePages
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
+from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfig, ModelConfig, OptimConfig
-from agentrl.train.actor import Actor
-from agentrl.train.init_model import init_model
+from agentrl.data.rows import Ragged, build, jagged, select
+from agentrl.data.schedule import Mode, with_trees
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.pretrained import init_model
 
 MIB = 1 << 20
 SETTLED_S = 4.0

@@ -17,8 +17,8 @@ import statistics
 import time
 import tracemalloc
 
-from agentrl.catalog import EnvRef
 from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef
 
 AIM_US, AIM_KB = 150.0, 50.0
 

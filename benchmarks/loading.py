@@ -42,14 +42,12 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config import to_toml
 from agentrl.config.schema import EnvConfig, InitModelConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.export import export_run
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import init_model
-from agentrl.train.loading import local_of, region_of
-from agentrl.train.state import BackgroundSave, load_state, save_state
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.train.weight_files import WeightFiles
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.model_folder import export_run, local_of, region_of
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
+from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
+from agentrl.trainer.weight_files import WeightFiles
 
 PHASES = ("start", "load", "adam", "export", "save", "background save", "resume", "end")
 MIB = 1 << 20

@@ -42,8 +42,8 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from long_runs import COMMON, LADDER, QUICK, at, average, curve, draw, finished, run, save, table, warm, work
 
-from agentrl.catalog import make_env
 from agentrl.env import Message, Task, ToolEnv
+from agentrl.env.catalog import make_env
 
 ARMS = {
     "terminal": ["env.reward=key_value_exact", "algorithm.advantage.name=grpo"],

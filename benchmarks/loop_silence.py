@@ -25,21 +25,20 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 from silence import longest_silence
 from work import Instant
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig, TrainConfig
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import ToolEnv
-from agentrl.executors import in_thread, share_the_lock
-from agentrl.files import atomic_write_all
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import Tool, tool
+from agentrl.env.toolbox import Toolbox
 from agentrl.render import make_renderer
 from agentrl.reward import Context, compile_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.episode import run_episode
-from agentrl.run import rollout as run_rollout
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run import evaluate as run_rollout
 from agentrl.run.folder import lines
-from agentrl.tool import Tool, tool
-from agentrl.tool.toolbox import Toolbox
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.files import atomic_write_all
+from agentrl.utils.threads import in_thread, share_the_lock
 
 AIM_MS = 50.0
 LONG = 4_000_000

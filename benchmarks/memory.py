@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig
-from agentrl.train.memory import RoleMemory, count, numbers, shell
+from agentrl.trainer.memory import RoleMemory, count, numbers, shell
 
 GIB = 1 << 30
 CARDS = (1, 2, 4, 8, 16, 64)

@@ -46,8 +46,8 @@ def rate(work: Callable[[], int], seconds: float) -> float:
 
 def ours(tasks: int, group: int, seconds: float) -> dict[str, float]:
     """Scores per second of groups and of single episodes, by the code that is imported; raises if a score is wrong."""
+    from agentrl.data.trajectory import Trajectory
     from agentrl.reward import Context, compile_spec
-    from agentrl.trajectory import Trajectory
 
     sys.path.insert(0, str(ROOT / "benchmarks" / "parts"))
     from filing import Filing, make_task, play

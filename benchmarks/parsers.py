@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from call_shapes import Shape, shapes
 
-from agentrl.render.parsers import SYNTAXES, ForTools
+from agentrl.render.syntaxes import SYNTAXES
+from agentrl.render.tool_calls import ForTools
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"k": {"type": "object"}}}}}

@@ -29,10 +29,8 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.weights.bucket import Bucket, Stream
-from agentrl.weights.joined import Joined, RowShard, join
-from agentrl.weights.route import ROUTES, Offer, Receiver, Sender
-from agentrl.weights.routes import make_sender, open_receiver, order
+from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, Stream, make_sender, open_receiver, order
+from agentrl.engines.weights.host_routes import Joined, RowShard, join
 
 TENSOR_MIB = 8
 TWO_RANKS = "_2_ranks"

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import psutil
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.remote import EnvAddress
 from agentrl.env import Message, ToolCall, ToolEnv
+from agentrl.env.address import EnvAddress
+from agentrl.env.catalog import EnvRef
 
 VARIABLE = "AGENTRL_BENCH_TOKEN"
 SLEEPER = '''

@@ -23,8 +23,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Context, Scorer, compile_spec
-from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 
 SHELF = Path(__file__).resolve().parents[1] / "rewards"
 AIM = 5000.0

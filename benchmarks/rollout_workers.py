@@ -29,19 +29,20 @@ from elsewhere import player_of
 from silence import longest_silence
 from work import CONTEXT, Instant, collector_of, scorer
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.env import ToolEnv
-from agentrl.executors import share_the_lock
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import tool
 from agentrl.render import make_renderer
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import Limits, Policy
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.run.gc_threshold import raise_gc_threshold
-from agentrl.tool import tool
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, Task, TokenLedger, ToolCall, Trajectory, Turn
-from agentrl.watchdog import watched
+from agentrl.run.callbacks import raise_gc_threshold
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.event_loop import watched
+from agentrl.utils.threads import share_the_lock
 
 TURNS, GROUP, AT_ONCE = 3, 8, 64
 AIM_US = 50.0

@@ -26,17 +26,18 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
-from agentrl.experts import RouterWatch
+from agentrl.data.collate import collate
+from agentrl.data.expert_routing import RouterWatch
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
 from agentrl.rollout.engine import Engine, Sampling
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
-from agentrl.train.update import mismatch
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.publish import Publisher
+from agentrl.trainer.update import mismatch
 
 VOCAB, EXPERTS, CHOSEN, LAYERS = 400, 16, 2, 4
 
@@ -105,10 +106,10 @@ def elsewhere(path: str, batch: TensorDict) -> float:
 
 def make_engine(name: str, path: str) -> Engine:
     if name == "embedded":
-        from agentrl.backends.embedded.engine import EmbeddedEngine
+        from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 
         return EmbeddedEngine(path, dtype="bfloat16", kv_cache_mib=64, router_replay=True)
-    from agentrl.backends.vllm.engine import VllmEngine
+    from agentrl.engines.vllm.vllm_engine import VllmEngine
 
     cfg = VllmConfig(kv_cache_mib=64, max_model_len=512, max_respawns=0)
     return VllmEngine(path, cfg, dtype="bfloat16", router_replay=True)

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agentrl.rollout.routing import BLOCK, Need, Placed, RequestRouter
+from agentrl.rollout.engine import BLOCK, Need, Placed, RequestRouter
 
 BUDGET, SEQUENCES = 4096, 128
 STEP_S, PROMPT_TOKEN_S, TOKEN_S = 0.01, 4e-5, 1e-4

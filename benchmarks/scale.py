@@ -29,20 +29,20 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from agentrl.batch.rows import Ragged
-from agentrl.cluster.column_store import COLUMNS
-from agentrl.cluster.dispatch import Call
-from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.ray_group import COLUMNS
+from agentrl.cluster.worker import Call, Mesh
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.executors import in_thread
-from agentrl.rollout.ledger import GroupLedger
-from agentrl.run.checkpoint import _write_driver
+from agentrl.data.rows import Ragged
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
+from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.run.folder import RunFolder
 from agentrl.run.loop import make_batch
-from agentrl.train.actor import Actor
-from agentrl.train.estimator_inputs import with_advantages
-from agentrl.train.finite import broken_rows
-from agentrl.trajectory import Group, Message, Task, TokenLedger, Trajectory, Turn
+from agentrl.run.session import _write_driver
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.estimator_inputs import with_advantages
+from agentrl.trainer.minibatch import broken_rows
+from agentrl.utils.threads import in_thread
 
 GIB = 2**30
 
@@ -208,7 +208,7 @@ def main() -> None:
     args = parser.parse_args()
     size = args.groups * args.members * args.tokens
     if args.ray:
-        from agentrl.cluster.runtime import start_ray
+        from agentrl.cluster.ray_cluster import start_ray
         from agentrl.config.schema import ClusterConfig
 
         start_ray(ClusterConfig(), object_store_bytes=max(256 << 20, 32 * size))

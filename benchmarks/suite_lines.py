@@ -3,7 +3,7 @@
     python benchmarks/suite_lines.py [--check]
 
 Prints the table of docs/benchmarks.md; `--check`: exit code 1 if the page has another one. "of these inside": run by the
-benchmark's own Python (`agentrl.env.foreign`).
+benchmark's own Python (`agentrl.contrib.suites.foreign`).
 """
 
 from __future__ import annotations

@@ -36,17 +36,18 @@ import torch
 from tensordict import TensorDict
 from work import MILLION
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.run.gc_threshold import raise_gc_threshold
-from agentrl.train.actor import Actor
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner
-from agentrl.train.update import Pack
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.run.callbacks import raise_gc_threshold
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.update import Pack
 
 Results = tuple[dict[str, Any], dict[str, Any]]
 
@@ -186,7 +187,7 @@ def products(groups: int, prompt: int, response: int, shared: bool) -> float:
 LOGPROBS = """
 import sys, time, torch
 from pathlib import Path
-from agentrl.train.logprobs import token_logprobs
+from agentrl.trainer.language_model import token_logprobs
 
 def peak():
     # VmHWM, because ru_maxrss is inherited from the parent process

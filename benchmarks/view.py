@@ -22,10 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agentrl.contrib.view.api import Api
+from agentrl.contrib.view.library import Library
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.run.folder import RunFolder
-from agentrl.trajectory import Message, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.view.api import Api
-from agentrl.view.library import Library
 
 WORDS = [f"word{n}" for n in range(500)]
 STOPS = ["done"] * 8 + ["max_turns", "context_full"]

@@ -21,20 +21,18 @@ sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
 from work import Instant, scorer
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
-from agentrl.rollout.workers.core import WorkerCore
-from agentrl.rollout.workers.engine import DriverEngine
-from agentrl.rollout.workers.pool import WorkerPool
-from agentrl.rollout.workers.seats import Seat, Seats
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, ToolCall
+from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
+from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.trainer.pretrained import packaged_tokenizer
 
 ENV = EnvRef("key_value")
 CONFIG = RolloutConfig(max_turns=8)

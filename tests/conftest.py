@@ -26,7 +26,7 @@ os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / 
 os.environ["AGENTRL_SURVEY"] = "0"
 
 # Also if agentrl was installed before it had the plugin.
-pytest_plugins = ["agentrl.testing.plugin"]
+pytest_plugins = ["agentrl.contrib.gpu_tests.plugin"]
 
 CARDS = ",".join(str(number) for number in range(100, 164))
 """Cards that no machine has, enough for every cluster that a test makes up. CUDA finds none of them, hence no other either."""
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor of one whose processor would make it bfloat16."""
-    monkeypatch.setattr("agentrl.config.schema.model.prefers_bfloat16", lambda: False)
+    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: False)
 
 
 PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
@@ -152,7 +152,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is collected stays to the end: a search for garbage in it finds none, half a second a time (a quarter of all that
     collecting takes), and so does each one that a test asks for later."""
-    from agentrl.run.gc_threshold import raise_gc_threshold
+    from agentrl.run.callbacks import raise_gc_threshold
 
     was_on = gc.isenabled()
     gc.disable()

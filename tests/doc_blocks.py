@@ -29,9 +29,9 @@ from pathlib import Path
 
 import tomli_w
 
-from agentrl.catalog import find_config
 from agentrl.cli import main as cli
 from agentrl.config.load import load_config
+from agentrl.env.catalog import find_config
 from agentrl.reward import load_spec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.backends.vllm.actor import VllmActor
+from agentrl.engines.vllm.replica_actor import VllmActor
 
 
 class OlderVllm(VllmActor):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
-from agentrl.rollout import evaluate
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Limits, Policy
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout import player as evaluate
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.mixtures import MixedTasks, Part, TaskSource
 from agentrl.rollout.player import LocalPlayer, RunEnv
-from agentrl.rollout.replay.io import EpisodeIO
-from agentrl.rollout.sampler.source import TaskSource
-from agentrl.trajectory import Trajectory
+from agentrl.rollout.tape import EpisodeIO
 
 
 def collector_of(

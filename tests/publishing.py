@@ -11,21 +11,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
+from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import WeightsConfig
-from agentrl.errors import ConfigError
-from agentrl.rollout.collect import Collector
+from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, WeightTarget, open_receiver
+from agentrl.engines.weights.host_routes import RowShard
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
-from agentrl.train.source import WeightSource
-from agentrl.weights.bucket import Bucket, Named
-from agentrl.weights.joined import RowShard
-from agentrl.weights.route import Offer
-from agentrl.weights.routes import open_receiver
-from agentrl.weights.target import Adapter, WeightTarget
+from agentrl.trainer.actor import Actor, WeightSource
+from agentrl.trainer.publish import Publisher
+from agentrl.utils.errors import ConfigError
 
 Tensors = Mapping[str, Tensor]
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from agentrl.catalog import find_config
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Choice, EnvConfig
+from agentrl.env.catalog import find_config
 from agentrl.run.metrics import info_of
 from tests.test_shape import LEVELS
 

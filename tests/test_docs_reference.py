@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.algorithm import ADVANTAGES
 from agentrl.cli.main import COMMANDS
 from agentrl.config.keys import all_keys
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 

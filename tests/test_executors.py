@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from agentrl import deadline, executors
-from agentrl.deadline import LateError, in_time, within
-from agentrl.errors import EnvError, HungError, ToolTimeoutError
-from agentrl.executors import TOOLS, DaemonThreads
-from agentrl.tool import Toolbox, tool
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.env.tool import tool
+from agentrl.env.toolbox import Toolbox
+from agentrl.utils import event_loop as deadline
+from agentrl.utils import threads as executors
+from agentrl.utils.errors import EnvError, HungError, ToolTimeoutError
+from agentrl.utils.event_loop import LateError, in_time, within
+from agentrl.utils.threads import TOOLS, DaemonThreads
 
 
 def test_calls_beyond_the_abandoned_ones_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.errors import ModelError
-from agentrl.experts import FREE, Load, Routers, RouterWatch, load_metrics, narrow
+from agentrl.data.expert_routing import FREE, Load, Routers, RouterWatch, load_metrics, narrow
+from agentrl.utils.errors import ModelError
 from tests import moe
 
 TOKENS = 24

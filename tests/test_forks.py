@@ -17,17 +17,23 @@ from typing import Any
 import gymnasium
 import pytest
 
-from agentrl import background as background_loop
-from agentrl import executors, litellm_calls, python_source, redaction
-from agentrl.catalog import make_env
-from agentrl.env import branch, foreign, inplace, suite
-from agentrl.env.remote import link
+from agentrl.contrib.remote_envs import client as link
+from agentrl.contrib.suites import benchmarks as inplace
+from agentrl.contrib.suites import foreign
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env import copying as branch
+from agentrl.env import suites as suite
+from agentrl.env.catalog import make_env
 from agentrl.env.spaces import MessagesSpace, ToolCallSpace
-from agentrl.executors import TOOLS, in_thread
+from agentrl.render import litellm_calls
 from agentrl.reward import equality
-from agentrl.reward.judge.client import Judge, Verdict
-from agentrl.tool import process as tool_process
-from agentrl.trajectory import Message, ToolCall
+from agentrl.reward.judge import Judge, Verdict
+from agentrl.utils import child_process as tool_process
+from agentrl.utils import parsing as python_source
+from agentrl.utils import redaction
+from agentrl.utils import threads as background_loop
+from agentrl.utils import threads as executors
+from agentrl.utils.threads import TOOLS, in_thread
 
 
 def forked(work: Callable[[], object], seconds: int = 20) -> bool:

@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 from PIL import Image as Pictures
 
-from agentrl.catalog import EnvRef
 from agentrl.config.schema import McpServerConfig
-from agentrl.env.remote import wire
-from agentrl.env.remote.client import RemoteEnv
-from agentrl.env.remote.link import Link
-from agentrl.errors import EnvError, ImageError
-from agentrl.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, shown
-from agentrl.redaction import remember
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.client import Link, RemoteEnv
+from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, shown
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, message_of
+from agentrl.env.catalog import EnvRef
+from agentrl.env.mcp import McpSource
+from agentrl.env.tool import tool
+from agentrl.env.toolbox import Toolbox
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.truncate import elided
-from agentrl.rollout.workers.wire import trajectory_frame, trajectory_of
-from agentrl.tool import Toolbox, tool
-from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import Message, TokenLedger, ToolCall, Trajectory, as_row, message_of
+from agentrl.rollout.context import elided
+from agentrl.rollout.workers.channel import trajectory_frame, trajectory_of
+from agentrl.utils.errors import EnvError, ImageError
+from agentrl.utils.redaction import remember
 from tests.env.remote.served import TOKEN, served
 
 

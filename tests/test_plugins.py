@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES
-from agentrl.cluster.runtime import stop_ray
+from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.registry import Registry, _announced
-from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES
+from agentrl.data.trajectory import Trajectory
+from agentrl.engines.weights.base import WeightTarget
+from agentrl.rollout.engine import ENGINES, Engine
 from agentrl.run.checks import check_config
-from agentrl.run.checks.capacity import check_capacity
+from agentrl.run.checks.size_checks import check_capacity
+from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
-from agentrl.run.main import execute
-from agentrl.run.placement import roles_of
-from agentrl.trajectory import Trajectory
-from agentrl.weights.target import WeightTarget
+from agentrl.run.role_placement import roles_of
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.utils.registry import Registry, _announced
 from tests.run.test_tracing import check_update, read
 
 FILES = {
     "less_greedy": """
-from agentrl.algorithm.advantage import ADVANTAGES
-from agentrl.algorithm.groups import row_advantages
-from agentrl.algorithm.ragged import on_mask
-from agentrl.algorithm.types import AdvantageInput, AdvantageOutput
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import row_advantages
+from agentrl.data.ragged import on_mask
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 
 @ADVANTAGES.register("less_greedy", needs={"baseline"})
 def less_greedy(batch: AdvantageInput, *, plus: float = 0.0) -> AdvantageOutput:
@@ -46,8 +46,8 @@ def valued(batch: AdvantageInput) -> AdvantageOutput:
 """,
     "half": """
 import torch
-from agentrl.algorithm.loss import POLICY_LOSSES
-from agentrl.algorithm.types import LossInput, LossOutput
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from agentrl.trainer.algorithms.base import LossInput, LossOutput
 
 @POLICY_LOSSES.register("half", needs={"proximal"})
 def half(batch: LossInput, *, share: float = 0.5) -> LossOutput:
@@ -57,7 +57,7 @@ def half(batch: LossInput, *, share: float = 0.5) -> LossOutput:
 """,
     "hundreds": """
 from dataclasses import dataclass
-from agentrl.rollout.sampler.base import SAMPLERS, TaskChoice, TaskSampler
+from agentrl.rollout.samplers import SAMPLERS, TaskChoice, TaskSampler
 
 @SAMPLERS.register("hundreds")
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class Hundreds(TaskSampler):
     "noted": """
 from dataclasses import dataclass
 from pathlib import Path
-from agentrl.rollout.context.base import CONTEXTS, ContextPolicy
+from agentrl.rollout.context import CONTEXTS, ContextPolicy
 
 @CONTEXTS.register("noted", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class Noted(ContextPolicy):
 """,
     "slow": """
 from agentrl.env.base import ToolEnv
-from agentrl.env.budgets import TurnLimit
-from agentrl.env.wrapper import WRAPPERS
+from agentrl.env.wrappers import TurnLimit
+from agentrl.env.wrappers import WRAPPERS
 
 @WRAPPERS.register("one_turn", traits={"chance_faults"})  # so the gold solution is played without it
 class OneTurn(TurnLimit):
@@ -102,8 +102,8 @@ class ByTheClock(TurnLimit):
     "told": """
 from dataclasses import replace
 from pathlib import Path
-from agentrl.weights.route import ROUTES, Route
-from agentrl.weights.shared import SharedReceiver, SharedSender
+from agentrl.engines.weights.base import ROUTES, Route
+from agentrl.engines.weights.host_routes import SharedReceiver, SharedSender
 
 class Sender(SharedSender):
     def open(self):
@@ -135,8 +135,8 @@ class Lines(Tracker):
         return "cat the lines"
 """,
     "trainers": """
-from agentrl.train.engine import TRAIN_ENGINES
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.trainer.train_engine import TRAIN_ENGINES
+from agentrl.trainer.fsdp import FsdpEngine
 
 @TRAIN_ENGINES.register("lifted", traits={"alone", "compile"})
 class Lifted(FsdpEngine):
@@ -146,13 +146,13 @@ class Lifted(FsdpEngine):
     @classmethod
     def check(cls, cfg, ranks):
         if cfg.compile:
-            from agentrl.errors import ConfigError
+            from agentrl.utils.errors import ConfigError
             raise ConfigError(f"{ranks} rank cannot compile")
 """,
     "engines": """
-from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.engine_maker import ENGINES, EngineMaker, Processes
+from agentrl.rollout.engine import ENGINES, EngineMaker, Processes
 
 class FarEngine(Engine):
     untrainable = "it is too far"
@@ -312,10 +312,12 @@ def test_a_name_is_registered_once_and_with_words_that_are_known(shelf: Path) ->
         POLICY_LOSSES.entry("half")
     with pytest.raises(ValueError, match="needs='baselin'; did you mean 'baseline'"):
         ADVANTAGES.register("x", needs={"baselin"})
-    registry: Registry[Any] = Registry("kind", "NONE", "agentrl.deadline", traits={"fast": "is fast"})
+    registry: Registry[Any] = Registry("kind", "NONE", "agentrl.utils.event_loop", traits={"fast": "is fast"})
     with pytest.raises(ValueError, match="traits='slow'; known: fast"):
         registry.register("x", traits={"slow"})
-    (shelf / "plugins/other.py").write_text("from agentrl.algorithm.loss import POLICY_LOSSES\nPOLICY_LOSSES.register(")
+    (shelf / "plugins/other.py").write_text(
+        "from agentrl.trainer.algorithms.losses import POLICY_LOSSES\nPOLICY_LOSSES.register("
+    )
     with pytest.raises(ConfigError, match=r"other.py: not a Python file"):
         POLICY_LOSSES.entry("half")
 
@@ -344,7 +346,7 @@ def test_what_is_no_file_of_python_in_plugins_stops_no_run_or_is_named(tmp_path:
     monkeypatch.chdir(tmp_path)
     (folder / ".#mine.py").symlink_to("user@host.1")
     (folder / "folder.py").mkdir()
-    source = "from agentrl.algorithm import ADVANTAGES\n@ADVANTAGES.register(name='marked')\ndef marked(batch): ...\n"
+    source = "from agentrl.trainer.algorithms import ADVANTAGES\n@ADVANTAGES.register(name='marked')\ndef marked(batch): ...\n"
     (folder / "mine.py").write_bytes(b"\xef\xbb\xbf" + source.encode())
     assert ADVANTAGES.entry("marked").make.__name__ == "marked"
     assert "grpo" in ADVANTAGES
@@ -398,7 +400,7 @@ def test_an_installed_package_brings_an_advantage_that_a_config_names(installed:
 def test_a_file_of_the_working_folder_goes_before_an_installed_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "cwd/plugins").mkdir()
     file = tmp_path / "cwd/plugins/mine.py"
-    file.write_text("from agentrl.algorithm import ADVANTAGES\n@ADVANTAGES.register('packed')\ndef mine(batch): ...\n")
+    file.write_text("from agentrl.trainer.algorithms import ADVANTAGES\n@ADVANTAGES.register('packed')\ndef mine(batch): ...\n")
     assert ADVANTAGES.entry("packed").make.__name__ == "mine"
 
 
@@ -416,4 +418,4 @@ def test_an_installed_package_that_does_not_hold_its_word_is_named(installed: Pa
 
 
 def test_an_installed_package_takes_no_name_of_agentrl(installed: Path) -> None:
-    assert ADVANTAGES.entry("grpo").make.__module__ == "agentrl.algorithm.advantage.grpo"
+    assert ADVANTAGES.entry("grpo").make.__module__ == "agentrl.trainer.algorithms.advantages"

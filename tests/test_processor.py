@@ -15,16 +15,16 @@ import psutil
 import pytest
 import torch
 
-from agentrl import processor
-from agentrl.backends.embedded import engine as embedded_engine
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.vllm import engine as vllm_engine
 from agentrl.config import ModelConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.processor import HostMemory, prefers_bfloat16, size_of_folder, threads_for, usable_cpus, usable_memory
-from agentrl.run.engines import engine_computes, make_engine, trainer_computes, with_threads
-from agentrl.train.pretrained import meta_model
+from agentrl.engines.embedded import embedded_engine
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.vllm import vllm_engine
+from agentrl.run.engine_choice import engine_computes, make_engine, trainer_computes, with_threads
+from agentrl.trainer.pretrained import meta_model
+from agentrl.utils import processor
+from agentrl.utils.processor import HostMemory, prefers_bfloat16, size_of_folder, threads_for, usable_cpus, usable_memory
 
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
 """The shape of SmolLM2-135M."""
@@ -140,8 +140,8 @@ def test_a_real_control_group_is_seen_by_all_that_count(tmp_path: Path) -> None:
 import os, sys
 for group in sys.argv[1:]: open(group + "/cgroup.procs", "w").write(str(os.getpid()))
 from agentrl.cluster import checks, devices, runtime
-from agentrl.processor import threads_for
-from agentrl.run.memory import Peak, peaks
+from agentrl.utils.processor import threads_for
+from agentrl.run.role_placement import Peak, peaks
 found = {one.check: one.found for one in checks.check_machine()}
 options = runtime._local(None)
 print(found["cores"], float(found["memory"].split()[0]) <= 2, options["num_cpus"], options["object_store_memory"] <= 0.3 * 2**31)
@@ -224,7 +224,7 @@ def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monke
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.config.schema.model.prefers_bfloat16", lambda: amx)
+    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: amx)
     model = ModelConfig(init=InitModelConfig(), dtype=dtype) if tiny else ModelConfig(path=real, dtype=dtype)
     assert model.computes_in(cuda) == found
 
@@ -245,10 +245,10 @@ def test_the_type_by_device_and_size(
 )
 def test_the_threads_of_a_run(keys: list[str], threads: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, keys)
-    monkeypatch.setattr("agentrl.run.engines.resolve_engine", lambda config: config.engine)  # vLLM may not be installed
+    monkeypatch.setattr("agentrl.run.engine_choice.resolve_engine", lambda config: config.engine)  # vLLM may not be installed
     made = with_threads(config)
     assert made.model.threads == threads
-    monkeypatch.setattr("agentrl.run.engines.model_context", lambda *_: 2048)
+    monkeypatch.setattr("agentrl.trainer.pretrained.model_context", lambda *_: 2048)
     for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
         if config.engine == name:
             monkeypatch.setattr(module, cls, lambda *_, **options: SimpleNamespace(**options))
@@ -263,18 +263,18 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     assert with_threads(config, trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
     assert engine_computes(api) == ""
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
     assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 
 async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentrl.train.init_model import init_model
+    from agentrl.trainer.pretrained import init_model
 
     before = torch.get_num_threads()
     folder = str(init_model(InitModelConfig(), tmp_path / "tiny", seed=1))
     try:
         for tiny, asked, threads in ((5_000_000, None, 1), (0, None, 8), (0, 3, 3)):
-            monkeypatch.setattr("agentrl.processor.TINY", tiny)
+            monkeypatch.setattr("agentrl.utils.processor.TINY", tiny)
             engine = EmbeddedEngine(folder, threads=asked, device="cpu")
             await engine.start()
             assert torch.get_num_threads() == threads

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from agentrl import proxies
 from agentrl.config.schema import AgentConfig
-from agentrl.harness.programs import program_of
+from agentrl.contrib.agents.programs import program_of
+from agentrl.utils import network as proxies
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 MESSAGE = {"role": "assistant", "content": "hello"}
@@ -102,7 +102,7 @@ def test_an_agent_on_this_machine_is_asked_directly(proxy: Stub, name: str) -> N
 def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stub, server: Stub) -> None:
     pytest.importorskip("litellm")
     from agentrl.env.users import user_call
-    from agentrl.litellm_calls import load_litellm
+    from agentrl.render.litellm_calls import load_litellm
 
     request = user_call("openai/m", [{"role": "user", "content": "hi"}], {"api_base": server.url, "api_key": "k"})
     answer = load_litellm().completion(**request)
@@ -113,7 +113,7 @@ def test_an_api_a_judge_and_a_user_on_this_machine_are_asked_directly(proxy: Stu
 def test_the_endpoint_is_asked_directly_by_an_agent_in_this_process(proxy: Stub) -> None:
     import httpx
 
-    from agentrl.backends.endpoint.server import Endpoint
+    from agentrl.contrib.agents.endpoint import Endpoint
 
     async def run() -> int:
         endpoint = Endpoint(None, None)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_an_error_names_the_proxy_and_the_way_around_it_but_no_password(proxy: S
 def test_errors_of_a_model_behind_an_api_name_the_proxy(proxy: Stub) -> None:
     pytest.importorskip("litellm")
     from agentrl.env.users import ModelUser
-    from agentrl.errors import EnvError
+    from agentrl.utils.errors import EnvError
 
     user = ModelUser(model="openai/m", api_base="http://model.example/v1", api_key="k", num_retries=0, max_retries=0)
     with pytest.raises(EnvError, match=r"the proxy http://127\.0\.0\.1:\d+ of HTTP_PROXY; NO_PROXY=model.example"):

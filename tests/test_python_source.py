@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.python_source import expression_of, module_of
+from agentrl.utils.parsing import expression_of, module_of
 
 TEXT = "[" + ", ".join(f"move(a={number}, to=[1, (2, 3)])" for number in range(60)) + "]"
 

@@ -18,23 +18,35 @@ from urllib.parse import quote
 
 import pytest
 
-from agentrl import redaction
-from agentrl.backends.api.engine import LiteLlmEngine
-from agentrl.catalog import EnvRef
-from agentrl.catalog.offer import EnvOffer
 from agentrl.config import to_toml
-from agentrl.config.identity import without_secrets
+from agentrl.config.identity import check_references, without_secrets
 from agentrl.config.load import config_from, load_config
-from agentrl.config.references import check_references
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
+from agentrl.contrib.agents.programs import Remote
+from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import ToolEnv
-from agentrl.env.remote.wire import Asked
+from agentrl.env.catalog import EnvRef
+from agentrl.env.mcp import McpSource
+from agentrl.env.tool import tool
+from agentrl.env.toolbox import Toolbox
 from agentrl.env.users import ModelUser, user_call
-from agentrl.errors import CatalogError, ConfigError, EnvError, ReplayError
-from agentrl.given import give
-from agentrl.harness.programs import Remote
-from agentrl.litellm_calls import load_litellm
-from agentrl.redaction import (
+from agentrl.render.litellm_calls import load_litellm
+from agentrl.reward.compile import judge_settings
+from agentrl.reward.judge import Judge, VerdictRequest
+from agentrl.rollout.engine import Sampling
+from agentrl.rollout.tape import Recorded, RecordWriter
+from agentrl.run.checks.preflight import ApiModel, _ask
+from agentrl.run.folder import RunFolder
+from agentrl.run.tracing import attributes_of
+from agentrl.run.trackers import TRACKERS, check_trackers, makers
+from agentrl.sandbox.base import SANDBOXES
+from agentrl.sandbox.sandbox_pool import provider_of
+from agentrl.utils import redaction
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ReplayError
+from agentrl.utils.redaction import (
     GONE,
     guard_process,
     guarded_output,
@@ -45,20 +57,8 @@ from agentrl.redaction import (
     remember,
     resolved,
 )  # fmt: skip
-from agentrl.reward.context import judge_settings
-from agentrl.reward.judge.client import Judge, VerdictRequest
-from agentrl.rollout.engine import Sampling
-from agentrl.rollout.replay.tape import Recorded, RecordWriter
-from agentrl.run.checks.preflight import ApiModel, _ask
-from agentrl.run.folder import RunFolder
-from agentrl.run.otel import attributes_of
-from agentrl.run.trackers import TRACKERS, check_trackers, makers
-from agentrl.sandbox import SANDBOXES
-from agentrl.sandbox.pool import provider_of
-from agentrl.spans import TraceSpan
-from agentrl.tool import Toolbox, tool
-from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.search_path import give
+from agentrl.utils.spans import TraceSpan
 from tests.rollout.loopback import LoopbackServer, completion
 
 PLANTED = {
@@ -125,7 +125,7 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})
     assert found_in(folder.summary.read_text()) == []
     assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
-    from agentrl.view.api import _shown
+    from agentrl.contrib.view.api import _shown
 
     redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file
     assert found_in(_shown(folder.config.read_text())) == [] and "production" in _shown(folder.config.read_text())

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import COMMANDS
-from agentrl.errors import did_you_mean, hinted
-from agentrl.registry import Registry
+from agentrl.utils.errors import did_you_mean, hinted
+from agentrl.utils.registry import Registry
 from tests.conftest import LONGEST
 from tests.sources import nodes, tree
 
@@ -193,7 +193,7 @@ PROBE = """
 import json, os, sys, time
 before = dict(os.environ)
 began = time.perf_counter()
-import agentrl, agentrl.config, agentrl.errors, agentrl.trajectory
+import agentrl, agentrl.config, agentrl.utils.errors, agentrl.data.trajectory
 heavy = [name for name in ("torch", "ray", "vllm", "transformers", "tensordict") if name in sys.modules]
 print(json.dumps({"heavy": heavy, "changed": before != dict(os.environ)}))
 """
@@ -250,11 +250,11 @@ def test_pyproject_is_the_only_place_that_names_a_version() -> None:
 
 def registries() -> list[Registry[Any]]:
     """Every registry of agentrl, loaded."""
-    homes = ["agentrl.algorithm", "agentrl.algorithm.correction", "agentrl.algorithm.kl", "agentrl.env.wrapper",
-             "agentrl.rollout.context.base", "agentrl.rollout.engine_maker", "agentrl.rollout.mixture.base",
-             "agentrl.rollout.sampler.base", "agentrl.rollout.accept", "agentrl.run.callbacks",
-             "agentrl.run.trackers", "agentrl.sandbox", "agentrl.train.engine",
-             "agentrl.weights.route"]  # fmt: skip
+    homes = ["agentrl.trainer.algorithms", "agentrl.trainer.algorithms.losses", "agentrl.trainer.algorithms.losses", "agentrl.env.wrappers",
+             "agentrl.rollout.context", "agentrl.rollout.engine", "agentrl.rollout.mixtures",
+             "agentrl.rollout.samplers", "agentrl.rollout.collector", "agentrl.run.callbacks",
+             "agentrl.run.trackers", "agentrl.sandbox", "agentrl.trainer.train_engine",
+             "agentrl.engines.weights.base"]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}
     declared = sum(
         text.count("] = Registry(") for text in (f.read_text() for f in PACKAGE.rglob("*.py") if f.name != "registry.py")

@@ -15,16 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 import agentrl
-from agentrl.catalog import EnvRef
 from agentrl.cli import env as env_command
 from agentrl.config.schema import KeepConfig
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.given import give
-from agentrl.redaction import GONE, remember
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import tool
 from agentrl.run.display import Display
-from agentrl.run.log_file import LogFile
-from agentrl.shown import console, say
-from agentrl.tool import tool
+from agentrl.run.folder import LogFile
+from agentrl.utils.redaction import GONE, remember
+from agentrl.utils.search_path import give
+from agentrl.utils.terminal import console, say
 from tests.sources import nodes
 
 NASTY = "a\x1b]0;title\x07b\x1b[2Jc\rd\x08e\x9b31mf\u202eg\u2066h\u200bi\u2028j\x00k\x7fl"
@@ -133,7 +133,9 @@ def test_nothing_of_agentrl_prints_by_another_door() -> None:
             writes = isinstance(node, ast.Attribute) and node.attr in ("write", "writelines") and _is_standard(node.value)
             if prints or console_ or writes:
                 wrong.append(f"{name}:{node.lineno}")
-    assert [one for one in wrong if not one.startswith("redaction.py:")] == [], "agentrl.shown.say or agentrl.shown.console"
+    assert [one for one in wrong if not one.startswith("redaction.py:")] == [], (
+        "agentrl.utils.terminal.say or agentrl.utils.terminal.console"
+    )
 
 
 def _is_standard(node: ast.expr) -> bool:

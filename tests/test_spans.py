@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl import spans
-from agentrl.executors import in_thread
-from agentrl.rollout.workers import traces
-from agentrl.spans import TracePlace, TraceSpan, at, here, listen, new_id, note, now, span, spanned
+from agentrl.rollout.workers import rollout_worker as traces
+from agentrl.utils import spans
+from agentrl.utils.spans import TracePlace, TraceSpan, at, here, listen, new_id, note, now, span, spanned
+from agentrl.utils.threads import in_thread
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from agentrl import watchdog
-from agentrl.executors import TOOLS, in_thread
-from agentrl.watchdog import EPISODE, LoopWatchdog, watched
+from agentrl.utils import event_loop as watchdog
+from agentrl.utils.event_loop import EPISODE, LoopWatchdog, watched
+from agentrl.utils.threads import TOOLS, in_thread
 
 LIMIT = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.schema import InitModelConfig
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
 
 SMALL = InitModelConfig(layers=2, hidden=32, mlp=64, heads=4, kv_heads=2, head_dim=8, context=512)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from agentrl.train.tokenizer import VOCABULARY, packaged_tokenizer
+from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

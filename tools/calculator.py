@@ -7,9 +7,9 @@ import math
 import operator
 from collections.abc import Callable
 
-from agentrl.errors import ToolError
-from agentrl.python_source import expression_of
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
+from agentrl.utils.parsing import expression_of
 
 Number = int | float
 

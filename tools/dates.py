@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import WithJsonSchema
 
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 Date = Annotated[  # "0" alone would be taken for seconds since 1970
     datetime.date, WithJsonSchema({"type": "string", "format": "date", "pattern": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"})

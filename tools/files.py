@@ -12,10 +12,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.errors import ConfigError, ToolError
-from agentrl.executors import by_size
-from agentrl.tool import ToolSet, tool
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import ToolSet, tool
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.threads import by_size
 
 Place = Annotated[str, Field(min_length=1, max_length=400)]
 _DEEPEST = 16

@@ -20,10 +20,10 @@ from urllib.parse import parse_qsl, urlsplit
 import jsonschema
 from pydantic import Field
 
-from agentrl.errors import ConfigError, ToolError
-from agentrl.plain_data import read_json
-from agentrl.tool import ToolSet, tool
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import ToolSet, tool
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.parsing import read_json
 
 Key = tuple[str, str, tuple[tuple[str, str], ...], str]
 _TEXT = {"type": ["string", "null"]}

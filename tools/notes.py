@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.errors import ToolError
-from agentrl.tool import ToolSet, tool
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import ToolSet, tool
+from agentrl.utils.errors import ToolError
 
 Title = Annotated[str, Field(min_length=1, max_length=80)]
 

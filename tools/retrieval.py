@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.errors import ConfigError, ToolError, hinted
-from agentrl.tool import ToolSet, tool
-from agentrl.tool.bm25 import Bm25
-from agentrl.trajectory import Json
+from agentrl.contrib.toolkit.bm25 import Bm25
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import ToolSet, tool
+from agentrl.utils.errors import ConfigError, ToolError, hinted
 
 _SUFFIXES = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".html")
 

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.errors import ResourceError, ToolError
-from agentrl.sandbox import ExecResult, HeldSandbox, SandboxSpec, chosen, require
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.sandbox.base import ExecResult, SandboxSpec
+from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.utils.errors import ResourceError, ToolError
 
 from .files import Files
 

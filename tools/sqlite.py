@@ -1,4 +1,4 @@
-"""A SQLite database of the episode's own: queries, and changes unless it is read-only (limits: agentrl/sandbox/sqlite.py)."""
+"""A SQLite database of the episode's own: queries, and changes unless it is read-only (limits: agentrl/contrib/toolkit/sqlite.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.errors import ConfigError, ToolError
-from agentrl.sandbox.sqlite import QueryLimits, change, contents, query
-from agentrl.tool import ToolSet, tool
-from agentrl.trajectory import Json
+from agentrl.contrib.toolkit.sqlite import QueryLimits, change, contents, query
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import ToolSet, tool
+from agentrl.utils.errors import ConfigError, ToolError
 
 Sql = Annotated[str, Field(min_length=1)]
 

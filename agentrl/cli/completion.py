@@ -1,26 +1,164 @@
-"""`agentrl completion`: what makes a shell complete commands, options, configs, environments, runs, and keys of overrides."""
+"""`agentrl completion`: complete commands, options, configs, environments, runs and keys. Loads neither torch nor an environment."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from agentrl.shown import say
+from agentrl.utils.search_path import shelves
+from agentrl.utils.terminal import say
 
-HELP = "print the shell completion of bash, zsh or fish"
-EPILOG = """examples:
+# Completion of a word
+
+MOST = 400
+"""Run folders that are offered at most."""
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell that set _ARGCOMPLETE, and end the process."""
+    import argcomplete
+
+    for action in _actions(parser):
+        several = str(action.metavar).startswith("CONFIG")  # configs, each with its overrides
+        if (found := (configs, overrides) if several else COMPLETERS.get(action.dest)) is not None:
+            action.completer = _of(found)  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
+
+
+def configs(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Names of packaged configs, and TOML files and run folders that begin with the prefix."""
+    yield from (path.stem for shelf in shelves() for path in sorted(shelf.glob("configs/*.toml")))
+    yield from paths(prefix, ".toml")
+
+
+def environments(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Short names of the environments on the shelves."""
+    yield from (path.parent.name for shelf in shelves() for path in sorted(shelf.glob("envs/*/env.py")))
+
+
+def runs(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Folders of runs: those in `runs`, and those below the folder that is being typed."""
+    folder = prefix.rpartition("/")[0] or "runs"
+    found = sorted(Path(folder).glob("*/config.toml"), key=lambda path: -path.stat().st_mtime)
+    yield from (str(path.parent) for path in found[:MOST])
+
+
+def models(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Models that runs have written, and folders."""
+    for run in runs("", args):
+        yield from (str(path) for name in ("final", "warm_start") if (path := Path(run) / name).is_dir())
+    yield from paths(prefix, "/")
+
+
+def tests(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Python files, and folders."""
+    yield from paths(prefix, ".py")
+
+
+def keys(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """Sections and keys of the config."""
+    from agentrl.config.keys import all_keys
+
+    yield from (key.name for key in all_keys())
+
+
+def overrides(prefix: str, args: argparse.Namespace) -> Iterator[str]:
+    """`section.` and `key=` as far as one word goes, `key=value` of the values that a key has, and both of them behind `~`."""
+    from agentrl.config.keys import all_keys
+
+    sign = "~" if prefix.startswith("~") else ""
+    typed, equals, _ = prefix.removeprefix(sign).partition("=")
+    if equals:
+        yield from (f"{typed}={value}" for value in values(typed))
+        return
+    found = [name for key in all_keys() for name in (_assigned(key.name, key.type, key.section) if not sign else [key.name])]
+    names = [name for name in found if name.startswith(typed)]
+    heads = {name.split(".")[0] for name in names}
+    end = "" if sign else "="
+    if "." in typed or len(heads) == 1:
+        yield from (f"{sign}{name}{end}" for name in names)
+    else:
+        yield from (f"{sign}{head}{end if head in names else '.'}" for head in sorted(heads))
+
+
+def values(key: str) -> list[str]:
+    """The values that a key has, as one writes them; none if they cannot be listed."""
+    from agentrl.config.keys import all_keys
+    from agentrl.run.registries import written_names
+
+    owner = key.removesuffix(".name")
+    kind = next((one.type for one in all_keys() if one.name == owner), "")
+    if kind == "boolean":
+        return ["true", "false"]
+    if kind.startswith('"'):
+        return [part.strip('"') for part in kind.split(" or ")]
+    return written_names(owner)
+
+
+def _assigned(name: str, kind: str, section: bool) -> list[str]:
+    """What one assigns of a key: of a component its name."""
+    if section:
+        return []
+    return [f"{name}.name"] if kind == "table of name and args" else [name]
+
+
+def paths(prefix: str, end: str) -> Iterator[str]:
+    """Folders, and files whose name has the ending, that begin with the prefix."""
+    folder, _, start = prefix.rpartition("/")
+    above = Path(folder or ("/" if prefix.startswith("/") else "."))
+    for path in sorted(above.glob(f"{start}*")) if above.is_dir() else ():
+        if not path.name.startswith(".") and (path.is_dir() or path.name.endswith(end)):
+            yield prefix[: len(prefix) - len(start)] + path.name + ("/" if path.is_dir() else "")
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a command and of those below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
+
+
+Completer = Callable[[str, argparse.Namespace], Iterator[str]]
+COMPLETERS: dict[str, tuple[Completer, ...]] = {
+    "config": (configs,),
+    "overrides": (overrides,),
+    "env": (environments, overrides),
+    "key": (keys,),
+    "model": (models,),
+    "tests": (tests,),
+    **dict.fromkeys(("resume", "run_folder", "folder", "folders", "runs"), (runs,)),
+}
+"""What completes an argument, by its name."""
+
+
+def _of(completers: tuple[Completer, ...]) -> Callable[..., list[str]]:
+    def found(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+        words = (word for one in completers for word in one(prefix, parsed_args))
+        return [word for word in dict.fromkeys(words) if word.startswith(prefix)]
+
+    return found
+
+
+# agentrl completion
+
+COMPLETION_HELP = "print the shell completion of bash, zsh or fish"
+COMPLETION_EPILOG = """examples:
   eval "$(agentrl completion bash)"                     in ~/.bashrc
   eval "$(agentrl completion zsh)"                      in ~/.zshrc, after compinit
   agentrl completion fish > ~/.config/fish/completions/agentrl.fish
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_completion)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_completion(args: argparse.Namespace) -> int:
     """Print it; returns the exit code."""
     from argcomplete.shell_integration import shellcode
 

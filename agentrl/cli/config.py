@@ -1,25 +1,30 @@
-"""`agentrl config`: what each key means, what a config comes to and why, how two differ, and a schema for editors."""
+"""`agentrl config` and `agentrl metrics`: the keys of a config, what a config comes to, and the numbers of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.configs import find_config_file, is_override
-from agentrl.errors import ConfigError
-from agentrl.shown import say
+from agentrl.run.config_file import find_config_file, is_override
+from agentrl.utils.errors import ConfigError, hinted
+from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
     from agentrl.config import TrainConfig
     from agentrl.config.keys import Key
     from agentrl.config.origin import Keys, Origins
 
-HELP = "explain keys, show and compare configs, print a schema for editors"
-EPILOG = """examples:
+
+# agentrl config
+
+CONFIG_HELP = "explain keys, show and compare configs, print a schema for editors"
+CONFIG_EPILOG = """examples:
   agentrl config docs                                  every key: type, default, unit, meaning
   agentrl config docs rollout                          a section
   agentrl config docs algorithm.advantage.name         a key, with the names that it takes and their arguments
@@ -32,25 +37,25 @@ EPILOG = """examples:
 CONFIG = "a TOML file, a run's folder, or the name of a packaged config"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands with their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=EPILOG, **_RAW)
+    docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG, **_RAW)
     docs.add_argument("key", nargs="?", help="a key or a section, for example rollout.groups (default: all)")
     docs.add_argument("--json", action="store_true", help="one JSON array")
     docs.set_defaults(run=run_docs)
-    show = actions.add_parser("show", help="the resolved config", epilog=EPILOG, **_RAW)
+    show = actions.add_parser("show", help="the resolved config", epilog=CONFIG_EPILOG, **_RAW)
     show.add_argument("config", help=CONFIG)
     show.add_argument("overrides", nargs="*", metavar="a.b=c", help="as for train; ~a.b unsets a key")
     show.add_argument("--origin", action="store_true", help="say of each value where it is from")
     show.add_argument("--given", action="store_true", help="only what a file or an override sets")
     show.add_argument("--json", action="store_true", help="one JSON object: key -> value (with --origin: value and origin)")
     show.set_defaults(run=run_show)
-    diff = actions.add_parser("diff", help="keys in which two configs differ", epilog=EPILOG, **_RAW)
+    diff = actions.add_parser("diff", help="keys in which two configs differ", epilog=CONFIG_EPILOG, **_RAW)
     diff.add_argument("overrides", nargs="+", metavar="CONFIG [a.b=c ...]", help=f"one or two of: {CONFIG}; each with overrides")
     diff.add_argument("--json", action="store_true", help="one JSON object: key -> [first value, second value]")
     diff.set_defaults(run=run_diff)
-    schema = actions.add_parser("schema", help="JSON Schema of a config file", epilog=EPILOG, **_RAW)
+    schema = actions.add_parser("schema", help="JSON Schema of a config file", epilog=CONFIG_EPILOG, **_RAW)
     schema.set_defaults(run=run_schema)
 
 
@@ -73,7 +78,7 @@ def run_docs(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Print a resolved config; returns the exit code."""
-    from agentrl.config.annotate import ConfigText
+    from agentrl.config.origin import ConfigText
 
     config, origins = _loaded(args.config, args.overrides)
     here = _derived(config) if args.origin else {}
@@ -86,7 +91,7 @@ def run_show(args: argparse.Namespace) -> int:
         return not args.given or not origins.of(keys).startswith("default")
 
     if args.json:
-        from agentrl.config.differ import leaves_at
+        from agentrl.config.origin import leaves_at
 
         rows = {name: (keys, value) for name, keys, value in leaves_at(config) if shown(keys)}
         said = {name: {"value": value, "origin": origin(keys)} if args.origin else value for name, (keys, value) in rows.items()}
@@ -98,8 +103,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Print the keys in which two configs differ; returns the exit code."""
-    from agentrl.config.differ import differing
-    from agentrl.config.toml import inline
+    from agentrl.config.keys import inline
+    from agentrl.config.origin import differing
 
     one, other = (_loaded(*side)[0] for side in _sides(args.overrides))
     found = differing(one, other)
@@ -118,7 +123,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_schema(args: argparse.Namespace) -> int:
     """Print the JSON Schema of a config file; returns the exit code."""
-    from agentrl.config.json_schema import json_schema
+    from agentrl.config.keys import json_schema
     from agentrl.run.registries import REGISTRIES, registry_of
 
     names = {key: list(registry_of(key) or ()) for key in REGISTRIES}
@@ -129,8 +134,8 @@ def run_schema(args: argparse.Namespace) -> int:
 def _loaded(name: str, overrides: Sequence[str]) -> tuple[TrainConfig, Origins]:
     """The config of a file, a shelf's name or a run's folder, with whole paths as a run has them, and where it is from."""
     from agentrl.config import load_config
+    from agentrl.config.load import with_absolute_paths
     from agentrl.config.origin import read_origins
-    from agentrl.config.paths import with_absolute_paths
 
     folder = Path(name) / "config.toml"
     file = folder if folder.is_file() else find_config_file(name)
@@ -156,7 +161,7 @@ def _sides(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _derived(config: TrainConfig) -> dict[str, str]:
-    from agentrl.run.derived import derived
+    from agentrl.run.plan import derived
 
     return derived(config)
 
@@ -207,3 +212,50 @@ def _entry(key: Key) -> list[str]:
         args = ", ".join(f"{name} = {default}" for name, default in one.args.items())
         lines += [f"  {one.name}" + (f"({args})" if args else ""), *wrapped(one.meaning, "      ")[:3]]
     return lines
+
+
+# agentrl metrics
+
+METRICS_HELP = "what the numbers in metrics.jsonl mean"
+METRICS_EPILOG = """examples:
+  agentrl metrics                                    all of them, with units and formulas
+  agentrl metrics entropy                            those whose name or meaning has this word
+  agentrl metrics --json                             for a script
+  agentrl metrics --markdown > metrics.md            as a page
+"""
+
+
+def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only names and meanings with one of these")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON array")
+    form.add_argument("--markdown", action="store_true", help="print the page that `make docs` shows")
+    parser.set_defaults(run=run_metrics)
+
+
+def run_metrics(args: argparse.Namespace) -> int:
+    """Print the table; returns 0, or 1 if no entry has one of the words."""
+    from agentrl.run.metrics import as_markdown, info_of, metrics_table
+
+    if args.markdown:
+        say(as_markdown(), end="")
+        return 0
+    exact = {entry.name for word in args.words if (entry := info_of(word)) is not None}
+    found = [
+        entry
+        for _, entry in metrics_table()
+        if not args.words
+        or entry.name in exact
+        or any(word.lower() in f"{entry.name} {entry.meaning}".lower() for word in args.words)
+    ]
+    if not found:
+        words = ", ".join(map(repr, args.words))
+        near = hinted(args.words[0], [entry.name for _, entry in metrics_table()])
+        say(f"agentrl: no metric has {words} in its name or meaning{near}", file=sys.stderr)
+    if args.json:
+        say(json.dumps([asdict(entry) for entry in found], indent=2))
+    else:
+        for entry in found:
+            say(f"{entry.name}  [{entry.unit}; {', '.join(entry.phases)}]\n    {entry.meaning}")
+    return 0 if found else 1

@@ -1,4 +1,4 @@
-"""`agentrl env`: list, show, create, check, play and serve environments."""
+"""`agentrl env`: list, show, create, install, check, play and serve environments."""
 
 from __future__ import annotations
 
@@ -9,20 +9,316 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli import env_difficulty, env_floor, env_install
-from agentrl.cli.env_subject import reference, subject_of
-from agentrl.cli.parser import seed
-from agentrl.errors import UserError
-from agentrl.shown import say
+from agentrl.cli.arguments import seed
+from agentrl.utils.errors import CatalogError, ConfigError, UserError, did_you_mean
+from agentrl.utils.terminal import cell, console, folding, say
 
 if TYPE_CHECKING:
-    from agentrl.catalog import EnvRef
-    from agentrl.env import ToolEnv
-    from agentrl.env.check import CheckFinding
-    from agentrl.tool import Options
+    from collections.abc import Callable
 
-HELP = "list, show, create, check, play and serve environments"
-EPILOG = """examples:
+    from agentrl.env import ToolEnv
+    from agentrl.env.call_options import Options
+    from agentrl.env.catalog import EnvEntry, EnvRef
+    from agentrl.env.check_tools import CheckFinding, Subject
+    from agentrl.env.difficulty import DifficultyReport
+    from agentrl.env.suites import InstallRecord
+
+
+# The environment of a command
+
+
+def reference(env_id: str, params: list[str]) -> EnvRef:
+    """The reference to an environment by id and `a=b` strings: its parameters, and keys of the section `tools`
+    (`tools.sets=["notes"]`), as a config has them. Raises CatalogError or ConfigError."""
+    from agentrl.config.load import UNSET, parse_overrides
+    from agentrl.env.catalog import EnvRef
+
+    values: dict[str, Any] = {}
+    tools: list[str] = []
+    for keys, value, text in parse_overrides(params):
+        if keys[0] == "tools" and len(keys) > 1:
+            tools.append(text)
+            continue
+        if len(keys) != 1:
+            raise ConfigError(f"{text!r}: a parameter is one word, not {'.'.join(keys)} (only keys of `tools` have several)")
+        if value is UNSET:
+            raise ConfigError(f"{text!r}: there is nothing to unset; leave the parameter out for its default")
+        values[keys[0]] = value
+    if not tools:
+        return EnvRef(env_id, values)
+    from agentrl.config.load import config_from
+
+    config = config_from({"name": "env", "env": {"id": env_id}, "model": {"path": "none"}}, tools)
+    return EnvRef(env_id, values, tools=config.tools)
+
+
+def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500, every: bool = False) -> Subject:
+    """What checks an environment, with the scorer of a spec (by default its own). Raises UserError for a mistake in its
+    parameters or in the spec."""
+    import pickle
+
+    from agentrl.config.schema import RewardConfig
+    from agentrl.env.catalog import find_spec, make_scorer
+    from agentrl.env.check_tools import Subject
+
+    ref = ref.scripted()
+    ref.build().close()  # a mistake in the parameters is reported once, not as the result of every check
+    named = reward or ref.default_reward()
+    scorer = make_scorer(find_spec(ref, named), RewardConfig(), ref) if named else None
+    return Subject(ref.build, scorer, tasks, fuzz, pickle.dumps(ref), every, str(named or ""))
+
+
+# agentrl env difficulty
+
+DIFFICULTY_EPILOG = """examples:
+  agentrl env difficulty key_value calls=8                64 tasks of the split "train"
+  agentrl env difficulty tau2 --all-tasks                 every task of a benchmark, by family
+  agentrl env difficulty bfcl --split heldout --json      a row for each task
+  agentrl env difficulty workspace --tokenizer Qwen/Qwen3-0.6B     in a model's own tokens
+"""
+COLUMNS = ("calls", "turns", "user_turns", "prompt_tokens", "tool_tokens", "gold_tokens", "read_tokens", "writes")
+
+
+def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog, parser.formatter_class = DIFFICULTY_EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tasks", type=int, default=64, help="tasks (default 64)")
+    parser.add_argument("--all-tasks", action="store_true", help="every task of an environment that has an end")
+    parser.add_argument("--split", help="of which split (default train; all tasks of a suite)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="count the tokens of this model (default: four bytes each)")
+    parser.add_argument("--json", action="store_true", help="one JSON object with a row for each task")
+    parser.set_defaults(run=run_difficulty)
+
+
+def run_difficulty(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code: 1 if no gold solution could be played."""
+    from agentrl.env.difficulty import measured
+    from agentrl.env.suites import WHOLE, SuiteEnv
+
+    if args.tasks < 1:
+        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
+    ref = reference(args.env, args.params).scripted()
+    env = ref.build(scorer=None)
+    split = args.split or (WHOLE if isinstance(env.unwrapped, SuiteEnv) else "train")
+    there = env.task_count(split)
+    if args.all_tasks and there is None:
+        raise UserError(f"--all-tasks: split {split!r} of {ref.id} has no end of tasks; use --tasks N")
+    wanted = args.tasks if there is None else min(args.tasks, there)
+    report = measured(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
+    if args.json:
+        say(json.dumps({"env": env.id, **report.to_json()}))
+    else:
+        _print_difficulty(env.id, report)
+    return 0 if report.tasks else 1
+
+
+def _counter(model: str | None) -> Callable[[str], int]:
+    if model is None:
+        from agentrl.env.toolbox import estimate_tokens
+
+        return estimate_tokens
+    from agentrl.trainer.pretrained import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _print_difficulty(env_id: str, report: DifficultyReport) -> None:
+    from agentrl.env.difficulty import SHARES
+
+    low, middle, high = (SHARES.index(share) for share in (0, 50, 100))
+    table = folding(
+        "family",
+        "tasks",
+        *COLUMNS,
+        title=f"{env_id}: gold of {len(report.tasks)} tasks of {report.split}: median (least to most)",
+    )
+    counts = report.counts()
+    for family, numbers in report.by_family().items():
+        cells = [f"{one[middle]:g} ({one[low]:g} to {one[high]:g})" for one in (numbers[name] for name in COLUMNS)]
+        table.add_row(cell(family or "-"), str(counts[family]), *cells)
+    console(highlight=False).print(table)
+    for task, reason in list(report.unplayed.items())[:4]:
+        say(f"without gold: {task}: {reason}")
+    if len(report.unplayed) > 4:
+        say(f"... and {len(report.unplayed) - 4} more (--json has all)")
+
+
+# agentrl env floor
+
+FLOOR_EPILOG = """examples:
+  agentrl env floor key_value sql                         what doing nothing earns, of 200 held-out tasks each
+  agentrl env floor bfcl                                  of every task of a benchmark, with the ids of those that pay
+  agentrl env floor tau2 domain=retail --json
+  agentrl env floor key_value --reward my_spec.json --tasks 1000
+"""
+SHOWN = 12
+
+
+def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog, parser.formatter_class = FLOOR_EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
+    parser.add_argument("--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
+    parser.add_argument("--split", help="of which split (default: all tasks of a suite, heldout of another environment)")
+    parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
+    parser.add_argument("--json", action="store_true", help="one JSON array instead of tables")
+    parser.set_defaults(run=run_floor)
+
+
+def run_floor(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code."""
+    names = [word for word in args.words if "=" not in word]
+    params = [word for word in args.words if "=" in word]
+    if not names or (params and len(names) > 1):
+        raise UserError("agentrl env floor: give environments, or one with parameters a=b")
+    if args.tasks is not None and args.tasks < 1:
+        raise UserError(f"--tasks {args.tasks}: expected 1 or more")
+    found = [floor_of(name, params, args.reward, args.split, args.tasks) for name in names]
+    if args.json:
+        say(json.dumps(found))
+    else:
+        for one in found:
+            _print_floor(one)
+    return 0
+
+
+def floor_of(
+    name: str, params: list[str], reward: str | None = None, split: str | None = None, tasks: int | None = None
+) -> dict[str, Any]:
+    """What `agentrl.env.difficulty.measure` finds for an environment. Raises UserError if it has no reward spec."""
+    from agentrl.env.difficulty import measure
+
+    ref = reference(name, params)
+    subject = subject_of(ref, reward)
+    if subject.scorer is None:
+        raise UserError(f"{name} names no reward spec, so nothing is paid; --reward SPEC scores with one")
+    return measure(subject, split, tasks)
+
+
+def _print_floor(found: dict[str, Any]) -> None:
+    from agentrl.env.difficulty import headline
+
+    every = "every task" if found["every"] else f"the first {found['tasks']} tasks"
+    version = f" {found['version']}" if found["version"] else ""
+    say(f"{found['env']}{version}: {every} of {found['split']} ({found['tasks']})")
+    for agent, one in found["agents"].items():
+        own = f", {headline(one)}" if headline(one) else ""
+        mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
+        lost = f", {one['unscored']} unscored" if one["unscored"] else ""
+        share = f"{100 * one['low']:.1f} to {100 * one['high']:.1f} %, 95 %"
+        say(f"  {agent:15} mean {mean}, paid in full on {one['paid']} ({share}){lost}{own}")
+        if one["ids"]:
+            more = f" and {len(one['ids']) - SHOWN} more (--json has all)" if len(one["ids"]) > SHOWN else ""
+            say(f"    {', '.join(one['ids'][:SHOWN])}{more}")
+
+
+# agentrl env install
+
+INSTALL_EPILOG = """examples:
+  agentrl env install --list                              which suites there are, and which are installed
+  agentrl env install bfcl                                from the importable package
+  agentrl env install tau2 --from ~/tau2-bench            from a checkout, which stays where it is
+  agentrl env install tau2 --remove                       forget it; the checkout stays
+"""
+
+
+def add_install_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog, parser.formatter_class = INSTALL_EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("suite", nargs="?", help="its name, for example bfcl")
+    parser.add_argument("--from", dest="source", metavar="FOLDER", help="the checkout or package folder (default: the package)")
+    parser.add_argument("--list", action="store_true", help="every suite: installed or not, version, tasks")
+    parser.add_argument("--remove", action="store_true", help="delete the record of the installation")
+    parser.set_defaults(run=run_install)
+
+
+def run_install(args: argparse.Namespace) -> int:
+    """Install, list or remove; returns the exit code."""
+    if args.list:
+        return _list()
+    if args.suite is None:
+        raise UserError("agentrl env install: give a suite, or --list")
+    if args.remove:
+        from agentrl.env.suites import remove
+
+        say(f"removed: {remove(args.suite)}")
+        return 0
+    entries = suites().get(args.suite)
+    if entries is None:
+        known = list(suites())
+        listed = f"known: {', '.join(known) or 'none'}"
+        raise CatalogError(f"no suite {args.suite!r}; {did_you_mean(args.suite, known, listed)}")
+    _say(_install(entries, args.source), entries)
+    return 0
+
+
+def suites() -> dict[str, list[EnvEntry]]:
+    """The environments of each suite on the shelves."""
+    from agentrl.env.catalog import list_envs
+
+    found: dict[str, list[EnvEntry]] = {}
+    for entry in list_envs():
+        name = entry.suite.suite if entry.suite is not None else _packaged(entry)
+        if name is not None:
+            found.setdefault(name, []).append(entry)
+    return dict(sorted(found.items()))
+
+
+def _packaged(entry: EnvEntry) -> str | None:
+    """The suite of an environment that another package announces: its class says it, since its source text is not read."""
+    from agentrl.env.suites import SuiteEnv
+
+    if entry.entry_point is None:
+        return None
+    try:
+        loaded = entry.load()
+    except Exception:  # another package's code: what it raises, `agentrl env check` says
+        return None
+    return loaded.suite if isinstance(loaded, type) and issubclass(loaded, SuiteEnv) else None
+
+
+def _install(entries: list[EnvEntry], source: str | None) -> InstallRecord:
+    from agentrl.env.suites import SuiteEnv, install
+
+    classes: dict[str, type[SuiteEnv]] = {}
+    for entry in entries:
+        loaded = entry.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, SuiteEnv)):
+            raise CatalogError(f"{entry.id} names a suite and is no SuiteEnv")
+        classes[entry.id] = loaded
+    return install(classes, source)
+
+
+def _say(record: InstallRecord, entries: list[EnvEntry]) -> None:
+    say(f"{record.suite} {record.version}: {record.source} ({len(record.files)} files)")
+    for env_id, splits in record.tasks.items():
+        for split, families in splits.items():
+            told = ", ".join(f"{family} {count}" for family, count in sorted(families.items()))
+            say(f"  {env_id}  {split}: {sum(families.values())} tasks" + (f" ({told})" if told else ""))
+    name = entries[0].name
+    say(f"next: agentrl env check {name}; agentrl env show {name}; agentrl eval {name} --model MODEL --split all")
+
+
+def _list() -> int:
+    from agentrl.env.suites import read_record
+
+    for name, entries in suites().items():
+        record = read_record(name)
+        ids = ", ".join(entry.id for entry in entries)
+        if record is not None:
+            tasks = sum(count for splits in record.tasks.values() for one in splits.values() for count in one.values())
+            say(f"{name}  installed {record.installed}: {record.version}, {tasks} tasks, {record.source}  ({ids})")
+        else:
+            how = f"not installed: agentrl env install {name} --from FOLDER" if entries[0].lacks_source() else "can be used"
+            say(f"{name}  {how}  ({ids})")
+    return 0
+
+
+# agentrl env
+
+ENV_HELP = "list, show, create, check, play and serve environments"
+ENV_EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
   agentrl env show key_value calls=4         its parameters, tools and a sample task
   agentrl env new todo                       a working environment to start from, in envs/todo
@@ -44,7 +340,7 @@ EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands with their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every environment on the shelves")
@@ -56,14 +352,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
-    env_install.add_arguments(
-        actions.add_parser("install", help="a benchmark's environments, from your checkout or package of it")
-    )
+    add_install_arguments(actions.add_parser("install", help="a benchmark's environments, from your checkout or package of it"))
     _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
-    env_difficulty.add_arguments(
+    add_difficulty_arguments(
         _with_env(actions.add_parser("difficulty", help="calls, turns, tokens and state writes of its gold solutions"))
     )
-    env_floor.add_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
+    add_floor_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
     play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=seed, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
@@ -138,7 +432,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def run_list(args: argparse.Namespace) -> int:
     """Print every environment; returns the exit code."""
-    from agentrl.catalog import broken_files, list_envs
+    from agentrl.env.catalog import broken_files, list_envs
 
     entries = list_envs()
     if args.json:
@@ -184,7 +478,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def _tool_lines(env: ToolEnv) -> list[str]:
     """The tools that the running episode offers."""
-    from agentrl.tool.options import MAX_OUTPUT
+    from agentrl.env.call_options import MAX_OUTPUT
 
     lines = []
     for tool in env.toolbox:
@@ -218,8 +512,8 @@ def _parameter_lines(env_class: type) -> list[str]:
 
 def run_new(args: argparse.Namespace) -> int:
     """Write a new environment; returns the exit code."""
-    from agentrl.catalog import list_envs
     from agentrl.cli.env_new import write_template
+    from agentrl.env.catalog import list_envs
 
     hidden = [entry.id for entry in list_envs() if entry.name == args.name]
     folder = write_template(args.name, args.shelf)
@@ -235,7 +529,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check one environment or all; returns 0 if every check passed, else 1."""
-    from agentrl.catalog import EnvRef, list_envs
+    from agentrl.env.catalog import EnvRef, list_envs
 
     if args.all == (args.env is not None):
         raise UserError("agentrl env check: give an environment, or --all")
@@ -296,9 +590,9 @@ def _print_table(env: str, findings: list[CheckFinding]) -> None:
 
 def run_play(args: argparse.Namespace) -> int:
     """Let a person act; returns the exit code."""
-    from agentrl.catalog.scoring import find_spec, make_scorer
     from agentrl.cli.env_play import play_by_hand
     from agentrl.config.schema import RewardConfig
+    from agentrl.env.catalog import find_spec, make_scorer
 
     ref = reference(args.env, args.params)
     scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
@@ -309,7 +603,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until the client goes away or Ctrl-C; returns the exit code."""
     ref = reference(args.env, args.params)
     if args.mcp:
-        from agentrl.env.serve import serve_mcp
+        from agentrl.env.mcp import serve_mcp
 
         serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http)
         return 0
@@ -319,13 +613,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
-    from agentrl.catalog.offer import EnvOffer
-    from agentrl.env.remote.app import EnvApp
-    from agentrl.env.remote.secret import Secret
-    from agentrl.env.remote.serving import serve_http
-    from agentrl.env.remote.sessions import SessionLimits
-    from agentrl.env.remote.wire import Asked
-    from agentrl.run.contents import env_digest
+    from agentrl.contrib.remote_envs.offer import EnvOffer
+    from agentrl.contrib.remote_envs.server import EnvApp, serve_http
+    from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
+    from agentrl.contrib.remote_envs.wire import Asked
+    from agentrl.run.digests import env_digest
 
     for name in ("max_episodes", "idle_timeout", "max_body"):
         if getattr(args, name) <= 0:

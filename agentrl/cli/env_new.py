@@ -6,14 +6,14 @@ import json
 import re
 from pathlib import Path
 
-from agentrl.errors import UserError
+from agentrl.utils.errors import UserError
 
 ENV = '''"""{title}: look things up and count those of one color."""
 
 import random
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ToolError
+from agentrl.utils.errors import ToolError
 from agentrl.tool import tool
 
 THINGS = ["milk", "bread", "tea", "rice", "soap", "paper", "salt", "oil", "eggs", "nuts", "honey", "flour"]
@@ -80,7 +80,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef
+from agentrl.env.catalog import EnvRef
 from agentrl.env.check import CHECKS, Subject, check_all
 from agentrl.reward import compile_spec, load_spec
 

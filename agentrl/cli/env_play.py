@@ -9,9 +9,9 @@ from typing import Any
 
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.users import GOLD, ModelUser
-from agentrl.errors import ConfigError, EnvError
-from agentrl.plain_data import read_json
-from agentrl.shown import safe
+from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.utils.parsing import read_json
+from agentrl.utils.terminal import safe
 
 HELP = """  NAME a=b c=d     call a tool (values in JSON; a bare word is a string)
   {"name": ...}    call a tool, as the model would write it
@@ -90,7 +90,7 @@ def parse_line(line: str, tools: tuple[str, ...]) -> Message:
 
 
 def _from_json(line: str) -> Message:
-    from agentrl.render.toolcalls import parse_tool_calls
+    from agentrl.render.tool_calls import parse_tool_calls
 
     content, calls = parse_tool_calls(f"<tool_call>\n{line}\n</tool_call>")
     return Message("assistant", content, calls)

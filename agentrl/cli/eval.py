@@ -1,4 +1,4 @@
-"""`agentrl eval`: pass@k and pass^k of models on held-out tasks, as a run evaluated them, or of environments by name."""
+"""`agentrl eval` and `agentrl rollout`: pass@k and pass^k of models on held-out tasks, and episodes of a model as trajectories."""
 
 from __future__ import annotations
 
@@ -7,25 +7,200 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.cli.configs import is_override
-from agentrl.cli.parented import with_parent
-from agentrl.cli.rollout import add_options, check_counts, check_request, read_request, say_interrupted
-from agentrl.deadline import run_loop
-from agentrl.errors import ConfigError
-from agentrl.shown import console as safe_console
-from agentrl.shown import say
+from agentrl.cli.arguments import seed, with_parent
+from agentrl.run.config_file import is_override
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.event_loop import run_loop
+from agentrl.utils.terminal import console as safe_console
+from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl.config import TrainConfig
+    from agentrl.run.evaluate import RolloutRequest
     from agentrl.run.folder import RunFolder
-    from agentrl.run.rollout import RolloutRequest
 
-HELP = "evaluate models on environments, or as a run did"
-EPILOG = """examples:
+
+# agentrl rollout
+
+ROLLOUT_HELP = "write a model's trajectories on an environment"
+ROLLOUT_EPILOG = """examples:
+  agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
+  agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
+  agentrl rollout key_value --model runs/quickstart/final --record records/one      record every answer
+  agentrl rollout --replay records/one --out again       replay it: no model, no tools, no judge
+
+The folder --out gets trajectories.jsonl, one episode per line. Ctrl-C keeps finished episodes; the same command
+then runs only the missing ones.
+"""
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_options(parser, tasks=16, split="train", folder="rollouts")
+    parser.set_defaults(run=run_rollout)
+
+
+def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str, models: bool = False) -> None:
+    """Add the options of rollouts. One that the user does not give is None, so that a replay can take it from its record.
+    `models`: --model may be given several times, and is a list."""
+    parser.add_argument("env", nargs="?", help="an environment's id or short name")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
+    again = "; several: one table" if models else ""
+    model = f"a model folder or hub name, or api:NAME for an API model (litellm's names){again}"
+    who = parser if models else parser.add_mutually_exclusive_group()
+    who.add_argument("--model", action="append" if models else "store", help=model)
+    scripted = f"a script that plays without a model: gold (the environment's solution), idle, refuse, echo or spam{again}"
+    who.add_argument(
+        "--policy", dest="model", action="append" if models else "store", type=_policy, metavar="NAME", help=scripted
+    )
+    parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
+    parser.add_argument("-k", "--samples", type=int, help="episodes per task (default 1)")
+    parser.add_argument("--seed", type=seed, help="seed of the sampling; the tasks stay the same (default 0)")
+    parser.add_argument("--split", help=f"split of the tasks (default {split})")
+    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
+    parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
+    parser.add_argument("--record", metavar="DIR", help="also record every answer of model, environment and judge")
+    parser.add_argument("--replay", metavar="DIR", help="replay such a record; options that are not given are taken from it")
+    parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
+
+
+def _policy(name: str) -> str:
+    """A scripted policy as a model's name."""
+    from agentrl.engines.makers import POLICY
+
+    return POLICY + name
+
+
+def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) -> tuple[TrainConfig, RolloutRequest]:
+    """The config and the request that the options ask for. Raises ConfigError, or ReplayError for a bad --replay."""
+    from agentrl.config.envs import the_env
+    from agentrl.run.evaluate import RolloutRequest
+
+    config, values, record, replay = read_config_of(args, purpose)
+    name = the_env(config).id.replace("/", "_")
+    from agentrl.run.provenance import model_label
+
+    default = f"{args.defaults['folder']}/{name}/{model_label(values['model'])}" if replay is None else replay / "replayed"
+    out = Path(args.out or default)
+    chosen = tuple(values.get("chosen", ()))[: values["tasks"]]
+    return config, RolloutRequest(
+        purpose, values["model"], values["tasks"], values["samples"], values["split"], out, record, replay, chosen
+    )
+
+
+def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig, dict[str, Any], Path | None, Path | None]:
+    """The config, the values of the request's options, and the folders of --record and --replay. Raises as `read_request`."""
+    from agentrl.config.load import config_from
+
+    if args.env is not None and is_override(args.env):  # with --replay the environment may be left out
+        args.env, args.overrides = None, [args.env, *args.overrides]
+    base, known = _base(args, purpose)
+    overrides = list(args.overrides)
+    if args.seed is not None:
+        overrides.append(f"seed={args.seed}")
+    if args.max_concurrent is not None:
+        overrides.append(f"rollout.max_episodes={args.max_concurrent}")
+    config = config_from(base, overrides)
+    if args.replay is None:
+        from agentrl.config.origin import typed_origins
+        from agentrl.run.checks.env_checks import check_played
+
+        check_played(config, partial(typed_origins, base, overrides))
+    given = {name: value for name in ("tasks", "samples", "split") if (value := vars(args)[name]) is not None}
+    values = {**known, **given}  # options that are given win over those of a replayed record, or over the defaults
+    check_counts(args)
+    record, replay = (None if path is None else Path(path) for path in (args.record, args.replay))
+    return config, values, record, replay
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Raise ConfigError for fewer than one task, or episode a task."""
+    if any(vars(args)[option] is not None and vars(args)[option] < 1 for option in ("tasks", "samples")):
+        raise ConfigError("-n and -k must be at least 1")
+
+
+def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config table to start from, and the request's values for options that are not given."""
+    if args.replay is None:
+        if args.env is None:
+            raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")
+        if args.model is None:
+            raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
+        return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}}, {**args.defaults, "model": args.model})
+    if args.record is not None:
+        raise ConfigError("--record and --replay: a replay is a record already; give one of them")
+    from agentrl.run.record_folder import RecordFolder
+
+    manifest = RecordFolder(Path(args.replay)).manifest()
+    table = manifest["config"]
+    if manifest["purpose"] != purpose:  # the two commands take their temperature from different keys
+        temperature = table["eval" if manifest["purpose"] == "eval" else "rollout"]["temperature"]
+        table["eval" if purpose == "eval" else "rollout"]["temperature"] = temperature
+    if args.env is not None:
+        table["env"]["id"] = args.env
+    return table, manifest if args.model is None else {**manifest, "model": args.model}
+
+
+def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
+    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created. A
+    replay is checked call by call instead."""
+    if config.agent is not None and (request.replay is not None or request.record is not None):
+        raise ConfigError("[agent]: what an agent does is not recorded, so neither --record nor --replay goes with one")
+    if request.replay is not None:
+        for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
+            if given:
+                raise ConfigError(
+                    f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out"
+                )
+    else:
+        from agentrl.run.checks import check_eval
+        from agentrl.run.engine_choice import without_trainer
+
+        config = without_trainer(config)
+        check_eval(config, request.purpose)
+    return config
+
+
+def run_rollout(args: argparse.Namespace) -> int:
+    """Roll out; returns the exit code."""
+    return with_parent(args, partial(_roll_out, args))
+
+
+def _roll_out(args: argparse.Namespace, _: int) -> int:
+    config, request = read_request(args, "rollout")
+    config = check_request(config, request)
+    from agentrl.run.display import Display
+    from agentrl.run.evaluate import run_rollout
+    from agentrl.run.provenance import model_note
+
+    with Display() as display:
+        if request.replay is None and (note := model_note(request.model, config)) is not None:
+            display.warn(note)
+        outcome = run_loop(run_rollout(config, request, display))
+        if outcome.interrupted:
+            return say_interrupted(display.say, request, len(outcome.episodes))
+        unscored = sum(trajectory.reward is None for trajectory in outcome.episodes.values())
+        note = f" ({unscored} of them unscored: the same command runs them again)" if unscored else ""
+        display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
+        if request.record is not None:
+            display.say(f"record: {request.record} (agentrl {request.purpose} --replay {request.record})")
+    return 0
+
+
+def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
+    """Say after Ctrl-C what is done and how to continue; returns the exit code."""
+    say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command runs the rest")
+    return 130
+
+
+# agentrl eval
+
+EVAL_HELP = "evaluate models on environments, or as a run did"
+EVAL_EPILOG = """examples:
   agentrl eval --run runs/quickstart                        the trained model, exactly as the run evaluated it
   agentrl eval --run runs/quickstart --checkpoint best -n 500 -k 4 eval.temperature=1     ... but for what is given here
   agentrl eval --run runs/quickstart --checkpoint 0 --checkpoint last     two checkpoints, with their paired difference
@@ -52,7 +227,7 @@ MOSTLY = 0.5
 """An evaluation of which a larger share is unscored has failed."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_options(parser, tasks=100, split="heldout", folder="evals", models=True)
     source = parser.add_mutually_exclusive_group()
@@ -62,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", action="append", metavar="best|last|N", help="of --run: which model (several: one table); default last"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_eval)
 
 
 @dataclass
@@ -77,7 +252,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_eval(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     if args.compare is not None:
         return _compare(args)
@@ -100,7 +275,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
             if code == 130:
                 return code
         if len(plans) > 1:
-            from agentrl.run.eval import write_comparison
+            from agentrl.run.evaluate import write_comparison
 
             found = _side_by_side([plan.folder for plan in plans], display.console)
             display.say(f"comparison: {write_comparison(plans[0].folder.parent, found)}")
@@ -108,9 +283,8 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
 
 
 def _play(plan: Plan, display: Any) -> int:
-    from agentrl.run.eval import run_eval, run_evals
-    from agentrl.run.official import print_official
-    from agentrl.run.report import print_report, print_reports, unscored_cause
+    from agentrl.run.compare import print_official
+    from agentrl.run.evaluate import print_report, print_reports, run_eval, run_evals, unscored_cause
 
     if len(plan.requests) > 1:
         report, outcome, last = run_loop(run_evals(plan.config, plan.requests, display, plan.about))
@@ -139,7 +313,7 @@ _BESIDE = ("comparison.json", "report.json")
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from agentrl.run.eval import write_comparison
+    from agentrl.run.evaluate import write_comparison
 
     if args.env is not None or args.overrides or args.model or args.checkpoint:
         raise ConfigError("--compare reads evaluations that are there: give their folders, and nothing to evaluate")
@@ -155,8 +329,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
     """Compare evaluations, and print that; the tables of suites too."""
-    from agentrl.run.compare import compare_all, print_comparison, read_results
-    from agentrl.run.official import print_side_by_side, read_official, side_by_side
+    from agentrl.run.compare import compare_all, print_comparison, print_side_by_side, read_official, read_results, side_by_side
 
     found = compare_all([read_results(folder) for folder in folders])
     print_comparison(found, console)
@@ -194,14 +367,14 @@ def _folder(args: argparse.Namespace) -> RunFolder | None:
         if args.checkpoint:
             raise ConfigError("--checkpoint names a model of a run: give --run RUN")
         return None
-    from agentrl.run.of_run import run_folder
+    from agentrl.run.provenance import run_folder
 
     return run_folder(args.run_folder)
 
 
 def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[str, str, dict[str, Any]]]:
     """Label, path and what the report says of each model."""
-    from agentrl.run.of_run import model_label, model_of
+    from agentrl.run.provenance import model_label, model_of
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     if folder is not None:
@@ -218,7 +391,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 
 
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
-    from agentrl.run.of_run import changed_files, differences_from_run, model_note, other_engine
+    from agentrl.run.provenance import changed_files, differences_from_run, model_note, other_engine
 
     args = _with_model(args, path)
     config, several = _config(args, folder)
@@ -274,8 +447,8 @@ def _requests(
 ) -> dict[str, RolloutRequest]:
     """A request for each environment; of a config with several, each in a folder of its own, also if one is chosen."""
     from agentrl.config.envs import alone
-    from agentrl.run.official import suite_choice, suite_tasks
-    from agentrl.run.rollout import RolloutRequest
+    from agentrl.run.compare import suite_choice, suite_tasks
+    from agentrl.run.evaluate import RolloutRequest
 
     requests, given = {}, args.config is not None or folder is not None
     record = None if args.record is None else Path(args.record)
@@ -295,13 +468,12 @@ def _requests(
 def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainConfig, bool]:
     """The config of the chosen environments, and whether they are chosen from several. Of one environment it is a config of that
     alone. Raises ConfigError or CatalogError."""
-    from agentrl.cli.configs import find_config_file
     from agentrl.config import load_config
     from agentrl.config.envs import alone, entry_of
-    from agentrl.config.load import config_from
+    from agentrl.config.load import config_from, with_absolute_paths
     from agentrl.config.origin import read_origins, typed_origins
-    from agentrl.config.paths import with_absolute_paths
-    from agentrl.run.checks.named import check_played
+    from agentrl.run.checks.env_checks import check_played
+    from agentrl.run.config_file import find_config_file
 
     names, overrides = _named(args)
     if args.config is None and folder is None:

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 
 from agentrl import __version__
-from agentrl.cli.configs import is_override
-from agentrl.cli.parser import Parser
-from agentrl.errors import AgentrlError, UserError
-from agentrl.files import disk_full, full_text
-from agentrl.processor import PASSIVE
-from agentrl.proxies import exempt
-from agentrl.redaction import guarded_output
-from agentrl.shown import say
+from agentrl.cli.arguments import Parser
+from agentrl.run.config_file import is_override
+from agentrl.utils.errors import AgentrlError, UserError
+from agentrl.utils.files import disk_full, full_text
+from agentrl.utils.network import exempt
+from agentrl.utils.processor import PASSIVE
+from agentrl.utils.redaction import guarded_output
+from agentrl.utils.terminal import say
 
 COMMANDS = (
     "train",
@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 the run failed, 2 a user error, 130 interrupted."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
-        from agentrl.cli.complete import complete
+        from agentrl.cli.completion import complete
 
         complete(build_parser())
     if argv is None:  # before anything imports torch, which reads it once

@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.parser import seed
-from agentrl.errors import CatalogError, UserError
-from agentrl.plain_data import json_text, read_json
-from agentrl.shown import console as safe_console
-from agentrl.shown import say
+from agentrl.cli.arguments import seed
+from agentrl.utils.errors import CatalogError, UserError
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.terminal import console as safe_console
+from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
     from agentrl.config.schema import RewardConfig
+    from agentrl.data.trajectory import Task, Trajectory
     from agentrl.reward import Context, Scorer
     from agentrl.reward.leaf import ReplayEnv
-    from agentrl.trajectory import Task, Trajectory
 
 SHOWN = 20
 """Episodes whose value alone changes that `diff` lists."""
@@ -102,9 +102,8 @@ def _add_context(part: argparse.ArgumentParser) -> None:
 
 def run_lint(args: argparse.Namespace) -> int:
     """Print the findings; returns exit code 1 if one of them is an error."""
-    from agentrl.reward.lint import LintFinding, lint_probes, lint_spec, whatever_judged
-    from agentrl.reward.node import LeafNode, walk
-    from agentrl.reward.probes import probe_episodes
+    from agentrl.reward.lint import LintFinding, lint_probes, lint_spec, probe_episodes, whatever_judged
+    from agentrl.reward.nodes import LeafNode, walk
 
     options = _options(args)
     scorer = options.scorer(_spec(args.spec), alone=args.env is None)
@@ -196,8 +195,7 @@ def run_score(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Compare two specs on the same episodes."""
-    from agentrl.reward.diff import alone, changed_ranks, changed_values
-    from agentrl.reward.offline import parse_row, read_lines
+    from agentrl.reward.explain import alone, changed_ranks, changed_values, parse_row, read_lines
 
     a, b = _scored(args, args.spec_a, args.spec_b), _scored(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
@@ -237,7 +235,7 @@ def _mean(rows: list[dict[str, Any]]) -> str:
 
 def run_schema(args: argparse.Namespace) -> int:
     """Write the grammar of this version."""
-    from agentrl.reward.schema import published_schema
+    from agentrl.reward.spec import published_schema
 
     text = json.dumps(published_schema(), indent=2) + "\n"
     if args.out is None:
@@ -250,8 +248,8 @@ def run_schema(args: argparse.Namespace) -> int:
 
 def run_leaves(args: argparse.Namespace) -> int:
     """Print the documentation of every leaf."""
-    from agentrl.reward.group import GROUP_LEAVES
     from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.nodes import GROUP_LEAVES
 
     documented = [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in LEAVES.items()]
     documented += [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in GROUP_LEAVES.items()]
@@ -288,7 +286,7 @@ class _Options:
     def scorer(self, spec: dict[str, Any], *, alone: bool = False) -> Scorer:
         """The scorer of a spec, assembled in the same way as for a run. `alone`: to look at it without scoring anything, so what
         it would replay on need not be there."""
-        from agentrl.catalog.scoring import make_scorer
+        from agentrl.env.catalog import make_scorer
 
         ref = None if self.env is None else self.env_ref()
         return make_scorer(spec, self.reward(), ref, through=_with_any_env if alone else _as_it_is)
@@ -310,9 +308,9 @@ class _Options:
     def asking(self, spec: dict[str, Any], beside: Sequence[dict[str, Any]] = ()) -> Iterator[Callable[[dict[str, Any]], Scorer]]:
         """Makes scorers of the spec whose judges on engines of this process (`--judge-model`) may be asked within the block.
         Raises UserError for one that is not named, whose model cannot be used, or that neither the spec asks nor one `beside`."""
-        from agentrl.catalog.scoring import make_scorer
         from agentrl.config import TrainConfig
-        from agentrl.run.checks.judges import check_judges
+        from agentrl.env.catalog import make_scorer
+        from agentrl.run.checks.size_checks import check_judges
         from agentrl.run.judges import Judges, check_names, own_leaves
 
         ref, reward = None if self.env is None else self.env_ref(), self.reward()
@@ -332,7 +330,7 @@ class _Options:
             judges.shut()
 
     def env_ref(self) -> Any:
-        from agentrl.catalog import EnvRef, find_env
+        from agentrl.env.catalog import EnvRef, find_env
 
         assert self.env is not None
         find_env(self.env)
@@ -366,7 +364,7 @@ def _json_or_text(value: str) -> Any:
 
 
 def _spec(name: str) -> dict[str, Any]:
-    from agentrl.catalog import find_reward
+    from agentrl.env.catalog import find_reward
     from agentrl.reward import load_spec
 
     path = Path(name)
@@ -379,7 +377,7 @@ def _spec(name: str) -> dict[str, Any]:
 
 
 def _episode(path: Path, row: int) -> Trajectory:
-    from agentrl.reward.offline import parse_row, read_lines
+    from agentrl.reward.explain import parse_row, read_lines
 
     if path.suffix == ".json":
         text = "\n".join(line for _, line in read_lines(path))
@@ -392,7 +390,7 @@ def _episode(path: Path, row: int) -> Trajectory:
 
 def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list[Trajectory]]:
     """The episode of a row and, for a spec that compares episodes, the others of its task in the file."""
-    from agentrl.reward.offline import parse_row, read_lines
+    from agentrl.reward.explain import parse_row, read_lines
 
     chosen = _episode(path, row)
     if not compares or path.suffix == ".json":
@@ -403,7 +401,7 @@ def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list
 
 
 def _scored(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
-    from agentrl.reward.offline import read_lines, score_file
+    from agentrl.reward.explain import read_lines, score_file
 
     spec = _spec(name)
     total = len(read_lines(args.trajectories))

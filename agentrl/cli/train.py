@@ -1,4 +1,4 @@
-"""`agentrl train`: validate the config, create the run folder, train, and always write a summary."""
+"""`agentrl train` and `agentrl sft`: validate the config, create the run folder, train, and write a summary."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.configs import (
+from agentrl.cli.arguments import Drive, with_parent
+from agentrl.config import TrainConfig
+from agentrl.config.identity import check_resumed
+from agentrl.config.origin import Origins, read_origins
+from agentrl.run.config_file import (
     add_config,
     check_folder,
+    find_config_file,
+    is_override,
     open_folder,
     read_config,
     read_config_origins,
     read_resumed,
     resume_overrides,
 )
-from agentrl.cli.parented import Drive, with_parent
-from agentrl.config import TrainConfig
-from agentrl.config.identity import check_resumed
-from agentrl.config.origin import Origins, read_origins
-from agentrl.errors import ConfigError
-from agentrl.shown import say
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.terminal import say
 
-HELP = "train a policy on an environment"
-EPILOG = """examples:
+# agentrl train
+
+TRAIN_HELP = "train a policy on an environment"
+TRAIN_EPILOG = """examples:
   agentrl train configs/quickstart.toml
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
   agentrl train configs/quickstart.toml engine=vllm cluster.actors=2
@@ -43,7 +49,7 @@ Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice sto
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_config(parser, "a TOML file or the name of a packaged config")
     parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
@@ -60,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODESxCARDS",
         help="with --gpu-memory: plan for so many nodes of so many cards each (by default one, with as many as the run takes)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_train)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_train(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     if args.dry_run:
         return _run(args, 0)
@@ -80,9 +86,9 @@ def _run(args: argparse.Namespace, restarts: int) -> int:
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory = {args.gpu_memory:g}: GiB of a card are needed, for example 80")
     if args.dry_run:
-        from agentrl.run.checks.named import check_named
-        from agentrl.run.dry_run import dry_run
+        from agentrl.run.checks.env_checks import check_named
         from agentrl.run.folder import NameTakenError
+        from agentrl.run.plan import dry_run
 
         try:
             _check_place(args, config, before)
@@ -119,9 +125,8 @@ def _origins(args: argparse.Namespace) -> Origins:
 
 def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None) -> None:
     """Raise, in its words, what the start would raise of the run's folder, and of a resumed run's files. Changes nothing."""
-    from agentrl.run.lock import check_unlocked
-    from agentrl.run.of_run import run_folder
-    from agentrl.run.provenance import check_unchanged
+    from agentrl.run.folder import check_unlocked
+    from agentrl.run.provenance import check_unchanged, run_folder
 
     if before is None:
         check_folder(config, overwrite=args.overwrite)
@@ -133,9 +138,9 @@ def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainCon
 
 def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | None, restarts: int) -> int:
     from agentrl.run.checks import check_train
-    from agentrl.run.checks.named import check_named
+    from agentrl.run.checks.env_checks import check_named
+    from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.main import execute
     from agentrl.run.provenance import check_resumable
 
     def check(made: TrainConfig) -> list[str]:
@@ -164,3 +169,154 @@ def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]
         raise ConfigError(f"{args.resume}: a run on data; continue it by agentrl sft --resume {shlex.quote(args.resume)}")
     check_resumed(before, config, Path(args.resume))
     return config, before
+
+
+# agentrl sft
+
+SFT_HELP = "train on a teacher's transcripts, or on data: episodes, conversations, preferences"
+SFT_EPILOG = """examples:
+  agentrl sft configs/quickstart.toml name=warm                  the warm start of [sft]: writes runs/warm/warm_start
+  agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
+  agentrl train configs/quickstart.toml sft=false model.path=runs/warm/warm_start    train from there
+
+  agentrl sft --data chats.jsonl model.path=Qwen/Qwen3-0.6B name=chats
+                                                     conversations of OpenAI's layout, Hermes or ToolACE; Parquet too
+  agentrl sft configs/quickstart.toml --data runs/quickstart --success --per-task 2 name=better
+                                                     rejection sampling: the best two successes of each task
+  agentrl sft --data runs/quickstart --loss dpo model.path=runs/quickstart/final name=dpo
+                                                     pairs of one task, the better preferred (also chosen/rejected files)
+  agentrl sft --data pairs.jsonl --loss reward model.path=Qwen/Qwen3-0.6B name=judge
+                                                     a reward model, for [reward_model]
+  agentrl sft --resume runs/chats                    continue from the newest checkpoint
+
+The result is a Hugging Face model folder, which transformers and vLLM can load: RUN/final, of a warm start RUN/warm_start.
+Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice stops at once.
+"""
+
+
+def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_config(
+        parser, "a TOML file or the name of a packaged config, with an [sft] or a [data] section; with --data it may be left out"
+    )
+    parser.add_argument(
+        "--data", action="append", metavar="PATH", help="a file, a folder of files, or a run (data.path); may be repeated"
+    )
+    parser.add_argument("--loss", choices=("sft", "dpo", "reward"), help="what is learned from it (data.loss)")
+    parser.add_argument("--min-reward", type=float, metavar="R", help="of episodes: only those with at least this reward")
+    parser.add_argument("--success", action="store_true", help="of episodes: only those that solved their task")
+    parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: so many of each task at most, the best first")
+    parser.add_argument("--resume", metavar="RUN", help="continue the run on data in this folder")
+    parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
+    parser.set_defaults(run=run_sft)
+
+
+def run_sft(args: argparse.Namespace) -> int:
+    """Train; returns the exit code."""
+    return with_parent(args, partial(_run_sft, args), partial(_again, args))
+
+
+def _run_sft(args: argparse.Namespace, restarts: int) -> int:
+    if args.resume is not None:
+        return _resume(args, restarts)
+    config, overrides = _sft_config(args)
+    if config.data is not None:
+        return _on_data(args, config, overrides, restarts)
+    if config.sft is None:
+        raise ConfigError(f"{args.config}: it has no [sft] section; add one, or set sft.batch=8, or name data: --data PATH")
+    from agentrl.run.checks import check_train
+    from agentrl.run.checks.env_checks import check_named
+    from agentrl.run.driver import execute
+
+    check_folder(config, overwrite=args.overwrite)  # as in `agentrl train`
+    check_named(config, partial(read_config_origins, args))
+    notes = check_train(config)
+    folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
+    return execute(config, folder, resumed=False, only_warm_start=True, notes=notes, restarts=restarts)
+
+
+def _again(args: argparse.Namespace, run: str) -> Drive:
+    """What goes on with a run that Ray has ended: on data, or with the warm start alone."""
+    args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
+    args.data = args.loss = args.min_reward = args.success = args.per_task = None  # they are in the run's config
+    return partial(_resume, args, warm_start=True)
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """The options as overrides, which are before those that were written as such."""
+    named = [("min_reward", args.min_reward), ("per_task", args.per_task), ("loss", args.loss), ("success", args.success or None)]
+    found = [f"data.{key}={json.dumps(value)}" for key, value in named if value is not None]
+    return [*([f"data.path={json.dumps(args.data)}"] if args.data else []), *found]
+
+
+def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+    from agentrl.config import load_config
+    from agentrl.config.load import config_from, with_absolute_paths
+
+    if args.config is not None and is_override(args.config):
+        args.overrides, args.config = [args.config, *args.overrides], None
+    options = _given(args)
+    given = [*options, *args.overrides]
+    if args.config is None:
+        if not args.data:
+            raise ConfigError("a config or data is needed: agentrl sft CONFIG, or agentrl sft --data PATH model.path=MODEL")
+        return with_absolute_paths(config_from({}, given)), given
+    file = find_config_file(args.config)
+    if options and not args.data and load_config(file, args.overrides, find_config_file).data is None:
+        raise ConfigError(
+            f"{options[0].partition('=')[0]}: it is of data, and {args.config} names none; name it too: --data PATH"
+        )
+    return with_absolute_paths(load_config(file, given, find_config_file)), given
+
+
+def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
+    """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
+    from agentrl.config.origin import Origins, read_origins
+    from agentrl.contrib.offline.checks import check_data
+    from agentrl.contrib.offline.data_run import write_data
+    from agentrl.run.callbacks import ended_as_interrupted
+    from agentrl.run.display import Display
+    from agentrl.run.driver import execute
+    from agentrl.run.folder import check_free
+
+    notes = check_data(config)
+    if not args.overwrite:
+        check_free(config)  # before the data is read, which may take long
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
+    try:
+        with ended_as_interrupted(), Display() as display:
+            write_data(config, read, display)
+        file = None if args.config is None else find_config_file(args.config)
+        origins = Origins() if file is None else read_origins(file, overrides, find_config_file)
+        folder = open_folder(config, overwrite=args.overwrite, origins=origins)
+        read.rename(folder.data)
+    finally:
+        shutil.rmtree(read, ignore_errors=True)
+    return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
+
+
+def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -> int:
+    """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
+    from agentrl.config.identity import check_resumed
+    from agentrl.config.origin import read_origins
+    from agentrl.contrib.offline.checks import check_data
+    from agentrl.run.driver import execute
+    from agentrl.run.folder import RunFolder
+    from agentrl.run.provenance import check_resumable
+
+    texts = [*resume_overrides(args), *_given(args)]
+    before, config = read_resumed(args.resume, texts)
+    folder = RunFolder(Path(args.resume))
+    if before.data is None:
+        if warm_start:
+            return execute(config, folder, resumed=True, only_warm_start=True, restarts=restarts)
+        run = shlex.quote(args.resume)
+        raise ConfigError(
+            f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
+        )
+    check_resumed(before, config, Path(args.resume))
+    notes = check_resumable(before, config, folder, partial(check_data, prepared=True))
+    origins = read_origins(folder.config, texts)
+    return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)

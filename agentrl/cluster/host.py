@@ -1,28 +1,211 @@
-"""The process side of a worker group: a host holds role objects and runs their methods on request.
+"""The process side of a worker group: a host holds role objects and runs their methods.
 
-Several roles may share one host (colocation): they take turns, because a host runs one call at a time.
-A host imports torch and tensordict only with its first batch, so that workers that get no batches stay small.
-"""
+The GPUs of the process, the timing and tracing of calls, and the host itself."""
 
 from __future__ import annotations
 
+import functools
+import heapq
+import json
 import os
 import pickle
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.cluster.cards import take_cards
-from agentrl.cluster.rendezvous import Rendezvous, listen
-from agentrl.cluster.shipment import GatherPlan
-from agentrl.cluster.watched import watched
-from agentrl.cluster.worker import Worker, WorkerContext
-from agentrl.errors import UserError, WorkerError
-from agentrl.redaction import guard_process
+from agentrl.cluster.machine import Rendezvous, listen
+from agentrl.cluster.worker import GatherPlan, Worker, WorkerContext
+from agentrl.utils.errors import ResourceError, UserError, WorkerError
+from agentrl.utils.redaction import guard_process
+from agentrl.utils.spans import machine, now
+
+if TYPE_CHECKING:
+    import torch
+
+
+# GPUs of a process
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_given: list[str] = []
+
+
+def take_cards() -> list[str]:
+    """Make exactly the cards that Ray gave this process visible to it, and return them; before anything asks CUDA.
+
+    Ray leaves every card visible to a process that asked for none, and hides none at all on clusters that set
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; such a process would compute on a card of another one.
+    """
+    import ray
+
+    _given[:] = [str(card) for card in ray.get_gpu_ids()]
+    # Also if Ray gave none: an empty value hides every card, an absent one hides none.
+    os.environ[VISIBLE] = ",".join(_given)
+    return list(_given)
+
+
+def own_device() -> torch.device:
+    """The device that this process computes on, made CUDA's current one: its first visible card, else the CPU.
+
+    Raises ResourceError if Ray gave it a card, but torch finds none: it would train on the CPU without a word.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        # Numbers count visible cards only, so 0 is this process's own. NCCL uses the current device, which must be the same one.
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    if _given:
+        raise ResourceError(
+            f"Ray gave this process GPU {', '.join(_given)}, but torch {torch.__version__} finds no CUDA device on its node: "
+            "install a build of torch with CUDA there, or set the pool's gpus to 0 to train on CPUs"
+        )
+    return torch.device("cpu")
+
+
+# Timed calls
+
+MARK = "agentrl clock"
+"""A mark in torch's trace, whose time is known."""
+
+
+@dataclass(slots=True)
+class RankCall:
+    """A call of a role on one rank, in nanoseconds of that process's clock. `file`: torch's events, in the same time."""
+
+    group: str
+    rank: int
+    method: str
+    begin: int
+    end: int = 0
+    file: str | None = None
+
+
+@dataclass(slots=True)
+class _Watching:
+    """What this process notes. `traces`: by call, torch's profile and the time of its mark."""
+
+    folder: Path
+    torch: bool
+    most: int
+    calls: list[RankCall] = field(default_factory=list)
+    traces: list[tuple[RankCall, Any, int]] = field(default_factory=list)
+
+
+_watching: _Watching | None = None
+
+
+def clock() -> tuple[str, int]:
+    """This process's machine and time."""
+    return machine(), now()
+
+
+def begin_watching(folder: str, torch: bool, most: int) -> None:
+    """From now on, note calls. `folder`: for torch's events, of which a process writes `most`, the longest. Idempotent."""
+    global _watching
+    if _watching is None:
+        if torch:
+            load_profiler()
+        _watching = _Watching(Path(folder), torch, most)
+
+
+@functools.cache
+def load_profiler() -> None:
+    """Load torch's profiler, in the thread that asks first: calls come in others, of which it complains, and would be timed with
+    it. Its notes of every start and stop go nowhere."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        pass
+
+
+def end_watching() -> list[RankCall]:
+    """The calls since `begin_watching`; none if another role of this process has asked before."""
+    global _watching
+    if _watching is None:
+        return []
+    seen, _watching = _watching, None
+    for number, (call, profile, mark) in enumerate(seen.traces):
+        path = seen.folder / f"{call.group}.{call.rank}.{os.getpid()}.{number}.json"
+        path.write_text(json.dumps(reduced(profile, mark, max(seen.most // len(seen.traces), 1))))
+        call.file = str(path)
+    return seen.calls
+
+
+def drop_watching() -> None:
+    """Note no more, and forget what was noted."""
+    global _watching
+    _watching = None
+
+
+def _computes(worker: Worker, method: str) -> bool:
+    """Whether a call gets a part of a batch."""
+    from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
+
+    return isinstance(type(worker).dispatch_table.get(method), Shard)
+
+
+@contextmanager
+def watched(worker: Worker, method: str) -> Iterator[None]:
+    """Time a call, if this process notes them, and have torch record those that compute on a batch."""
+    seen = _watching
+    if seen is None:
+        yield
+        return
+    call = RankCall(worker.context.group, worker.rank, method, now())
+    seen.calls.append(call)
+    try:
+        if seen.torch and _computes(worker, method):
+            with _recorded(seen, call):
+                yield
+        else:
+            yield
+    finally:
+        call.end = now()
+
+
+@contextmanager
+def _recorded(seen: _Watching, call: RankCall) -> Iterator[None]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with profile(activities=activities, acc_events=True) as trace:
+        mark = now()
+        with record_function(MARK):
+            pass
+        yield
+    seen.traces.append((call, trace, mark))
+
+
+def reduced(profile: Any, mark: int, most: int) -> dict[str, Any]:
+    """Torch's trace as {"events": [[name, category, process, thread, begin, nanoseconds]], "names": {"process thread": name},
+    "dropped"}, the longest `most` events; times as those of `mark`, which is this process's at the event MARK."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(file))
+        found = json.loads(file.read_text())["traceEvents"]
+    timed = [event for event in found if event.get("ph") == "X" and event.get("cat") != "Trace"]
+    begun = next(event["ts"] for event in timed if event["name"] == MARK)
+    kept = heapq.nlargest(most, timed, key=lambda event: float(event.get("dur", 0.0)))
+    names = {
+        f"{event['pid']} {event['tid']}": event["args"]["name"]
+        for event in found
+        if event.get("ph") == "M" and event.get("name") == "thread_name"
+    }
+    events = [
+        [e["name"], e.get("cat", ""), e["pid"], e["tid"], mark + round(1000 * (e["ts"] - begun)), round(1000 * e.get("dur", 0.0))]
+        for e in kept
+        if e["name"] != MARK
+    ]
+    return {"events": events, "names": names, "dropped": len(timed) - len(kept)}
 
 
 class RemoteFailure(Exception):
@@ -134,14 +317,14 @@ def unpack_arguments(common: bytes | PackedCall) -> Any:
 
 def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
     """The pieces of a call's batch, numbered as in the driver's gather plans; see cluster/column_store.py."""
-    from agentrl.cluster.column_store import rejoined
+    from agentrl.cluster.ray_group import rejoined
 
     return rejoined(parts)
 
 
 def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
     """The argument that a gather plan describes, in fresh storage."""
-    from agentrl.batch.rows import concat, select
+    from agentrl.data.rows import concat, select
 
     first = gather_plan.takes[0]
     if len(gather_plan.takes) == 1:
@@ -155,8 +338,7 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
     """Rows of a serialized batch or of a batch; all of them if `rows` is None."""
     from tensordict import TensorDict
 
-    from agentrl.batch.rows import select
-    from agentrl.batch.serialization import SerializedBatch, deserialize
+    from agentrl.data.rows import SerializedBatch, deserialize, select
 
     # Rows are copied even if all are wanted: inline, the piece is the caller's own batch, and the method may write into it.
     if isinstance(piece, TensorDict):
@@ -170,15 +352,15 @@ def serialized(value: Any) -> Any:
         return value
     from tensordict import TensorDict
 
-    from agentrl.batch.serialization import serialize
+    from agentrl.data.rows import serialize
 
     return serialize(value) if isinstance(value, TensorDict) else value
 
 
 def deserialized(value: Any) -> Any:
     """Inverse of `serialized`; values that arrive in shared memory are copied."""
-    if "agentrl.batch.serialization" not in sys.modules:
+    if "agentrl.data.rows" not in sys.modules:
         return value
-    from agentrl.batch.serialization import SerializedBatch, deserialize
+    from agentrl.data.rows import SerializedBatch, deserialize
 
     return deserialize(value) if isinstance(value, SerializedBatch) else value

@@ -1,13 +1,26 @@
-"""Facts about this machine that Ray, NCCL and shared memory depend on. Imports no ray, and torch
-only to count GPUs."""
+"""This machine in a cluster: its memory and its network.
+
+Facts that Ray, NCCL and shared memory depend on, memory pages of Ray's object store made in advance,
+the loopback guard, the address for other processes, the rendezvous of ranks. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import socket
+import sys
 import tempfile
+import threading
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from agentrl.errors import ResourceError
+from agentrl.utils.errors import DispatchError, ResourceError
+from agentrl.utils.network import bind_at
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -93,3 +106,269 @@ def network_interfaces() -> list[str]:
     """Names of the network interfaces."""
     folder = Path("/sys/class/net")
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# Pages of Ray's object store, made while the episodes of a run are played, not while its first batch is written.
+#
+# The store is shared memory that nothing has touched when Ray starts. The kernel makes and clears a page at its first touch, which
+# takes several times as long as copying to it, and in a virtual machine far longer: the host has to find a page too. The pages
+# that are made here are those that the batch is written to a moment later: no memory is taken that the run would not take, and it
+# is the store's, which gives it back when Ray ends, however it ends.
+
+TOKEN_BYTES = 32
+"""Of a token in the columns of a batch: 25 as it is collated, and advantages and another policy's logprobs."""
+LEAST_BYTES = 64 << 20
+"""Pages are made so many at a time; a batch with fewer is written in less time than is worth a thread."""
+PIECE_BYTES = 16 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: a page fault for writing on each page, which changes nothing in it
+_FIRST_OBJECT_BYTES = 1 << 18
+
+
+class StorePages:
+    """The pages of this machine's object store that the next batch needs, as far as it is known."""
+
+    def __init__(self) -> None:
+        self._update = self._tokens = self._made = 0
+        self._thread: threading.Thread | None = None
+
+    def played(self, update: int, tokens: int) -> None:
+        """More `tokens` will be in the batch of an update: make their pages in a thread, if there are not as many yet."""
+        if update != self._update:
+            self._update, self._tokens = update, 0
+        self._tokens += tokens
+        wanted = self._tokens * TOKEN_BYTES
+        if wanted - self._made >= LEAST_BYTES and (self._thread is None or not self._thread.is_alive()):
+            # A daemon: where it is when the process ends does not matter. Nor does the end of Ray, which unmaps the store:
+            # the kernel then refuses, and what it finds in that place instead it would leave as it is.
+            self._thread = threading.Thread(target=make_pages, args=(self._made, wanted), daemon=True, name="agentrl-pages")
+            self._made = wanted
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until the pages that were asked for are there."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def make_pages(begin: int, end: int) -> int:
+    """Make the pages between two places of the store, in bytes from its beginning, where Ray places objects as long as it has
+    room there; returns how many bytes of them there are. 0 if this system has no such call, or no store in shared memory;
+    what memory has no room for is left out."""
+    place, size = _store()
+    made = 0
+    for at in range(begin, min(end, size), PIECE_BYTES):
+        length = min(PIECE_BYTES, end - at, size - at)
+        if _madvise()(place + at, length, _POPULATE_WRITE):
+            break
+        made += length
+    return made
+
+
+def _store() -> tuple[int, int]:
+    """Address and bytes of the store as this process has it mapped; (0, 0) if it has none. Ray maps it with the first object."""
+    found = _mapped()
+    if not found[1]:
+        import ray  # a run without Ray has this module too
+
+        ray.put(bytes(_FIRST_OBJECT_BYTES))
+        found = _mapped()
+    return found
+
+
+def _mapped() -> tuple[int, int]:
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    places = [line.split()[0].split("-") for line in lines if "/dev/shm/plasma" in line]
+    sizes = [(int(first, 16), int(last, 16) - int(first, 16)) for first, last in places]
+    return max(sizes, key=lambda one: one[1], default=(0, 0))
+
+
+@cache
+def _madvise() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+# Addresses
+
+LOOPBACK_ADDRESS = "127.0.0.1"
+
+
+def reachable_address() -> str:
+    """This process's address for the other processes of the run: loopback if they are all on this machine, because it works
+    even if the machine's own address does not route back (see guard.py); else the one under which Ray knows this node."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return LOOPBACK_ADDRESS
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return LOOPBACK_ADDRESS if len(addresses) <= 1 else str(ray.util.get_node_ip_address())
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has an IPv4 address; None if none has it."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
+            return str(name)
+    return None
+
+
+def pin_gloo(environ: MutableMapping[str, str] | None = None) -> None:
+    """Make gloo listen on the interface of this node's address, if the user has named none.
+
+    Left to itself it takes the address that the host name resolves to, and that is loopback on many machines: ranks on
+    several nodes then wait for each other until they time out.
+    """
+    env = os.environ if environ is None else environ
+    address = reachable_address()
+    if env.get("GLOO_SOCKET_IFNAME") or address == LOOPBACK_ADDRESS:
+        return
+    interface = interface_of(address)
+    if interface is not None:
+        env["GLOO_SOCKET_IFNAME"] = interface
+
+
+# The loopback guard
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "AGENTRL_NODE_IP": "127.0.0.2",
+}
+"""Variables that are pinned if the user has set none of them. AGENTRL_NODE_IP is the address that `start_ray`
+passes to Ray, which does not read one from the environment. It is 127.0.0.2, because Ray replaces 127.0.0.1 with
+the very address that does not work; the whole of 127.0.0.0/8 is loopback."""
+
+
+def own_address() -> str | None:
+    """The address from which this machine would reach others; None if it has no route at all."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 80))  # connecting UDP sends nothing; it only picks a route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def routes_back(address: str, timeout: float = 1.0) -> bool:
+    """Whether a TCP connection to our own `address` arrives within `timeout` seconds."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        try:
+            server.bind((address, 0))
+            server.listen(1)
+            # The kernel completes the handshake without an accept. The timeout is for firewalls that drop packets without a
+            # word: they would hold up each start for minutes.
+            with socket.create_connection(server.getsockname(), timeout=timeout):
+                return True
+        except OSError:
+            return False
+
+
+def network_fault() -> str | None:
+    """Why this machine cannot reach itself at its own address; None if it can."""
+    address = own_address()
+    if address is None:
+        return "this machine has no network route"
+    return None if routes_back(address) else f"the address {address} does not route back to this machine"
+
+
+def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node: bool = False) -> str | None:
+    """Pin NCCL, Gloo, vLLM and Ray to loopback if this node cannot reach itself, and log a warning.
+
+    Call before `import ray`. Does nothing on several nodes, or if the user has set any of the variables.
+    Returns the reason if it pinned them, else None.
+    """
+    env = os.environ if environ is None else environ
+    # Loopback would cut this node off from the others; and who has set one of the variables knows this network better.
+    if multi_node or any(env.get(key) for key in LOOPBACK):
+        return None
+    fault = network_fault()
+    if fault is None:
+        return None
+    env.update(LOOPBACK)
+    log.warning("%s: pinned to loopback: %s", fault, ", ".join(f"{k}={v}" for k, v in LOOPBACK.items()))
+    return fault
+
+
+# Rendezvous of ranks
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where rank 0 listens."""
+
+    host: str
+    port: int
+
+
+class Listener:
+    """Rank 0's bound socket, held until the store takes it over."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bind_at(self._socket, host)
+        # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
+        self._socket.listen(1024)
+        self.address = Rendezvous(host, int(self._socket.getsockname()[1]))
+
+    def detach(self) -> int:
+        """The socket's file descriptor; the store owns it from now on."""
+        return self._socket.detach()
+
+
+_listeners: dict[Rendezvous, Listener] = {}
+
+
+def listen(host: str) -> Rendezvous:
+    """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks."""
+    listener = Listener(host)
+    _listeners[listener.address] = listener
+    return listener.address
+
+
+def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:
+    """Create this process's default process group, or keep one that has the same rank and size.
+
+    Sets MASTER_ADDR and MASTER_PORT for libraries that read them. Raises DispatchError if this process is already in
+    another group, or if there is no rendezvous for more than one rank.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+    if dist.is_initialized():  # a colocated role: torch.distributed has one default group per process
+        present = (dist.get_rank(), dist.get_world_size())
+        if present != (rank, world_size):
+            raise DispatchError(f"this process is already rank {present[0]} of {present[1]}; it cannot be {rank} of {world_size}")
+        return
+    # With GPUs gloo too, for tensors on the host: shards that are kept there, and what a checkpoint reads and writes.
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    span = timedelta(seconds=timeout)
+    if rendezvous is None:
+        if world_size != 1:
+            raise DispatchError(f"{world_size} ranks need backend 'ray': an inline group has no processes to join")
+        # A store in memory: a single process needs no port, which could be taken.
+        dist.init_process_group(chosen, store=HashStore(), rank=0, world_size=1, timeout=span)
+        return
+    os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+    if rendezvous.host != LOOPBACK_ADDRESS:
+        pin_gloo()
+    if rank == 0:
+        store = TCPStore(
+            rendezvous.host,
+            rendezvous.port,
+            world_size,
+            is_master=True,
+            # The constructor would block until all have come; `init_process_group` waits for them anyway, by the same timeout.
+            wait_for_workers=False,
+            timeout=span,
+            master_listen_fd=_listeners.pop(rendezvous).detach(),
+        )
+    else:
+        store = TCPStore(rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=span)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=span)

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import EngineError, ResourceError, StalledError, WorkerDiedError, WorkerError
-from agentrl.shown import console
+from agentrl.utils.errors import EngineError, ResourceError, StalledError, WorkerDiedError, WorkerError
+from agentrl.utils.terminal import console
 
 PR_SET_PDEATHSIG = 1
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1)

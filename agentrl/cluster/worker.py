@@ -1,16 +1,279 @@
-"""The worker contract: a plain class whose public methods can be called by a group."""
+"""The worker contract: a plain class whose public methods can be called by a group.
+
+The mesh of ranks, the arguments of a call as they are shipped, the dispatch strategies that a
+method declares, and the contract. Imports no torch: processes that get no batches stay small."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.rendezvous import Rendezvous, join_group
-from agentrl.cluster.strategy import Strategy, call_shape
-from agentrl.errors import DispatchError, did_you_mean
+import numpy as np
+
+from agentrl.cluster.machine import Rendezvous, join_group
+from agentrl.utils.errors import DispatchError, did_you_mean
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+# The mesh of ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axis names and sizes; rank = row-major index over the axes."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
+        """The mesh of `sizes`, by default one axis "dp" over all ranks.
+
+        Raises DispatchError if the product of the sizes is not `world_size`.
+        """
+        mesh = cls(tuple((sizes or {"dp": world_size}).items()))
+        if mesh.world_size != world_size or any(size < 1 for _, size in mesh.axes):
+            raise DispatchError(f"mesh {dict(mesh.axes)} does not hold exactly {world_size} ranks")
+        return mesh
+
+    @property
+    def world_size(self) -> int:
+        product = 1
+        for _, size in self.axes:
+            product *= size
+        return product
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`. Raises DispatchError for an unknown axis."""
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise DispatchError(f"no mesh axis {axis!r}; this group has {[name for name, _ in self.axes]}")
+
+    def index(self, rank: int, axis: str) -> int:
+        """The coordinate of `rank` along `axis`."""
+        self.size(axis)
+        return self.coordinates(rank)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinates of `rank`, by axis."""
+        out: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            out[name] = rank % size
+            rank //= size
+        return {name: out[name] for name, _ in self.axes}
+
+    def sources(self, axis: str) -> list[int]:
+        """One rank for each coordinate of `axis`: the one whose other coordinates are all 0."""
+        self.size(axis)
+        ranks: list[int] = []
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            if all(value == 0 for name, value in at.items() if name != axis):
+                ranks.append(rank)
+        return ranks
+
+
+# Arguments of a call, as they are shipped
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfPart:
+    """Rows of one stored piece; with `rows` None, the whole piece as it is."""
+
+    piece: int
+    rows: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """How a worker builds one argument from stored pieces: the rows of `takes` are joined, then
+    put in `order` (None: left as they are)."""
+
+    takes: tuple[RowsOfPart, ...]
+    order: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Stored:
+    """A batch stored in pieces where the workers can read it; the driver only knows which rows it has.
+
+    `pieces` are object references ("ray") or values ("inline"), one per source rank. `rows[p]` are the
+    numbers, in the whole batch, of piece p's rows in their order; `rows` is None if the ranks chose
+    their rows themselves. `known` is the driver's own copy, if it has one.
+    """
+
+    pieces: list[Any]
+    rows: list[np.ndarray] | None
+    known: TensorDict | None = None
+
+    def gather_plan(self, rows: np.ndarray) -> GatherPlan:
+        """How to build the rows `rows` of the whole batch, in this order. Needs `self.rows`."""
+        assert self.rows is not None
+        total = sum(len(part) for part in self.rows)
+        piece_of = np.empty(total, dtype=np.int64)
+        place_of = np.empty(total, dtype=np.int64)
+        for piece, part in enumerate(self.rows):
+            piece_of[part] = piece
+            place_of[part] = np.arange(len(part))
+        owners = piece_of[rows]
+        # Grouped by piece, so that each piece is read once; `order` restores the requested order afterwards.
+        takes: list[RowsOfPart] = []
+        came: list[np.ndarray] = []
+        for piece in np.unique(owners).tolist():
+            wanted = np.flatnonzero(owners == piece)
+            takes.append(RowsOfPart(piece, place_of[rows[wanted]]))
+            came.append(wanted)
+        if not takes:  # no rows: any piece will do, since it has the columns
+            return GatherPlan((RowsOfPart(0, np.empty(0, dtype=np.int64)),))
+        order = np.argsort(np.concatenate(came), kind="stable")
+        return GatherPlan(tuple(takes), None if np.array_equal(order, np.arange(len(order))) else order)
+
+
+@dataclass(slots=True)
+class Shipment:
+    """One call to the ranks `ranks`.
+
+    `args` and `kwargs` are the same for all. `own[rank]` are keyword arguments of that rank alone.
+    If a batch is dispatched by rows, `batch` is the argument of `parameter`: rank r gets the rows `rows[r]`
+    of a TensorDict, or those that `gather_plans[r]` takes from a Stored batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ranks: list[int]
+    own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    parameter: str | None = None
+    batch: TensorDict | Stored | None = None
+    rows: dict[int, np.ndarray] = field(default_factory=dict)
+    gather_plans: dict[int, GatherPlan] = field(default_factory=dict)
+
+
+# Dispatch strategies
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a method: `label` names it in messages, `names` are its positional parameters."""
+
+    label: str
+    names: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def take(self, name: str) -> tuple[Any, Call]:
+        """The value given for parameter `name`, and the call without it.
+
+        Arguments after it become keyword arguments. Raises DispatchError if it was not given.
+        """
+        if len(self.args) > len(self.names):
+            given = len(self.args)
+            raise DispatchError(f"{self.label} takes {list(self.names)}, it was given {given} arguments")
+        if name in self.kwargs:
+            rest = {key: value for key, value in self.kwargs.items() if key != name}
+            return self.kwargs[name], Call(self.label, self.names, self.args, rest)
+        at = self.names.index(name)
+        if at >= len(self.args):
+            raise DispatchError(f"{self.label}: no argument given for {name!r}")
+        # Not strict: the last parameters may be left to their defaults.
+        after = dict(zip(self.names[at + 1 :], self.args[at + 1 :], strict=False))
+        return self.args[at], Call(self.label, self.names, self.args[:at], {**after, **self.kwargs})
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """Base of all strategies."""
+
+    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+        """Raise DispatchError if a method's signature (without self) does not fit."""
+        return None
+
+    @abstractmethod
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        """Split one call. Raises DispatchError if its arguments do not fit."""
+
+    @abstractmethod
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        """One result from the ranks' results."""
+
+
+def call_shape(function: Any) -> tuple[list[inspect.Parameter], Any]:
+    """A method's parameters without `self`, and its return annotation."""
+    signature = inspect.signature(function)
+    return list(signature.parameters.values())[1:], signature.return_annotation
+
+
+def positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """Names of the parameters that take a value by position or by name."""
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
+@dataclass(frozen=True)
+class Broadcast(Strategy):
+    """The same arguments for every rank; `run` waits for all and returns rank 0's result."""
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        return Shipment(call.args, call.kwargs, list(range(mesh.world_size)))
+
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        return results[0]
+
+
+@dataclass(frozen=True)
+class RankZero(Strategy):
+    """Only rank 0 runs the method. Not for methods that enter a collective."""
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        return Shipment(call.args, call.kwargs, [0])
+
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        return results[0]
+
+
+@dataclass(frozen=True)
+class Direct(Strategy):
+    """One rank, chosen by the call (`WorkerGroup.run_on`), runs the method."""
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        raise DispatchError(f"{call.label} is Direct: call it with `run_on(rank, ...)`")
+
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        return results[shipment.ranks[0]]
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """The per-rank first arguments of an AllToAll call."""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class AllToAll(Strategy):
+    """Each rank gets its own first argument (`WorkerGroup.scatter`); the results come back as a list."""
+
+    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
+        if not positional(parameters):
+            raise DispatchError(f"{label}: AllToAll() gives each rank its own first argument, the method has none")
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        given, rest = call.take(call.names[0])
+        if not isinstance(given, PerRank):
+            raise DispatchError(f"{call.label} is AllToAll: call it with `scatter([one item per rank], ...)`")
+        if len(given.items) != mesh.world_size:
+            raise DispatchError(f"{call.label}: {len(given.items)} items for {mesh.world_size} ranks")
+        own = {rank: {call.names[0]: item} for rank, item in enumerate(given.items)}
+        return Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), own)
+
+    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
+        return [results[rank] for rank in shipment.ranks]
+
+
+# The contract
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Typed, frozen, validated configuration: TOML files plus `a.b=c` overrides. Never imports torch."""
 
-from agentrl.config.annotate import to_toml
-from agentrl.config.load import load_config
-from agentrl.config.overrides import parse_overrides
+from agentrl.config.load import load_config, parse_overrides
+from agentrl.config.origin import to_toml
 from agentrl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,

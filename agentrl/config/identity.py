@@ -1,20 +1,66 @@
-"""What must be equal for results to belong together: the whole config except the keys listed here, each with its reason.
-
-A key that is added to the config is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout`
-folder, a record and a run are continued only under an equal identity.
-"""
+"""Compare configs for results that belong together, and find references to environment variables."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from agentrl.config.schema import TrainConfig
-from agentrl.errors import ConfigError
-from agentrl.redaction import redacted
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.redaction import redacted, references, resolved
+
+# References to environment variables
+
+TAKEN = (
+    "env.params", "env.system", "env.wrappers", "env.tools.args", "env.tools.mcp", "env.sandbox.args", "env.sft.params",
+    "env.sft.gate_params", "tools.args", "tools.mcp", "sft.params", "sft.gate_params", "agent.command", "agent.env", "agent.url",
+    "api.base", "api.args", "reward.judge.api_base", "reward.judge.args", "trackers.args",
+)  # fmt: skip
+"""Keys whose texts, or those below them, are resolved where they are used."""
+
+
+def check_references(config: TrainConfig) -> None:
+    """Raise ConfigError for a reference at a key that takes none, for a variable that is not set, and for an address that no API
+    can be asked at.
+
+    Reads: env, tools, sft, agent, api, reward, trackers, engine_args.
+    """
+    for key, text in references(config.model_dump(mode="json", exclude_none=True)):
+        if not any(fnmatchcase(key, pattern) for name in TAKEN for pattern in (name, f"{name}.*")):
+            raise ConfigError(
+                f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for plain "
+                f"text; the keys that take one: {', '.join(TAKEN)}"
+            )
+        resolved(text, key)
+    check_base(config.api.base, "api.base")
+    check_base(config.reward.judge.api_base, "reward.judge.api_base")
+
+
+def check_base(address: str | None, key: str) -> str:
+    """The address of an API, with references resolved; "" for None. Raises ConfigError for a variable that is not set, and for an
+    address with a query or a fragment: what is asked is written behind all of it, `/chat/completions` into the query."""
+    found = str(resolved(address or "", key))
+    parts = urlsplit(found)
+    if "?" in found or "#" in found:
+        server = parts.netloc.rpartition("@")[2]
+        bare = f"{parts.scheme}://{server}{parts.path}"
+        raise ConfigError(
+            f"{key}: the address of {bare} goes on with a ? or #, and the path that is asked ({parts.path}/chat/completions) "
+            f"would come after it; write {bare}, and give a key as the variable that litellm reads (OPENAI_API_KEY, ...) or as "
+            f"a name and password: {parts.scheme}://NAME:${{env:PASSWORD}}@{server}{parts.path}"
+        )
+    return found
+
+
+# What must be equal for results to belong together: the whole config except the keys listed here, each with its reason.
+#
+# A key that is added to the config is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout`
+# folder, a record and a run are continued only under an equal identity.
 
 Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]

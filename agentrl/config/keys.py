@@ -1,4 +1,4 @@
-"""Every key of the config with its type, default, unit and meaning, read off the schema."""
+"""List every config key with type, default, unit and meaning; the JSON Schema of a config file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,31 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig
-from agentrl.config.toml import inline
-from agentrl.errors import ConfigError, hinted
+from agentrl.utils.errors import ConfigError, hinted
+
+# Values as TOML
+
+
+def inline(value: Any) -> str:
+    """A value that TOML has, on one line. Raises TypeError for any other."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{bare(key)} = {inline(inner)}" for key, inner in value.items()) + " }" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
+
+
+def bare(key: str) -> str:
+    """A key as TOML writes it, quoted if it must be."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else inline(key)
+
+
+# The keys
 
 NAME = "NAME"
 """In a key: a name of the user's, as in `tools.mcp.NAME.command`."""
@@ -209,3 +228,71 @@ def _below(inner: str, outer: str) -> bool:
     """Whether the key `inner` is inside of `outer`."""
     size = len(outer.split("."))
     return inner.count(".") >= size and _fits(".".join(inner.split(".")[:size]), outer)
+
+
+# JSON Schema of a config file
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+BASE = {
+    "type": "string",
+    "description": "The config that this one builds on: the name of one beside it or on a shelf, or a path. This file then "
+    "contains only what differs.",
+}
+
+
+def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]:
+    """The schema of a config file before it is joined to its base: nothing is required, `false` unsets what may be unset, `[env]`
+    is one environment, a list, or parts of a base's list by name. `names`: the registered names that a key takes, offered but
+    not demanded, since a plug-in may bring others."""
+    schema = _loosened(TrainConfig.model_json_schema())
+    schema["properties"] = {"base": BASE, **schema["properties"]}
+    env = schema["properties"]["env"]
+    given, unset = env["anyOf"]
+    one, several = given["oneOf"]
+    env["anyOf"] = [one, several, {"type": "object", "additionalProperties": one}, unset]
+    for key, known in (names or {}).items():
+        _offer(schema, key, sorted(known))
+    return {"$schema": DIALECT, "title": "A config of agentrl", **schema}
+
+
+def _loosened(part: Any) -> Any:
+    """A schema in which nothing is required, what may be null may be false instead, and no title repeats a key."""
+    if isinstance(part, list):
+        return [_loosened(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "null":
+        return {"const": False}
+    kept = {key: value for key, value in part.items() if not (key == "required" or (key == "title" and isinstance(value, str)))}
+    if kept.get("default", 0) is None:
+        del kept["default"]  # TOML has no null
+    return {key: _loosened(value) for key, value in kept.items()}
+
+
+def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
+    """The names as values of a string, or as the `name` in a table of name and args (or a list of such tables)."""
+    parents, _, last = key.rpartition(".")
+    section = section_at(parents.split(".") if parents else [])
+    assert section is not None, key
+    inside = schema if section is TrainConfig else schema["$defs"][section.__name__]
+    described = inside["properties"][last]
+    offered = {"anyOf": [{"enum": list(known)}, {"type": "string"}]}
+    text = str(described)
+    if "#/$defs/Choice" in text:
+        choice = schema["$defs"]["Choice"]
+        table = {**choice, "properties": {**choice["properties"], "name": {**choice["properties"]["name"], **offered}}}
+        table["properties"]["name"].pop("type", None)
+        inside["properties"][last] = _replaced(described, table)
+    elif described.get("type") == "string":
+        inside["properties"][last] = {**{word: value for word, value in described.items() if word != "type"}, **offered}
+
+
+def _replaced(part: Any, table: Mapping[str, Any]) -> Any:
+    """The description with the table in place of its references to a Choice."""
+    if isinstance(part, list):
+        return [_replaced(inner, table) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("$ref") == "#/$defs/Choice":
+        return {**table, **{word: value for word, value in part.items() if word != "$ref"}}
+    return {key: _replaced(value, table) for key, value in part.items()}

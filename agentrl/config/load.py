@@ -1,21 +1,424 @@
-"""Reads a TOML config, applies overrides, and validates the result before anything starts."""
+"""Load a config: resolve paths, join the layers of files, apply overrides, validate the result."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from agentrl.config.envs import as_list, check_envs, entry_name, find_entry, name_of
-from agentrl.config.keys import section_at, section_of, takes_none, takes_switch
-from agentrl.config.layers import Find, Layers, Table, joined, read_layers
-from agentrl.config.overrides import overridden, parse_overrides
-from agentrl.config.schema import ONE, SEVERAL, Choice, EnvConfig, TrainConfig
-from agentrl.errors import ConfigError, hinted
-from agentrl.redaction import learn
+from agentrl.config.envs import as_list, check_envs, entry_name, entry_of, find_entry, name_of
+from agentrl.config.keys import find_keys, section_at, section_of, takes_none, takes_switch
+from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
+from agentrl.utils.errors import ConfigError, UserError, hinted
+from agentrl.utils.files import read_text
+from agentrl.utils.parsing import toml_table
+from agentrl.utils.redaction import learn
+
+# Keys without effect
+
+
+def check_unread(at: str, section: BaseModel, keys: tuple[str, ...], needs: str) -> None:
+    """Raise ConfigError for one of these keys of the section `at` whose value is not its default. `needs`: what would read it."""
+    for key in keys:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default:
+            raise ConfigError(f"{at}.{key} = {value!r} is read with {needs} alone; set that too, or leave this out")
+
+
+# Which file a path of a config means: the one beside the config file that names it, or the one in the working folder.
+#
+# A path that begins with `./` or `../` in a config file is beside that file. If nothing is there, it is taken as all other
+# paths are, and as those of the command line: from the working folder, or as a name on a shelf or a hub.
+
+Table = dict[str, Any]
+
+READ = (
+    ("env", "reward"),
+    ("env", "params", "source"),
+    ("env", "tools", "sets"),
+    ("tools", "sets"),
+    ("model", "path"),
+    ("model", "chat_template"),
+    ("data", "path"),
+    ("critic", "path"),
+    ("reward_model", "path"),
+    ("algorithm", "distillation", "path"),
+    ("reward", "judge", "engines", "*", "path"),
+)
+"""Keys that name what a run reads: a path, or a list of them."""
+WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))
+"""Keys with words of which only those that begin with `./` or `../` are taken for paths; "*" is any key."""
+WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"))
+"""Keys that name folders that a run writes; like `out`, they are relative to the working folder."""
+
+
+def beside(file: Path, table: Table) -> Table:
+    """The table of a config file, with the paths that are beside it made independent of the working folder.
+
+    Raises ConfigError if there is something both beside the file and in the working folder.
+    """
+
+    def found(path: str, key: str) -> str:
+        near, here = file.parent / path, Path(path)
+        if not path.startswith(("./", "../")) or not near.exists():
+            return path
+        if here.exists() and not here.samefile(near):
+            raise ConfigError(
+                f"{file}: {key} = {path!r}: there are two, {near.resolve()} and {here.resolve()}; write the whole path of one"
+            )
+        return str(near.resolve())
+
+    return _changed(table, READ + WORDS, found)
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with the files and folders of this machine by their whole paths, so that it means the same from any working
+    folder. Names on a shelf or a hub stay names."""
+
+    def there(path: str, key: str) -> str:
+        named = key == "model.chat_template" and not Path(path).suffix  # one of agentrl's, whatever else has that name
+        return path if named or not Path(path).exists() else str(Path(path).absolute())
+
+    def marked(word: str, key: str) -> str:
+        return there(word, key) if word.startswith(("./", "../")) else word
+
+    table = _changed(config.model_dump(), READ, there)
+    table = _changed(table, WORDS, marked)
+    table = _changed(table, WRITTEN, lambda path, key: str(Path(path).absolute()))
+    return TrainConfig.model_validate(table)
+
+
+def _changed(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
+    """A copy of the table, with the strings at `keys` changed; what is not a string is left for the validation to refuse."""
+    table = deepcopy(table)
+    for key in keys:
+        for inner in _tables(table, key[:-1]):
+            for last in list(inner) if key[-1] == "*" else [key[-1]]:
+                value, name = inner.get(last), ".".join(key)
+                if isinstance(value, str):
+                    inner[last] = change(value, name)
+                elif isinstance(value, list):
+                    inner[last] = [change(item, name) if isinstance(item, str) else item for item in value]
+    return table
+
+
+def _tables(table: Table, keys: Sequence[str]) -> Iterator[Table]:
+    """The tables at `keys`: one, or one of each entry of a list of tables. `[env.NAME]` on top of a list counts as one."""
+    found: list[Any] = [table]
+    for key in keys:
+        tables = [table for table in found if isinstance(table, dict)]
+        found = [item for table in tables for item in (table.values() if key == "*" else [table.get(key)])]
+        found = [one for item in found for one in (item if isinstance(item, list) else [item])]
+        if key == "env":
+            parts = [one for one in found if isinstance(one, dict) and "id" not in one]
+            found += [inner for one in parts for name, inner in one.items() if name not in EnvConfig.model_fields]
+    return (one for one in found if isinstance(one, dict))
+
+
+# Layers of config files
+
+Find = Callable[[str], Path]
+Layers = Sequence[tuple[Path, Table]]
+
+ALTERNATIVES: dict[type[BaseModel], tuple[str, ...]] = {
+    ModelConfig: ("path", "init"),
+    McpServerConfig: ("command", "url"),
+    AgentConfig: ("command", "python", "url"),
+}
+"""Keys of which a section has one: the one that a file or an override sets replaces the others of what is below it."""
+
+
+def read_layers(file: Path, find: Find = Path) -> Layers:
+    """The file and those that it builds on by `base`, each with its own keys, the topmost first.
+
+    Raises ConfigError for a missing file and for circular bases.
+    """
+    layers: list[tuple[Path, Table]] = []
+    while True:
+        if any(file.resolve() == above.resolve() for above, _ in layers):
+            circle = " -> ".join(part.name for part in (*(above for above, _ in layers), file))
+            raise ConfigError(f"{layers[-1][0]}: base: the configs build on one another in a circle: {circle}")
+        table = read_toml(file)
+        base = table.pop("base", None)
+        layers.append((file, beside(file, table)))
+        if base is None:
+            return layers
+        file = _base_of(file, base, find)
+
+
+def joined(layers: Layers) -> Table:
+    """The layers as one table. Raises ConfigError, which names the file."""
+    table: Table = {}
+    for file, layer in reversed(layers):
+        try:
+            table = _joined(table, layer, TrainConfig)
+        except ConfigError as problem:
+            raise ConfigError(f"{file}: {problem}") from None
+    return table
+
+
+def read_toml(file: Path) -> Table:
+    """The file as a table. Raises ConfigError if it is missing, unreadable or not TOML."""
+    try:
+        text = read_text(file)
+    except FileNotFoundError:
+        there = [p.stem for p in file.parent.glob("*.toml")]
+        hint = hinted(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
+        raise ConfigError(f"{file}: no such config file{hint}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder; name a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    try:
+        return toml_table(text)
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+
+
+def _base_of(file: Path, name: Any, find: Find) -> Path:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{file}: base: expected the name of a config or a path to one, got {name!r}")
+    beside = file.parent / (name if name.endswith(".toml") else f"{name}.toml")
+    try:
+        return beside if beside.is_file() else find(name)
+    except UserError as error:
+        raise ConfigError(f"{file}: base: {error}") from None
+
+
+def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
+    """`table` on top of `below`, which are tables of the section `model`.
+
+    Sections are merged key by key. The value of a key replaces that of the base even if it is a table, because the arguments
+    of one loss are of no use to another. And [env] has the parameters and the reward spec of one environment: with another
+    `id`, nothing of the base's [env] is kept.
+    """
+    if model is EnvConfig and below.get("id") != table.get("id", below.get("id")):
+        return table
+    joined = _without_alternatives(below, table, model)
+    for key, value in table.items():
+        field = model.model_fields.get(key)
+        section = section_of(field.annotation) if field is not None else None
+        old = joined.get(key)
+        if section is EnvConfig and isinstance(old, list):
+            joined[key] = _joined_envs(old, value)
+        elif section is None or issubclass(section, Choice) or not (isinstance(old, dict) and isinstance(value, dict)):
+            joined[key] = value
+        else:
+            joined[key] = _joined(old, value, section)
+    return joined
+
+
+def _without_alternatives(below: Table, table: Table, model: type[BaseModel]) -> Table:
+    """`below` without what has an alternative in `table`."""
+    keys = ALTERNATIVES.get(model, ())
+    if not any(table.get(key) not in (None, False) for key in keys):
+        return dict(below)
+    return {key: value for key, value in below.items() if key not in keys or key in table}
+
+
+def _joined_envs(below: list[Any], given: Any) -> Any:
+    """`[[env]]`, `[env]` or `[env.NAME]` on top of the base's `[[env]]`."""
+    if isinstance(given, dict) and "id" not in given:
+        joined = list(below)
+        for key, entry in given.items():
+            place = entry_of(joined, key)
+            if isinstance(entry, dict):
+                joined[place] = _joined(joined[place], {"id": joined[place].get("id"), **entry}, EnvConfig)
+            else:
+                raise ConfigError(f"env.{key}: expected a table, got {entry!r}; the base has several environments")
+        return joined
+    if not isinstance(given, list):
+        return given
+    named = {name_of(entry): entry for entry in below}
+    return [
+        _joined({"id": None, **named[name]}, {"id": named[name].get("id"), **entry}, EnvConfig)
+        if (name := name_of(entry)) in named
+        else entry
+        for entry in given
+    ]
+
+
+# Overrides of the command line
+
+_ONE = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^."'=]+)"""
+_PART = re.compile(_ONE)
+_KEY = re.compile(rf"~?{_ONE}(?:\.{_ONE})*")
+_NO_TOML = re.compile(r"\b(?:None|null|Null|NULL|True|TRUE|False|FALSE)\b")
+"""What Python, JSON and YAML have for TOML's true and false, and for null, which TOML has not."""
+_QUOTED = re.compile(r"""\"(?:[^"\\]|\\.)*"|'[^']*'""")
+
+UNSET = object()
+"""The value of an override that unsets its key."""
+
+
+class Override(NamedTuple):
+    """One override: the parts of its key, the value (or `UNSET`), and how it was written."""
+
+    keys: list[str]
+    value: Any
+    text: str
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """`a.b=c` -> (["a", "b"], value, text); `~a.b` has the value `UNSET`. A value that is not TOML is taken as a string.
+
+    Raises ConfigError for what is neither.
+    """
+    return [_parsed(text) for text in overrides]
+
+
+def overridden(table: Table, overrides: Sequence[Override]) -> Table:
+    """A copy of a config's table with the overrides applied, the first one first.
+
+    A key that they set replaces its alternatives in `table`: `model.path=X` a `[model.init]`, and the other way round.
+    Raises ConfigError, which names the override.
+    """
+    table = deepcopy(table)
+    _replace_alternatives(table, overrides)
+    for keys, value, text in overrides:
+        if keys == ["base"]:
+            raise ConfigError(f"override {text!r}: base can only be set in a config file; name the other config instead")
+        if value is UNSET:
+            _unset(table, keys, text)
+        else:
+            _assign(table, keys, value, text)
+    return table
+
+
+def _parsed(text: str) -> Override:
+    found = _KEY.match(text)
+    key = "" if found is None else found[0]
+    rest, unsets = text[len(key) :], key.startswith("~")
+    equals, raw = rest[:1] == "=", rest[1:]
+    keys = [_unquoted(part) for part in _PART.findall(key.removeprefix("~"))]
+    if unsets and equals:
+        raise ConfigError(f"override {text!r}: ~ unsets a key and takes no value; write {'.'.join(keys)}=VALUE to set it")
+    if not (equals or (unsets and not rest)) or not keys or not all(keys):
+        raise ConfigError(f"override {text!r}: expected KEY=VALUE or ~KEY, for example rollout.group_size=8")
+    if unsets:
+        return Override(keys, UNSET, text)
+    try:
+        read = toml_table(f"value = {raw}")
+    except ValueError:
+        # A bare word: name=seed3 needs no quotes inside the shell's.
+        read = {"value": raw}
+        _check_words(".".join(keys), raw.strip(), text)
+    # More than one key: a text with a line break that looks like TOML. A comment in a value is none: it swallows the bracket.
+    return Override(keys, read["value"] if len(read) == 1 and _is_whole(raw) else raw, text)
+
+
+def _check_words(key: str, raw: str, text: str) -> None:
+    """Raise ConfigError for None, null or True, alone or in a list: taken as a text, it would be a name or a path."""
+    found = _NO_TOML.search(_QUOTED.sub("", raw))
+    if found is None or (found[0] != raw and raw[:1] not in ("[", "{")):
+        return
+    word = found[0].lower()
+    if found[0] != raw:
+        fix = f"{word} there" if word in ("true", "false") else "the list without it"
+    else:
+        fix = f"{key}=true" if word == "true" else f"{key}=false, or ~{key} for its default"
+    raise ConfigError(f"override {text!r}: {key}: TOML has no {found[0]}. Write {fix} (a text of that name in quotes)")
+
+
+def _is_whole(raw: str) -> bool:
+    """Whether TOML reads all of a value, and takes no part of it for a comment (`4#2`)."""
+    try:
+        return "#" not in raw or bool(toml_table(f"value = [{raw}]"))
+    except ValueError:
+        return False
+
+
+def _unquoted(part: str) -> str:
+    """A part of a key, without the quotes that TOML has for one with dots or spaces."""
+    try:
+        return next(iter(toml_table(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
+    except ValueError:
+        return ""
+
+
+def _replace_alternatives(table: Table, overrides: Sequence[Override]) -> None:
+    """Remove from `table` what has an alternative among the keys that the overrides set."""
+    named: dict[tuple[str, ...], set[str]] = {}
+    for keys, value, _ in overrides:
+        for place, key in enumerate(keys if value is not UNSET and value is not False else ()):
+            section = section_at(keys[:place])
+            if section is not None and key in ALTERNATIVES.get(section, ()):
+                named.setdefault(tuple(keys[:place]), set()).add(key)
+    for parents, keys_set in named.items():
+        section, inner = section_at(parents), _inner(table, parents)
+        for other in ALTERNATIVES[section] if section is not None and inner is not None else ():
+            if other not in keys_set:
+                inner.pop(other, None)
+
+
+def _inner(table: Any, keys: Sequence[str]) -> Any:
+    """The table at `keys`; None if there is none."""
+    for place, key in enumerate(keys):
+        if place == 1 and keys[0] == "env" and isinstance(table, list):
+            table = table[entry_of(table, key)]
+        else:
+            table = table.get(key) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _entry(table: Table, keys: list[str], text: str) -> int | None:
+    """The place in `[[env]]` of the environment that the key names; None if the key is no environment's."""
+    if keys[0] != "env" or len(keys) == 1 or not (entries := as_list(table)):
+        return None
+    try:
+        return entry_of(entries, keys[1])
+    except ConfigError as problem:
+        raise ConfigError(f"override {text!r}: {problem}") from None
+
+
+def _assign(table: Table, keys: list[str], value: Any, text: str) -> None:
+    place = _entry(table, keys, text)
+    if place is not None:
+        if len(keys) == 2:
+            raise ConfigError(f"override {text!r}: expected a key of this environment, for example env.{keys[1]}.weight=2")
+        table, keys = table["env"][place], keys[2:]
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {text!r}: {key!r} is a value, not a section")
+        table = inner
+    table[keys[-1]] = value
+
+
+def _unset(table: Table, keys: list[str], text: str) -> None:
+    """Take the key away as if nothing had set it, so that it has its default; of `[[env]]`, `~env.NAME` takes away the entry."""
+    name, place = ".".join(keys), _entry(table, keys, text)
+    if place is not None:
+        if len(keys) == 2:
+            del table["env"][place]
+            return
+        table, keys = table["env"][place], keys[2:]
+    for key in keys[:-1]:
+        table = table.get(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {text!r}: {key!r} is a value, not a section")
+    if keys[-1] in table:
+        del table[keys[-1]]
+        return
+    parents = keys[:-1] if place is None else ["env", *keys[:-1]]
+    section = section_at(parents)
+    if section is None:  # a table of the user's names, where only what is set is known
+        raise ConfigError(f"override {text!r}: {name} is not set{hinted(keys[-1], table)}")
+    if keys[-1] not in section.model_fields:
+        try:
+            find_keys(".".join([*parents, keys[-1]]))
+        except ConfigError as problem:
+            raise ConfigError(f"override {text!r}: {problem}") from None
+
+
+# Load and validate
 
 _ABSENT = object()
 

@@ -1,1 +1,1 @@
-"""Data that is there already: files of episodes, conversations and preferences, read row by row and kept as token rows."""
+"""Data of episodes and updates: trajectories, token ledgers, and batches made of them."""

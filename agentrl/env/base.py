@@ -1,32 +1,129 @@
-"""`ToolEnv`: a conversation with tools, as a real Gymnasium environment.
-
-An author writes a class with tools and a few hooks; everything else that an episode needs (checking calls,
-the record, snapshots, teardown, the Gymnasium interface) is here.
-"""
+"""`ToolEnv`: a conversation with tools as a Gymnasium environment."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from agentrl.deadline import LateError, within
-from agentrl.env.actions import read_action
-from agentrl.env.forkable import Forkable
-from agentrl.env.noting import as_message, note
-from agentrl.env.own_reward import OwnReward, ScorerLike
-from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace
-from agentrl.env.sync import run_sync
-from agentrl.env.twin import EnvTwin
-from agentrl.env.users import GOLD, ModelUser, User
-from agentrl.env.userside import ask, make_call, next_step
-from agentrl.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
-from agentrl.tool import CountTokens, estimate_tokens
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.env.authoring import Forkable
+from agentrl.env.copying import EnvTwin
+from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
+from agentrl.env.toolbox import CountTokens, estimate_tokens
+from agentrl.env.users import GOLD, ModelUser, User, as_message, ask, make_call, next_step, note
+from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
+from agentrl.utils.event_loop import LateError, within
+from agentrl.utils.search_path import find_file, is_given, own_reward
+
+if TYPE_CHECKING:
+    from agentrl.reward import Score, Scorer
+    from agentrl.reward.leaf import ReplayEnv
+
+
+# Actions
+
+_OPEN = "<tool_call>"
+
+
+def read_action(action: Any, calls_before: int) -> tuple[Message, int]:
+    """The assistant message of an action, and the number of calls in the episode with it.
+
+    A string is parsed in the Hermes form; so is the text of a message that contains call markup but no
+    parsed calls. Calls without an id, or with one already used in this turn, get `call_N`, with N counted
+    over the episode. Raises TypeError for an action that is neither text nor an assistant message.
+    """
+    if isinstance(action, str):
+        action = Message("assistant", action)
+    if not isinstance(action, Message) or action.role != "assistant":
+        raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
+    if not action.tool_calls and _OPEN in action.content:
+        # Imported late: an environment that only receives parsed messages needs no parser.
+        from agentrl.render.tool_calls import parse_tool_calls
+
+        content, calls = parse_tool_calls(action.content)
+        action = replace(action, content=content, tool_calls=tuple(replace(call, id="") for call in calls))
+    if not action.tool_calls:
+        return action, calls_before
+    return _with_ids(action, calls_before)
+
+
+def _with_ids(message: Message, calls_before: int) -> tuple[Message, int]:
+    seen: set[str] = set()
+    calls: list[ToolCall] = []
+    for number, call in enumerate(message.tool_calls, start=calls_before):
+        if not call.id or call.id in seen:
+            call = replace(call, id=f"call_{number}")
+        seen.add(call.id)
+        calls.append(call)
+    made = tuple(calls)
+    same = made == message.tool_calls
+    return message if same else replace(message, tool_calls=made), calls_before + len(calls)
+
+
+# The reward of an environment built directly
+
+
+class ScoreLike(Protocol):
+    """The part of `agentrl.reward.score.Score` that the Gymnasium interface reads."""
+
+    @property
+    def value(self) -> float | None: ...
+
+    @property
+    def success(self) -> bool | None: ...
+
+
+class ScorerLike(Protocol):
+    """The part of `agentrl.reward.score.Scorer` that the Gymnasium interface calls."""
+
+    async def ascore(self, trajectory: Trajectory, /) -> ScoreLike: ...
+
+
+class OwnReward:
+    """A scorer by the class's own spec, which is read and compiled when the first episode ends.
+
+    `env`: the class; `build`: a new environment of the same parameters, for specs that replay gold calls.
+    """
+
+    def __init__(self, env: type[Any], build: Callable[[], ReplayEnv]) -> None:
+        self._env = env
+        self._build = build
+
+    async def ascore(self, trajectory: Trajectory, /) -> Score:
+        """The score of an episode. Raises CatalogError if the spec is not there, RewardSpecError for a bad one."""
+        return await self._scorer.ascore(trajectory)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        from agentrl.config.schema import RewardConfig  # here: the reward language is not needed to build an environment
+        from agentrl.reward import compile_spec, load_spec, make_context
+        from agentrl.reward.compile import given_spec
+
+        def twin(task: Task) -> ReplayEnv:
+            return self._build()
+
+        name = str(own_reward(self._env))
+        spec = given_spec(name) if is_given(name) else load_spec(self._path(name))
+        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=twin))
+
+    def _path(self, name: str) -> Path:
+        """Beside the file of the class that names the spec, or on a shelf."""
+        owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
+        try:
+            beside = Path(inspect.getfile(owner)).parent / name
+        except (OSError, TypeError):  # a class that was typed in has no file
+            return find_file(name, "rewards", ".json", "reward spec")
+        return beside if beside.is_file() else find_file(name, "rewards", ".json", "reward spec")
+
+
+# The environment
 
 log = logging.getLogger(__name__)
 

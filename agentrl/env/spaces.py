@@ -1,17 +1,240 @@
-"""Gymnasium spaces of a conversation: lists of messages as observations, assistant turns as actions."""
+"""Gymnasium spaces of a conversation, random values of a JSON Schema, and the synchronous interface."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable
-from typing import Any
+import math
+import re
+import threading
+from collections.abc import Coroutine, Iterable, Mapping
+from re import _constants as sre
+from re import _parser
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
 
-from agentrl.env.sample import sample_arguments
-from agentrl.tool import Toolbox
-from agentrl.trajectory import Json, Message, as_row, message_of
+from agentrl.data.trajectory import Json, Message, as_row, message_of
+from agentrl.env.toolbox import Toolbox
+from agentrl.utils.schemas import as_2020, referred
+from agentrl.utils.threads import after_fork, background
+
+# Random text of a pattern
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_CLASSES = {sre.CATEGORY_DIGIT: "0123456789", sre.CATEGORY_WORD: _LETTERS + "0123456789_", sre.CATEGORY_SPACE: " "}
+_PRINTABLE = "".join(map(chr, range(32, 127)))
+_MORE = 6
+
+
+class Unsupported(ValueError):
+    """The pattern uses something that is not supported: look-around, a back reference, a flag."""
+
+
+def sample_pattern(pattern: str, rng: np.random.Generator) -> str:
+    """A random text in which `pattern` is found (JSON Schema searches, so that only anchors bind the ends).
+
+    Raises Unsupported if none was found, and re.error if `pattern` is not a regular expression.
+    """
+    made = "".join(_text(_parser.parse(pattern), rng))
+    if re.search(pattern, made) is None:
+        raise Unsupported(f"no text found for the pattern {pattern!r}")
+    return made
+
+
+def _text(items: Iterable[tuple[Any, Any]], rng: np.random.Generator) -> list[str]:
+    return [_one(kind, value, rng) for kind, value in items]
+
+
+def _one(kind: Any, value: Any, rng: np.random.Generator) -> str:
+    if kind is sre.LITERAL:
+        return chr(value)
+    if kind is sre.AT:
+        return ""
+    if kind is sre.ANY:
+        return _pick(_LETTERS, rng)
+    if kind is sre.NOT_LITERAL:
+        return _pick(_PRINTABLE.replace(chr(value), ""), rng)
+    if kind is sre.IN:
+        return _pick(_members(value), rng)
+    if kind is sre.BRANCH:
+        branches = value[1]
+        return "".join(_text(branches[int(rng.integers(len(branches)))], rng))
+    if kind is sre.SUBPATTERN:
+        return "".join(_text(value[3], rng))
+    if kind in (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT):
+        low, high, inner = value
+        times = int(rng.integers(low, min(int(high), low + _MORE) + 1))
+        return "".join("".join(_text(inner, rng)) for _ in range(times))
+    raise Unsupported(f"{kind} in a pattern")
+
+
+def _members(items: Iterable[tuple[Any, Any]]) -> str:
+    """The characters of a class; complements are taken within printable ASCII."""
+    chosen: set[str] = set()
+    negated = False
+    for kind, value in items:
+        if kind is sre.NEGATE:
+            negated = True
+        elif kind is sre.LITERAL:
+            chosen.add(chr(value))
+        elif kind is sre.RANGE:
+            chosen.update(map(chr, range(value[0], min(value[1], value[0] + 255) + 1)))
+        elif value in _CLASSES:
+            chosen.update(_CLASSES[value])
+        else:
+            opposite = {sre.CATEGORY_NOT_DIGIT: "0123456789", sre.CATEGORY_NOT_SPACE: " ",
+                        sre.CATEGORY_NOT_WORD: _CLASSES[sre.CATEGORY_WORD]}.get(value)  # fmt: skip
+            if opposite is None:
+                raise Unsupported(f"{value} in a pattern")
+            opposite += opposite.upper()
+            chosen.update(set(_PRINTABLE) - set(opposite))
+    members = sorted(set(_PRINTABLE) - chosen if negated else chosen)
+    if not members:
+        raise Unsupported("a character class without printable members")
+    return "".join(members)
+
+
+def _pick(letters: str, rng: np.random.Generator) -> str:
+    return letters[int(rng.integers(len(letters)))]
+
+
+# Random values of a schema
+
+_MAX_DEPTH = 6
+_TRIES = 20
+
+
+def sample_arguments(parameters: Mapping[str, Json], rng: np.random.Generator) -> dict[str, Json]:
+    """One object that the schema of a tool's parameters allows (each optional property with probability 1/2)."""
+    parameters = as_2020(parameters)
+    value = sample_value(parameters, rng, parameters, 0)
+    return value if isinstance(value, dict) else {}
+
+
+def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json], depth: int = 0) -> Any:
+    """One value of `schema`; `root` resolves local references.
+
+    Supports the keywords that typed Python signatures produce (types, enum, const, unions, bounds, lengths,
+    references) and patterns without look-around. Other keywords (formats, allOf, not) are ignored.
+    """
+    if not isinstance(schema, Mapping) or not schema:
+        return int(rng.integers(0, 10))
+    if "$ref" in schema:
+        return sample_value(referred(str(schema["$ref"]), root), rng, root, depth + 1)
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return schema["enum"][int(rng.integers(len(schema["enum"])))]
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            # At depth the last branch is taken: for an Optional field of a recursive type that is null, which ends it.
+            branches = schema[union]
+            return sample_value(branches[-1 if depth > _MAX_DEPTH else int(rng.integers(len(branches)))], rng, root, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "integer")
+    if isinstance(kind, list):
+        kind = kind[int(rng.integers(len(kind)))]
+    return _of_type(str(kind), schema, rng, root, depth)
+
+
+def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> Any:
+    if kind == "null":
+        return None
+    if kind == "boolean":
+        return bool(rng.integers(2))
+    if kind in ("integer", "number"):
+        return _number(kind, schema, rng)
+    if kind == "string":
+        if "pattern" in schema and (made := _patterned(schema, rng)) is not None:
+            return made
+        low = int(schema.get("minLength", 1))
+        length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
+        return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(0, 26, size=length))
+    if kind == "array":
+        return _array(schema, rng, root, depth)
+    return _object(schema, rng, root, depth)
+
+
+def _patterned(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
+    """A text that fits the pattern and the lengths; None if no attempt produced one."""
+    low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
+    for _ in range(_TRIES):
+        try:
+            made = sample_pattern(str(schema["pattern"]), rng)
+        except (Unsupported, re.error):
+            return None
+        if low <= len(made) and (high is None or len(made) <= int(high)):
+            return made
+    return None
+
+
+def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> int | float:
+    low, high = _bounds(kind, schema)
+    if multiple := schema.get("multipleOf"):
+        first, last = math.ceil(low / multiple), math.floor(max(high, low + multiple) / multiple)
+        for _ in range(_TRIES):
+            value = _between(first, last, rng) * multiple
+            if (value / multiple).is_integer():  # in floating point 7 * 0.01 is no multiple of 0.01
+                break
+        return int(value) if kind == "integer" else float(value)
+    if kind == "integer":
+        return _between(math.ceil(low), math.floor(high), rng)
+    value = float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99))
+    short = round(value, 6)
+    return short if low < short < high else value
+
+
+def _bounds(kind: str, schema: Mapping[str, Json]) -> tuple[int | float, int | float]:
+    step = 1 if kind == "integer" else 0
+    lows = [schema[key] + by for key, by in (("minimum", 0), ("exclusiveMinimum", step)) if key in schema]
+    highs = [schema[key] - by for key, by in (("maximum", 0), ("exclusiveMaximum", step)) if key in schema]
+    low = max(lows) if lows else min(highs) - 99 if highs else 0
+    return low, min(highs) if highs else low + 99
+
+
+def _between(low: int, high: int, rng: np.random.Generator) -> int:
+    """A whole number from `low` to `high`, both of any size."""
+    return low + int(rng.integers(min(high - low, 2**62) + 1))
+
+
+def _array(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> list[Any]:
+    prefix = schema.get("prefixItems", [])
+    low = int(schema.get("minItems", 0))
+    high = min(int(schema.get("maxItems", low + 3)), low + 3)
+    size = max(len(prefix), low if depth > _MAX_DEPTH else int(rng.integers(low, high + 1)))
+    values: list[Any] = []
+    for _ in range(size * _TRIES):
+        if len(values) == size:
+            break
+        part = prefix[len(values)] if len(values) < len(prefix) else schema.get("items", {})
+        value = sample_value(part, rng, root, depth + 1)
+        if not schema.get("uniqueItems") or value not in values:
+            values.append(value)
+    return values
+
+
+def _object(schema: Mapping[str, Json], rng: np.random.Generator, root: Mapping[str, Json], depth: int) -> dict[str, Any]:
+    required = set(schema.get("required", ()))
+    chosen: dict[str, Any] = {}
+    for name, part in schema.get("properties", {}).items():
+        if name in required or (depth <= _MAX_DEPTH and rng.integers(2)):
+            chosen[name] = sample_value(part, rng, root, depth + 1)
+    extra = schema.get("additionalProperties")
+    if isinstance(extra, Mapping):
+        low = int(schema.get("minProperties", 0))
+        high = int(schema.get("maxProperties", max(low, len(chosen)) + 2))
+        size = max(low, min(high, len(chosen) + int(rng.integers(3)))) if depth <= _MAX_DEPTH else low
+        names = schema.get("propertyNames", {})
+        for index in range(size * _TRIES):
+            if len(chosen) >= size:
+                break
+            name = str(sample_value({"type": "string", **names}, rng, root, depth + 1)) if names else f"k{index}"
+            chosen.setdefault(name, sample_value(extra, rng, root, depth + 1))
+    return chosen
+
+
+# Gymnasium spaces
 
 Observation = list[Message]
 Action = Message | str
@@ -98,3 +321,35 @@ class ToolCallSpace(gymnasium.Space[Action]):
 
     def __repr__(self) -> str:
         return f"ToolCallSpace({', '.join(schema['function']['name'] for schema in self.schemas())})"
+
+
+# The synchronous interface
+
+T = TypeVar("T")
+
+# A forked child must not poll its parent's file descriptors.
+_local = after_fork(threading.local(), lambda held: held.__dict__.clear())
+
+
+def run_sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to completion on this thread's own event loop, which all environments share. In a thread in which an event
+    loop runs already (a notebook's cells), it is run in the background loop, and waited for.
+
+    Raises RuntimeError in the background loop itself (a callback, a tool): await `astep` there.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _loop().run_until_complete(work)
+    held = background()
+    if held.here:
+        work.close()
+        raise RuntimeError("reset() and step() block; inside of agentrl's own event loop await areset() and astep() instead")
+    return asyncio.run_coroutine_threadsafe(work, held.loop).result()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    held: asyncio.AbstractEventLoop | None = _local.__dict__.get("held")
+    if held is None or held.is_closed():
+        held = _local.held = asyncio.new_event_loop()
+    return held

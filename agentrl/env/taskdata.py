@@ -15,15 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.families import held_out_families
-from agentrl.env.seeds import content_split, task_rng
-from agentrl.errors import DependencyError, TaskDataError
-from agentrl.files import decoded
-from agentrl.plain_data import read_json
-from agentrl.schemas import BadSchemaError, checked_validator, first_fault
-from agentrl.tool.forms import without_padding
-from agentrl.tool.validate import nearest
-from agentrl.trajectory import Json, Task
+from agentrl.data.chat_forms import without_padding
+from agentrl.data.trajectory import Json, Task
+from agentrl.env.authoring import content_split, held_out_families, task_rng
+from agentrl.env.call_options import nearest
+from agentrl.utils.errors import DependencyError, TaskDataError
+from agentrl.utils.files import decoded
+from agentrl.utils.parsing import read_json
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 ROW_SCHEMA: dict[str, Json] = {
     "type": "object",

@@ -1,25 +1,390 @@
-"""Wrappers that change what a policy can do or see: tools, faults, lengths."""
+"""`ToolWrapper`, and the wrappers by name: budgets, faults, tools, lengths."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
+from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.env.authoring import Opening, Teacher
 from agentrl.env.base import StepResult, ToolEnv
-from agentrl.env.hooks import Opening
+from agentrl.env.call_options import nearest
+from agentrl.env.copying import Copier, EnvTwin, Snapshot, WrapperCopier
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.users import GOLD, UserModel
-from agentrl.env.wrapper import WRAPPERS, ToolWrapper
-from agentrl.errors import ConfigError, ToolError
-from agentrl.tool import CountTokens, Tool, estimate_tokens
-from agentrl.tool.output import fit
-from agentrl.tool.process import Child
-from agentrl.tool.validate import nearest
-from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Turn
+from agentrl.env.tool import Tool, ToolSet, ToolSource
+from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, estimate_tokens, fit
+from agentrl.env.users import GOLD, User, UserModel
+from agentrl.utils.child_process import Child
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.registry import Registry
+
+# The wrapper
+
+WRAPPERS: Registry[Callable[..., ToolEnv]] = Registry(
+    "env.wrappers",
+    "WRAPPERS",
+    "agentrl.env",
+    given=1,
+    traits={
+        "wall_clock": "cuts episodes by the wall clock and leaves them unscored",
+        "chance_faults": "makes sound calls fail by chance, so that a scripted solution may fail",
+    },
+)
+
+
+class ToolWrapper(ToolEnv):
+    """Base class of wrappers: everything is delegated to `env`; a subclass changes `areset`, `astep` or both.
+
+    A wrapper's own episode state is in attributes other than `env`; forks and snapshots copy those, so they
+    must be copyable.
+    """
+
+    def __init__(self, env: ToolEnv) -> None:
+        self.env = env
+        self.id = env.id  # type: ignore[misc]
+        self.reward = env.reward  # type: ignore[misc]
+        self.splits = env.splits  # type: ignore[misc]
+        self.order_free = env.order_free  # type: ignore[misc]
+        self.idle_share = env.idle_share  # type: ignore[misc]
+        self.metadata = env.metadata
+        self.render_mode = env.render_mode
+
+    # -- delegated to `env` -------------------------------------------------------------------------
+
+    @property
+    def unwrapped(self) -> ToolEnv:
+        inner = self.env.unwrapped
+        assert isinstance(inner, ToolEnv)
+        return inner
+
+    @property
+    def toolbox(self) -> Toolbox:  # type: ignore[override]
+        return self.env.toolbox
+
+    @property
+    def user_toolbox(self) -> Toolbox:  # type: ignore[override]
+        return self.env.user_toolbox
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        return self.env.waiting
+
+    @property
+    def scorer(self) -> Any:  # type: ignore[override]
+        return self.env.scorer
+
+    @property
+    def initial_seed(self) -> int | None:  # type: ignore[override]
+        return self.env.initial_seed
+
+    @initial_seed.setter
+    def initial_seed(self, seed: int | None) -> None:
+        self.env.initial_seed = seed
+
+    @property
+    def teardown_timeout(self) -> float:  # type: ignore[override]
+        return self.env.teardown_timeout
+
+    @teardown_timeout.setter
+    def teardown_timeout(self, seconds: float) -> None:
+        self.env.teardown_timeout = seconds
+
+    @property
+    def opening_timeout(self) -> float:  # type: ignore[override]
+        return self.env.opening_timeout
+
+    @opening_timeout.setter
+    def opening_timeout(self, seconds: float) -> None:
+        self.env.opening_timeout = seconds
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.env.trajectory
+
+    @property
+    def is_open(self) -> bool:
+        return self.env.is_open
+
+    @property
+    def task(self) -> Task:
+        return self.env.task
+
+    @property
+    def np_random(self) -> Any:  # type: ignore[override]
+        return self.env.np_random
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.env.np_random = value
+
+    @property
+    def _np_random(self) -> Any:  # type: ignore[override]
+        return self.env._np_random
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return self.env.make_task(rng_seed, split)
+
+    def task_count(self, split: str) -> int | None:
+        return self.env.task_count(split)
+
+    def prompt(self, task: Task) -> Opening:
+        return self.env.prompt(task)
+
+    def state(self) -> Json:
+        return self.env.state()
+
+    @property
+    def queued(self) -> str:
+        return self.env.queued
+
+    @property
+    def has_sources(self) -> bool:
+        return self.env.has_sources
+
+    def add_source(self, source: ToolSource) -> None:
+        self.env.add_source(source)
+
+    def family(self, task: Task) -> str:
+        return self.env.family(task)
+
+    def add_set(self, make: Callable[[], ToolSet]) -> None:
+        self.env.add_set(make)
+
+    def tool_set(self, name: str) -> ToolSet:
+        return self.env.tool_set(name)
+
+    def user_models(self) -> Sequence[UserModel]:
+        return self.env.user_models()
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return self.env.gold_turns(task)
+
+    def horizon(self, task: Task) -> int | None:
+        return self.env.horizon(task)
+
+    def gold_user(self, task: Task) -> User | None:
+        return self.env.gold_user(task)
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
+        return self.env.teacher(task, rng, **params)
+
+    def finish(self) -> None:
+        self.env.finish()
+
+    def limit_output(self, tokens: int) -> None:
+        self.env.limit_output(tokens)
+
+    def cut(self, stop: StopReason) -> None:
+        self.env.cut(stop)
+
+    def render(self) -> Any:
+        return self.env.render()
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        return await self.env.areset(seed=seed, options=options)
+
+    async def astep(self, action: Action) -> StepResult:
+        return await self.env.astep(action)
+
+    def record_turn(self, turn: Turn) -> None:
+        self.env.record_turn(turn)
+
+    async def acall(self, turn: Turn, call: ToolCall) -> ToolResult:
+        return await self.env.acall(turn, call)
+
+    async def areply(self, turn: Turn) -> Observation | None:
+        return await self.env.areply(turn)
+
+    async def auser_call(self, call: ToolCall) -> ToolResult:
+        return await self.env.auser_call(call)
+
+    @property
+    def has_user(self) -> bool:
+        return self.env.has_user
+
+    @property
+    def has_finished(self) -> bool:
+        return self.env.has_finished
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        return await self.env.aend(stop, error)
+
+    async def aclose(self) -> None:
+        await self.env.aclose()
+
+    def close(self) -> None:
+        self.env.close()
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def _own(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _THROUGH}
+
+    def snapshot(self) -> Snapshot:
+        parts = {"inner": self.env.snapshot(), "own": copy.deepcopy(self._own())}
+        return Snapshot(type(self).__name__, parts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        if snapshot.owner != type(self).__name__:
+            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
+        self.env.restore(snapshot.parts["inner"])
+        self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
+
+    def fork(self) -> Self:
+        return self.around(self.env.fork())
+
+    def around(self, env: ToolEnv) -> Self:
+        """The same wrapper, in the same state, around another environment."""
+        # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
+        forked = type(self).__new__(type(self))
+        kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
+        forked.__dict__.update(kept)
+        forked.__dict__.update(copy.deepcopy(self._own()))
+        forked.env = env
+        return forked
+
+    def as_twin(self) -> EnvTwin:
+        return EnvTwin(self, self.env.as_twin().scripted)
+
+    def copier(self) -> Copier | None:
+        inner = self.env.copier()
+        return None if inner is None else WrapperCopier(self, inner)
+
+    @property
+    def holds(self) -> bool:
+        return self.env.holds or type(self).aclose is not ToolWrapper.aclose
+
+    @property
+    def last_results(self) -> Sequence[ToolResult]:
+        return self.env.last_results
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:
+        """The same step as the last one of a truncated episode."""
+        observation, _, _, _, info = result
+        reward = await self.env.aend(stop)
+        return observation, reward, False, True, {**info, "stop": stop.value}
+
+
+def text_size(message: Message, count: CountTokens) -> int:
+    """Tokens of a message's text and calls by `count`, without the template's markup."""
+    calls = "".join(call.raw or f"{call.name}{call.arguments}" for call in message.tool_calls)
+    return count(message.content + calls)
+
+
+_SPACES = frozenset({"observation_space", "action_space"})
+_THROUGH = _SPACES | {
+    "env", "id", "reward", "splits", "order_free", "idle_share", "metadata", "render_mode", "spec",
+}  # fmt: skip
+
+
+# Wrap by name
+
+
+def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
+    """`env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
+    make = WRAPPERS.bind(name, args)
+    try:
+        wrapped: ToolEnv = make(env)
+    except ValueError as problem:
+        raise ConfigError(f"env.wrappers {name!r}: {problem}") from problem
+    return wrapped
+
+
+# Budgets
+
+
+@WRAPPERS.register("turn_limit")
+class TurnLimit(ToolWrapper):
+    """At most `turns` turns by the policy; the last one is still answered. Stops with `max_turns`."""
+
+    def __init__(self, env: ToolEnv, turns: int) -> None:
+        """Raises ValueError for less than one turn."""
+        super().__init__(env)
+        if turns < 1:
+            raise ValueError(f"TurnLimit: turns = {turns}; expected at least 1")
+        self.turns = turns
+
+    async def astep(self, action: Action) -> StepResult:
+        result = await self.env.astep(action)
+        if result[2] or result[3] or len(self.trajectory.turns) < self.turns:
+            return result
+        return await self._truncate(result, StopReason.MAX_TURNS)
+
+
+@WRAPPERS.register("token_limit")
+class TokenLimit(ToolWrapper):
+    """At most `tokens` tokens of text in the whole conversation, by `count`. Stops with `max_tokens`.
+
+    This counts message text. A rollout's own budget counts the exact ledger; this one is for policies
+    without token ids.
+    """
+
+    def __init__(self, env: ToolEnv, tokens: int, count: CountTokens = estimate_tokens) -> None:
+        super().__init__(env)
+        self.tokens = tokens
+        self.count = count
+        self.used = 0
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await self.env.areset(seed=seed, options=options)
+        self.used = sum(text_size(message, self.count) for message in observation)
+        return observation, info
+
+    async def astep(self, action: Action) -> StepResult:
+        result = await self.env.astep(action)
+        turn = self.trajectory.turns[-1].message
+        self.used += sum(text_size(message, self.count) for message in [turn, *result[0]])
+        if result[2] or result[3] or self.used < self.tokens:
+            return result
+        return await self._truncate(result, StopReason.MAX_TOKENS)
+
+
+@WRAPPERS.register("time_budget", traits={"wall_clock"})
+class TimeBudget(ToolWrapper):
+    """At most `seconds` of wall time since reset, tools and sampling together. Stops with `episode_timeout`.
+
+    Wall time depends more on the machine than on the policy, so such an episode is truncated and unscored.
+    A turn in progress when the time is up is cancelled.
+    """
+
+    def __init__(self, env: ToolEnv, seconds: float) -> None:
+        super().__init__(env)
+        self.seconds = seconds
+        self.deadline = 0.0
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        self.deadline = time.monotonic() + self.seconds
+        return await self.env.areset(seed=seed, options=options)
+
+    async def astep(self, action: Action) -> StepResult:
+        try:
+            async with asyncio.timeout(self.deadline - time.monotonic()) as clock:
+                result = await self.env.astep(action)
+        except TimeoutError:
+            if not clock.expired():  # a TimeoutError of the environment's own, not ours
+                raise
+            return await self._truncate(([], 0.0, False, True, {}), StopReason.EPISODE_TIMEOUT)
+        if not (result[2] or result[3]) and time.monotonic() >= self.deadline:
+            return await self._truncate(result, StopReason.EPISODE_TIMEOUT)
+        return result
+
+
+# Other wrappers
 
 
 class _ChangesTools(ToolWrapper):

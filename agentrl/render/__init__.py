@@ -1,7 +1,7 @@
 """Messages to token ids by appending only, and sampled ids back to messages and tool calls."""
 
 from agentrl.render.base import Renderer
-from agentrl.render.make import make_renderer
-from agentrl.render.toolcalls import parse_tool_calls
+from agentrl.render.template import make_renderer
+from agentrl.render.tool_calls import parse_tool_calls
 
 __all__ = ["Renderer", "make_renderer", "parse_tool_calls"]

@@ -1,10 +1,4 @@
-"""Any chat template as an append-only renderer.
-
-The suffix comes from the template itself: a short conversation with the new messages is rendered, and the text
-after the assistant's end-of-turn token is the suffix. When a renderer is created, a probe conversation rendered
-this way must give exactly the text that the template gives for the whole conversation, or differ from it only in a
-turn that the template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
-"""
+"""Any chat template as an append-only renderer, and the choice of a tokenizer's renderer."""
 
 from __future__ import annotations
 
@@ -15,21 +9,38 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import ModelError, RenderError
-from agentrl.images import Image, PromptIds, shown
-from agentrl.render.base import Renderer
-from agentrl.render.fragments import Place
-from agentrl.render.grammar import either, json_rules, turn_grammar
-from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax, syntax_asked, syntax_of
-from agentrl.render.parsers.harmony import HARMONY, harmony_parts
-from agentrl.render.skeleton import ANSWER, CALL, MARK, QUESTION, TOOL, Shape, Skeleton, shape_of, skeleton
-from agentrl.render.streaming import ProseReader, TurnReader
-from agentrl.render.template_text import Placeholders, TemplateText
-from agentrl.render.turns import TurnText
-from agentrl.trajectory import Json, Message, ToolCall
+from agentrl.data.images import Image, PromptIds, shown
+from agentrl.data.trajectory import Json, Message, ToolCall
+from agentrl.render.base import Place, ProseReader, Renderer, TurnReader
+from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice
+from agentrl.render.syntaxes import HARMONY, SYNTAXES, harmony_parts, syntax_asked, syntax_of
+from agentrl.render.template_text import (
+    ANSWER,
+    CALL,
+    MARK,
+    QUESTION,
+    TOOL,
+    Placeholders,
+    Shape,
+    Skeleton,
+    TemplateText,
+    TurnText,
+    shape_of,
+    skeleton,
+)
+from agentrl.render.tool_calls import ForTools, Parser, Syntax, either, json_rules, turn_grammar
+from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Any chat template as an append-only renderer.
+#
+# The suffix comes from the template itself: a short conversation with the new messages is rendered, and the text
+# after the assistant's end-of-turn token is the suffix. When a renderer is created, a probe conversation rendered
+# this way must give exactly the text that the template gives for the whole conversation, or differ from it only in a
+# turn that the template rewrites once more messages follow: `keeps` then says so, and the ledger forks.
 
 _SAID = Skeleton((QUESTION,), ((Message("assistant", "Answer one"), (Message("user", "More"),)),))
 _CALLED = Skeleton((QUESTION,), ((Message("assistant", "", (CALL,)), (ANSWER,)),))
@@ -271,3 +282,35 @@ def _probe_value(schema: Json) -> Json:
     declared = schema.get("type") if isinstance(schema, Mapping) else None
     first = declared[0] if isinstance(declared, list) and declared else declared
     return {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}.get(str(first), "a")
+
+
+# Choose the renderer
+
+
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    parser: Parser | ForTools | Syntax | None = None,
+    pictures: Placeholders | None = None,
+    day: str | None = None,
+) -> Renderer:
+    """The renderer for a tokenizer. Raises ModelError if none fits.
+
+    `parser` replaces the tool-call parser that is inferred from the chat template's syntax. `pictures`: of a model that takes
+    images, what it has for one among its tokens. `day`: the date of a template that writes one, as YYYY-MM-DD; today by default.
+    """
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        names = ", ".join(map(repr, template))
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has several chat templates ({names}): write the one to "
+            f"use to a file that model.chat_template names, or {advice(tokenizer)}"
+        )
+    if not isinstance(template, str) or not template:
+        raise ModelError(f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; {advice(tokenizer)}")
+    if template.strip() == CHATML_TEMPLATE.strip() and parser is None and pictures is None:
+        return ChatML(tokenizer)
+    try:
+        made = TemplateRenderer(tokenizer, parser, None if day is None else date.fromisoformat(day))
+        return made if pictures is None else made.sees(pictures)
+    except RenderError as problem:
+        raise ModelError(f"a question and its answer cannot be rendered: {problem}; {advice(tokenizer)}") from problem

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from agentrl.reward.compile import compile_spec
-from agentrl.reward.context import make_context
-from agentrl.reward.credit import token_rewards
+from agentrl.reward.compile import compile_spec, make_context
 from agentrl.reward.leaf import Context
-from agentrl.reward.score import Score, Scorer
+from agentrl.reward.score import Score, Scorer, token_rewards
 from agentrl.reward.spec import load_spec
 
 __all__ = ["Context", "Score", "Scorer", "compile_spec", "load_spec", "make_context", "token_rewards"]

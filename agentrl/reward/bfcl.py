@@ -1,21 +1,235 @@
-"""The comparison of the Berkeley function-calling leaderboard (BFCL v4): whether a made call is one of the possible answers,
-value by value. In its Java and JavaScript categories every argument is a text, read as source (`agentrl.reward.literals`).
-
-The leaderboard's rules are kept with what is odd about them, because a verdict that differs is not comparable: values are equal
-as in Python (1, 1.0 and True are), texts are normalized at the depths where it looks for them and nowhere below, a value may have
-the type of the first possible answer instead of the declared one (then it must equal one, letter by letter), and an empty list
-stands for "" among the answers. Two differences: what makes its program fail is a value that does not fit, and lists of objects
-whose items have no declared type are compared as such.
-"""
+"""The comparison of the Berkeley function-calling leaderboard, with its Java and JavaScript literals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.reward.literals import LANGUAGES
+from agentrl.data.trajectory import Json
 from agentrl.reward.values import NORMALIZERS, Normalizer
-from agentrl.trajectory import Json
+
+# Java expressions as values, by the rules of the Berkeley function-calling leaderboard (BFCL v4, `simple_java`).
+#
+# A text that is not of its declared type stays a text; what the leaderboard does not read (a set, a queue) raises ValueError. Its
+# readers look for the first thing of a shape and split at every comma, so that `"a, b"` in a list is two items: kept, since a
+# verdict that differs is not comparable.
+
+JAVA_TYPES: dict[str, type] = {
+    "byte": int, "short": int, "integer": int, "long": int, "float": float, "double": float, "boolean": bool,
+    "char": str, "String": str, "any": str, "Array": list, "ArrayList": list, "Queue": list, "Stack": list,
+    "Set": set, "HashMap": dict, "Hashtable": dict,
+}  # fmt: skip
+
+_DECIMAL = r"-?\d+(\.\d+)?([eE][+-]?\d+)?"
+_INTEGER = re.compile(r"-?\d+$")
+_LONG = re.compile(r"-?\d+[lL]$")
+_JAVA_FLOAT = re.compile(_DECIMAL + r"[fF]$")
+_DOUBLE = re.compile(_DECIMAL + "$")
+_JAVA_ARRAY = re.compile(r"new\s+\w+\[\]\s*\{(.*?)\}")
+_LIST_OF = re.compile(r"new\s+ArrayList<\w*>\(Arrays\.asList\((.+?)\)\)")
+_LIST_ADDED = re.compile(r"new\s+ArrayList<\w*>\(\)\s*\{\{\s*(.+?)\s*\}\}", re.DOTALL)
+_LIST_EMPTY = re.compile(r"new\s+ArrayList<\w*>\(\)")
+_ADD = re.compile(r"add\((.+?)\)")
+_MAP = re.compile(r"new\s+HashMap<.*?>\s*\(\)\s*\{\s*\{?\s*(.*?)\s*\}?\s*\}", re.DOTALL)
+_MAP_EMPTY = re.compile(r"new\s+HashMap<.*?>\s*\(\)")
+_PUT = re.compile(r"put\(\"(.*?)\",\s*(.*?)\)")
+
+
+def java_value(text: str, kind: str, items: str | None = None) -> Any:
+    """The value of a text that should be a Java expression of the declared type `kind` (`items`: that of its items).
+
+    Returns the text itself if it is none. Raises ValueError for a type that the leaderboard does not read.
+    """
+    if kind in _NUMBERS:
+        pattern, make, suffix = _NUMBERS[kind]
+        return make(text.rstrip("\n")[: -1 if suffix else None]) if pattern.match(text) else text
+    if kind == "boolean":
+        return {"true": True, "false": False}.get(text, text)
+    if kind in ("String", "any", "char"):
+        return text
+    reader = _COLLECTIONS.get(kind)
+    if reader is None:
+        raise ValueError(f"no rule for Java's {kind}")
+    return reader(text, items)
+
+
+_NUMBERS: Mapping[str, tuple[re.Pattern[str], Callable[[str], Any], bool]] = {
+    "byte": (_INTEGER, int, False),
+    "short": (_INTEGER, int, False),
+    "integer": (_INTEGER, int, False),
+    "long": (_LONG, int, True),
+    "float": (_JAVA_FLOAT, float, True),
+    "double": (_DOUBLE, float, False),
+}
+
+
+def _java_array(text: str, items: str | None) -> Any:
+    found = _JAVA_ARRAY.search(text)
+    if found is None:
+        return text
+    return [_item(part.strip(), items) for part in found[1].split(",") if part.strip()]
+
+
+def _list(text: str, items: str | None) -> Any:
+    if found := _LIST_OF.search(text):
+        return [_java_unquoted(part.strip(), items) for part in found[1].split(",")]
+    if found := _LIST_ADDED.search(text):
+        return [_java_unquoted(part.strip(), items) for part in _ADD.findall(found[1])]
+    return [] if _LIST_EMPTY.search(text) else text
+
+
+def _map(text: str, items: str | None) -> Any:
+    if found := _MAP.search(text):
+        return {key: _java_untyped(value.strip()) for key, value in _PUT.findall(found[1])}
+    return {} if _MAP_EMPTY.search(text) else text
+
+
+_COLLECTIONS: Mapping[str, Callable[[str, str | None], Any]] = {"Array": _java_array, "ArrayList": _list, "HashMap": _map}
+
+
+def _item(text: str, kind: str | None) -> Any:
+    return java_value(text, kind) if kind else _java_untyped(text)
+
+
+def _java_unquoted(text: str, kind: str | None) -> Any:
+    """An item of a list: its first and last character are taken for quotes if it should be a text."""
+    return text[1:-1] if kind in ("char", "String") else _item(text, kind)
+
+
+def _java_untyped(text: str) -> Any:
+    """A value whose type is not declared: a boolean, a text in quotes, a number, or else the text."""
+    if text in ("true", "false"):
+        return text == "true"
+    if text.startswith('"') and text.endswith('"'):
+        return text[1:-1]
+    if _LONG.match(text):
+        return int(text[:-1])
+    if _JAVA_FLOAT.match(text):
+        return float(text[:-1])
+    return number_or_text(text)
+
+
+def number_or_text(text: str) -> int | float | str:
+    """What Python's `int` or else `float` reads, or the text."""
+    for make in (int, float):
+        try:
+            return make(text)
+        except ValueError:
+            continue
+    return text
+
+
+# JavaScript expressions as values, by the rules of the Berkeley function-calling leaderboard (BFCL v4, `simple_javascript`).
+#
+# A text that is not of its declared type stays a text. Its readers split at every comma and end an object at the first closing
+# brace: kept, since a verdict that differs is not comparable.
+
+JAVASCRIPT_TYPES: dict[str, type] = {
+    "String": str, "any": str, "integer": int, "Bigint": int, "float": float, "Boolean": bool, "dict": dict, "array": list,
+}  # fmt: skip
+
+_JS_FLOAT = re.compile(r"-?\d+(\.\d+)?$")
+_BIGINT = re.compile(r"-?\d+n$")
+_ROWS = re.compile(r"\[\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\]|\bnew\s+Array\(\s*\[.*?\]\s*(,\s*\[.*?\]\s*)*\)")
+_ROW = re.compile(r"\[(.*?)\]")
+_JS_ARRAY = re.compile(r"\[(.*?)\]|\bnew\s+Array\((.*?)\)")
+_OBJECT = re.compile(r"\{(.*?)\}")
+_PAIR = re.compile(r"([^:]+):\s*(.*?)(?:,\s*(?=[^,]+:)|$)")
+
+
+def javascript_value(text: str, kind: str, items: str | None = None) -> Any:
+    """The value of a text that should be a JavaScript expression of the declared type `kind` (`items`: that of its items).
+
+    Returns the text itself if it is none. Raises ValueError for a type that the leaderboard does not read.
+    """
+    if kind == "String":
+        return _js_unquoted(text)
+    if kind == "any":
+        return text
+    if kind == "integer":
+        return int(text) if _INTEGER.match(text) else text
+    if kind == "float":
+        return float(text) if _JS_FLOAT.match(text) else text
+    if kind == "Bigint":
+        return int(text[:-1]) if _BIGINT.match(text) else text
+    if kind == "Boolean":
+        return {"true": True, "false": False}.get(text, text)
+    if kind == "array":
+        return _js_array(text.strip(), items)
+    if kind == "dict":
+        return _object(text.strip())
+    raise ValueError(f"no rule for JavaScript's {kind}")
+
+
+def _js_unquoted(text: str) -> str:
+    return text[1:-1] if text[:1] in ("'", '"') and text.endswith(text[:1]) else text
+
+
+def _js_array(text: str, items: str | None) -> Any:
+    if rows := _ROWS.match(text):
+        # The pattern of a row begins at the outer bracket, so the first row has one bracket more.
+        inner = [row.strip() for row in _ROW.findall(rows[0])]
+        inner[0] = inner[0].removeprefix("[")
+        return [[_js_untyped(part) for part in row.split(",")] for row in inner]
+    found = _JS_ARRAY.match(text)
+    if found is None:
+        return text
+    inside = (found[1] if found[1] is not None else found[2]).strip()
+    parts = [part.strip() for part in inside.split(",")] if inside else []
+    if not items:
+        return [_js_untyped(part) for part in parts]
+    try:
+        return [javascript_value(part, items, "String" if part[:1] in ("'", '"') else None) for part in parts]
+    except ValueError:
+        return text
+
+
+def _object(text: str) -> Any:
+    if text == "{}":
+        return {}
+    found = _OBJECT.match(text)
+    if found is None:
+        return text
+    pairs = [(key.strip().strip("'\""), value.strip()) for key, value in _PAIR.findall(found[1])]
+    return {key: _member(value) for key, value in pairs}
+
+
+def _member(text: str) -> Any:
+    if text.startswith("[") and text.endswith("]"):
+        return _js_array(text, None)
+    if text.startswith("{") and text.endswith("}"):
+        return _object(text)
+    return _js_untyped(text.strip("'\""))
+
+
+def _js_untyped(text: str) -> Any:
+    """A value whose type is not declared: a boolean, a text in quotes, a number, or else the text."""
+    text = text.strip()
+    if text in ("true", "false"):
+        return text == "true"
+    unquoted = _js_unquoted(text)
+    return number_or_text(text) if unquoted == text else unquoted
+
+
+Reader = Callable[[str, str, "str | None"], Any]
+
+LANGUAGES: dict[str, tuple[Reader, dict[str, type]]] = {
+    "java": (java_value, JAVA_TYPES),
+    "javascript": (javascript_value, JAVASCRIPT_TYPES),
+}
+"""Of each language: text, declared type, declared type of the items -> value; and declared type -> Python type."""
+
+
+# The comparison of the Berkeley function-calling leaderboard (BFCL v4): whether a made call is one of the possible answers,
+# value by value. In its Java and JavaScript categories every argument is a text, read as source (`agentrl.reward.bfcl`).
+#
+# The leaderboard's rules are kept with what is odd about them, because a verdict that differs is not comparable: values are equal
+# as in Python (1, 1.0 and True are), texts are normalized at the depths where it looks for them and nowhere below, a value may have
+# the type of the first possible answer instead of the declared one (then it must equal one, letter by letter), and an empty list
+# stands for "" among the answers. Two differences: what makes its program fail is a value that does not fit, and lists of objects
+# whose items have no declared type are compared as such.
 
 _TYPES: Mapping[str, type] = {
     "string": str, "any": str, "integer": int, "float": float, "number": float, "boolean": bool,
@@ -23,7 +237,7 @@ _TYPES: Mapping[str, type] = {
 }  # fmt: skip
 _WITH_ITEMS = frozenset({"Array", "ArrayList", "array"})
 _SCALARS = frozenset({str, int, float, bool})
-_OBJECT = (dict, Mapping)
+_BFCL_OBJECT = (dict, Mapping)
 plain = NORMALIZERS["bfcl"]
 
 
@@ -57,7 +271,7 @@ def value_fits(
     value: Any, allowed: Sequence[Any], declared: Json = None, normalize: Normalizer = plain, language: str = "python"
 ) -> bool:
     """Whether a value is among the possible ones, and of the declared type (a JSON Schema; None: any) or of theirs."""
-    kind = declared.get("type") if isinstance(declared, _OBJECT) else None
+    kind = declared.get("type") if isinstance(declared, _BFCL_OBJECT) else None
     if language != "python":
         return _source_fits(value, allowed, kind, _items(declared), normalize, language)
     wanted: type = _TYPES.get(kind, type(value)) if isinstance(kind, str) else type(value)
@@ -101,8 +315,8 @@ def _typed_fits(value: Any, allowed: Sequence[Any], wanted: type, inner: type | 
 
 def _items(declared: Json) -> str | None:
     """The declared type of a list's items, as it is named."""
-    items = declared.get("items") if isinstance(declared, _OBJECT) else None
-    kind = items.get("type") if isinstance(items, _OBJECT) else None
+    items = declared.get("items") if isinstance(declared, _BFCL_OBJECT) else None
+    kind = items.get("type") if isinstance(items, _BFCL_OBJECT) else None
     return kind if isinstance(kind, str) else None
 
 
@@ -141,7 +355,7 @@ def _folded(items: Sequence[Json], normalize: Normalizer) -> list[Json]:
 
 def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
     """Whether each key's value is in the option's list of that key; "" in such a list makes the key optional."""
-    if not isinstance(made, dict) or not isinstance(option, _OBJECT):
+    if not isinstance(made, dict) or not isinstance(option, _BFCL_OBJECT):
         return False
     for key, value in made.items():
         values = option.get(key)
@@ -157,3 +371,76 @@ def _objects_fit(made: Sequence[Json], option: Any, normalize: Normalizer) -> bo
     if not isinstance(option, list | str) or len(option) != len(made):
         return False
     return all(_object_fits(item, wanted, normalize) for item, wanted in zip(made, option, strict=True))
+
+
+# Possible answers
+
+
+def possible_call(
+    call: Mapping[str, Json], functions: Mapping[str, Mapping[str, Json]], language: str = "python"
+) -> tuple[str, dict[str, Json]]:
+    """Name and arguments of a call that matches `{name: {argument: [possible values]}}`: the first values that fit, without what
+    may be left out. `functions`: the declared parameters of each function. An argument that no value fits is None."""
+    name, sets = next(iter(call.items()))
+    declared = functions.get(name, {})
+    required, properties = declared.get("required", ()), declared.get("properties", {})
+    chosen = {key: allowed for key, allowed in sets.items() if "" not in allowed or key in required}
+    return name, {key: _fitting(allowed, properties.get(key), language) for key, allowed in chosen.items()}
+
+
+def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, Json]], language: str = "python") -> bool:
+    """Whether expected calls can be made at all: some of the leaderboard's have no possible value, or none of the declared
+    type."""
+    made = [(*possible_call(call, functions, language), call) for call in calls]
+    return all(arguments_fit(given, call[name], functions.get(name), language=language) for name, given, call in made)
+
+
+def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
+    """The first possible value that is one for the leaderboard; "" stands for the empty list too. None if there is none."""
+    values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
+    if language != "python":
+        values = [text for value in values for text in _written(value, language)]
+    return next((value for value in values if value_fits(value, allowed, declared, language=language)), None)
+
+
+def _plain(first: Json) -> Json:
+    """A possible value, in which objects list the possible values of each key, as a value."""
+    if isinstance(first, Mapping):
+        return _possible_object(first)
+    if isinstance(first, list):
+        return [_possible_object(item) if isinstance(item, Mapping) else item for item in first]
+    return first
+
+
+def _possible_object(option: Mapping[str, Json]) -> dict[str, Json]:
+    return {
+        key: (next((v for v in values if v != ""), "") if isinstance(values, list) else values)
+        for key, values in option.items()
+        if not (isinstance(values, list) and "" in values)
+    }
+
+
+def _written(value: Json, language: str) -> Iterator[str]:
+    """A value in another language's syntax, in the ways that its declared type may ask for."""
+    plain = value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, list) and language == "java":
+        for items in (
+            [json.dumps(item) for item in value],
+            [_text(item) for item in value],
+            [f"{_text(item)}L" for item in value],
+        ):
+            yield f"new Object[]{{{', '.join(items)}}}"
+            yield f"new ArrayList<>(Arrays.asList({', '.join(items)}))" if items else "new ArrayList<>()"
+    elif isinstance(value, dict) and language == "java":
+        puts = " ".join(f"put({json.dumps(key)}, {json.dumps(item)});" for key, item in value.items())
+        yield f"new HashMap<String, Object>() {{{{ {puts} }}}}"
+    yield plain
+    if isinstance(value, list):
+        yield f"[{', '.join(_text(item) for item in value)}]"
+    if isinstance(value, dict):
+        yield f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
+    yield from (f"{plain}{suffix}" for suffix in ("L", "f", "n"))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

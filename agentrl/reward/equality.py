@@ -24,10 +24,10 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from agentrl.errors import DependencyError
-from agentrl.executors import fork_safe
-from agentrl.processor import usable_cpus
-from agentrl.reward.unscorable import UnscorableError
+from agentrl.reward.values import UnscorableError
+from agentrl.utils.errors import DependencyError
+from agentrl.utils.processor import usable_cpus
+from agentrl.utils.threads import fork_safe
 
 WORKER = Path(__file__).with_name("equality_worker.py")
 MOST_TEXT = 100_000

@@ -26,7 +26,7 @@ from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import verify
 from math_verify.grader import get_pct_val, should_treat_as_complex
 
-from agentrl.numerals import Numeral, numeral
+from agentrl.utils.parsing import Numeral, numeral
 
 MEMORY = 1 << 30
 """Bytes of address space; SymPy and its parser take a fifth of that."""

@@ -1,12 +1,20 @@
-"""A score as a readable tree: every node with its value, its weight and its evidence."""
+"""Explain scores, compare two specs, and score stored episodes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from agentrl.reward.score import Score
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json, Trajectory
+from agentrl.reward.score import Score, Scorer
+from agentrl.utils.errors import JudgeBudgetError, UserError
+from agentrl.utils.files import read_text
+from agentrl.utils.parsing import read_json
 
 _HEAD = ("node", "at", "value", "id", "weight")
 _BELOW = ("of", "if", "then", "else", "parts")
@@ -81,3 +89,207 @@ def _short(value: Json) -> str:
 
 def _value(value: float | None) -> str:
     return "unscored" if value is None else f"{value:.4g}"
+
+
+# Two specs compared
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One episode that the two specs see differently. Ranks within its task count from 1; ties share the best rank; None if
+    a spec could not score the episode."""
+
+    row: int
+    task: str
+    member: int
+    value_a: float | None
+    value_b: float | None
+    rank_a: int | None
+    rank_b: int | None
+
+    def to_json(self) -> dict[str, Json]:
+        return asdict(self)
+
+
+def changed_values(
+    trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]
+) -> list[tuple[int, float | None, float | None]]:
+    """The rows whose value differs by more than rounding, with both values; the largest difference first, and before it those
+    that only one of the specs could score. This is all that can be said of a task with one episode, which has no rank."""
+    rows = [(row, a[row], b[row]) for row in range(len(trajectories)) if _gap(a[row], b[row]) > 1e-9]
+    return sorted(rows, key=lambda item: _gap(item[1], item[2]), reverse=True)
+
+
+def alone(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+    """How many tasks have one episode only, and how many tasks there are."""
+    counts = Counter((trajectory.env_id, trajectory.task.id) for trajectory in trajectories)
+    return sum(count == 1 for count in counts.values()), len(counts)
+
+
+def _gap(a: float | None, b: float | None) -> float:
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return abs(a - b)
+
+
+def changed_ranks(trajectories: Sequence[Trajectory], a: Sequence[float | None], b: Sequence[float | None]) -> list[Change]:
+    """The episodes that change rank, largest move first. `a`, `b`: values by the two specs, row by row.
+
+    Episodes of one (environment, task id) are ranked together.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row, trajectory in enumerate(trajectories):
+        groups.setdefault((trajectory.env_id, trajectory.task.id), []).append(row)
+    changes: list[Change] = []
+    for (_, task), rows in groups.items():
+        ranks_a, ranks_b = _ranks([a[row] for row in rows]), _ranks([b[row] for row in rows])
+        for row, before, after in zip(rows, ranks_a, ranks_b, strict=True):
+            if before != after:
+                changes.append(Change(row, task, trajectories[row].member, a[row], b[row], before, after))
+    return sorted(changes, key=_move, reverse=True)
+
+
+def _ranks(values: Sequence[float | None]) -> list[int | None]:
+    scored = sorted((value for value in values if value is not None), reverse=True)
+    return [None if value is None else scored.index(value) + 1 for value in values]
+
+
+def _move(change: Change) -> float:
+    if change.rank_a is None or change.rank_b is None:
+        return float("inf")
+    return abs(change.rank_a - change.rank_b)
+
+
+# Stored episodes
+
+_CHUNK = 64
+Lines = list[tuple[int, str]]
+MakeScorer = Callable[[], Scorer]
+
+_worker: tuple[Scorer, str] | None = None
+
+
+def read_lines(path: Path) -> Lines:
+    """The non-empty rows of a JSONL file with their line numbers (from 1).
+
+    Raises UserError if the file cannot be read or has no rows.
+    """
+    try:
+        text = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: contains no trajectory")
+    return lines
+
+
+def parse_row(path: str, number: int, line: str) -> Trajectory:
+    """One row as a Trajectory. Raises UserError with file and line for a row of another shape."""
+    try:
+        return Trajectory.from_json(read_json(line))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise UserError(
+            f"{path}:{number}: not a trajectory ({what}); expected a row as a run writes them to its trajectories/ folder"
+        ) from error
+
+
+def score_file(make: MakeScorer, path: Path, workers: int, done: Callable[[int], None]) -> list[dict[str, Json]]:
+    """Scores of all rows, in order: row, task, member, value, turns, metrics and, if unscored, why.
+
+    `make` builds the scorer; it must be picklable, since it runs in each worker process.
+    `done` is called with the number of rows finished. A spec with a judge is scored by threads of this
+    process, so that all rows share one budget and one cache. Raises UserError for the first invalid row.
+    """
+    scorer = make()
+    chunks = list(_chunks(read_lines(path), bool(scorer.compares), str(path)))
+    rows: list[dict[str, Json]] = []
+    for chunk in _map(scorer, str(path), chunks, workers, make):
+        rows.extend(chunk)
+        done(len(chunk))
+    return sorted(rows, key=lambda row: int(row["row"]))
+
+
+def _map(scorer: Scorer, path: str, chunks: Sequence[Lines], workers: int, make: MakeScorer) -> Iterator[list[dict[str, Json]]]:
+    workers = min(workers, len(chunks))
+    if workers <= 1 and not scorer.asks:
+        for chunk in chunks:
+            yield _score_lines(scorer, path, chunk)
+        return
+    pool: Executor
+    if scorer.asks:
+        pool = ThreadPoolExecutor(max(workers, 8))
+        with pool:
+            yield from pool.map(lambda chunk: _score_lines(scorer, path, chunk), chunks)
+        return
+    # spawn: forking a process with threads (torch's, say) can deadlock.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(path, make))
+    with pool:
+        yield from pool.map(_score_chunk, chunks)
+
+
+def _start(path: str, make: MakeScorer) -> None:
+    global _worker
+    _worker = make(), path
+
+
+def _score_chunk(chunk: Lines) -> list[dict[str, Json]]:
+    assert _worker is not None
+    return _score_lines(_worker[0], _worker[1], chunk)
+
+
+def _score_lines(scorer: Scorer, path: str, lines: Lines) -> list[dict[str, Json]]:
+    trajectories = [parse_row(path, number, line) for number, line in lines]
+    scores = _scores(scorer, trajectories)
+    return [
+        score_row(number, trajectory, score) for (number, _), trajectory, score in zip(lines, trajectories, scores, strict=True)
+    ]
+
+
+def _scores(scorer: Scorer, trajectories: list[Trajectory]) -> list[Score]:
+    """Scores; rows beyond the judge's budget are unscored with that reason, since earlier ones are already paid for."""
+
+    def unscored(error: JudgeBudgetError) -> Score:
+        return Score(None, evidence={"spec": scorer.name, "value": None, "unscored": str(error)})
+
+    if scorer.compares:
+        try:
+            return scorer.score_group(trajectories)
+        except JudgeBudgetError as error:
+            return [unscored(error)] * len(trajectories)
+    scores: list[Score] = []
+    for trajectory in trajectories:
+        try:
+            scores.append(scorer.score(trajectory))
+        except JudgeBudgetError as error:
+            scores.append(unscored(error))
+    return scores
+
+
+def score_row(number: int, trajectory: Trajectory, score: Score) -> dict[str, Json]:
+    """One line of output."""
+    row: dict[str, Json] = {
+        "row": number,
+        "task": trajectory.task.id,
+        "member": trajectory.member,
+        "value": score.value,
+        "success": score.success,
+        "turns": {str(turn): amount for turn, amount in score.turns.items()},
+        "metrics": score.metrics,
+    }
+    return row if score.value is not None else {**row, "evidence": score.evidence}
+
+
+def _chunks(lines: Lines, by_task: bool, path: str) -> Iterator[Lines]:
+    """Rows in chunks; if group leaves compare episodes (`by_task`), all rows of a task are one chunk."""
+    if not by_task:
+        for start in range(0, len(lines), _CHUNK):
+            yield lines[start : start + _CHUNK]
+        return
+    groups: dict[tuple[str, str], Lines] = {}
+    for number, line in lines:
+        trajectory = parse_row(path, number, line)
+        groups.setdefault((trajectory.env_id, trajectory.task.id), []).append((number, line))
+    yield from groups.values()

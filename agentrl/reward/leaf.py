@@ -1,17 +1,264 @@
-"""The leaf contract: from a part of an episode to a value in [0, 1], or to None with a reason."""
+"""The leaf contract, and the part of an episode that a leaf sees."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from agentrl.reward.twin import Twin
-from agentrl.reward.twins import Twins
-from agentrl.reward.unscorable import UnscorableError as UnscorableError
-from agentrl.reward.view import View
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult
+from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.reward.twins import Twin, Twins
+from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow
+
+# The view of an episode
+
+SCOPES = ("group", "episode", "round", "turn", "call")
+"""From widest to narrowest. A round is the policy's turns between two user messages."""
+
+
+class Made(NamedTuple):
+    """One call that the policy made, with its turn and its result (None if it got none)."""
+
+    turn: Turn
+    call: ToolCall
+    result: ToolResult | None
+
+
+def calls_made(turns: Sequence[Turn]) -> list[Made]:
+    """Every call of the turns, in order. Results are matched by call id within the turn, or by position if
+    the ids are not unique (a record from elsewhere)."""
+    made: list[Made] = []
+    for turn in turns:
+        calls = turn.message.tool_calls
+        if not calls:
+            continue
+        if len(calls) == len(turn.results) == 1:  # the most usual, and scoring looks at every turn
+            made.append(Made(turn, calls[0], turn.results[0] if turn.results[0].call_id == calls[0].id else None))
+            continue
+        answers = {result.call_id: result for result in turn.results}
+        if len(answers) == len(turn.results):
+            for call in calls:
+                made.append(Made(turn, call, answers.get(call.id)))
+        else:
+            made.extend(Made(turn, call, r) for call, r in zip_longest(calls, turn.results) if call)
+    return made
+
+
+_OPENING = Turn(-1, Message("assistant"))
+"""Stands for the turn of a call that the user made before the policy's first one."""
+
+
+@dataclass(slots=True)
+class View:
+    """A part of one trajectory.
+
+    `index` is its number among the parts of its scope (0 for an episode), `answers` the answers to the
+    leaves' requests, `memo` a cache that leaves share between the parts of the episode.
+    """
+
+    trajectory: Trajectory
+    scope: str
+    turns: Sequence[Turn]
+    calls: Sequence[Made]
+    index: int = 0
+    answers: dict[str, Any] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
+    _documents: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[Hashable, ...]:
+        """A key for this part of the episode; equal for equal parts only."""
+        if self.scope == "call":
+            # By object: call ids need not be unique in a record from elsewhere.
+            return "call", self.index, id(self.calls[0].call)
+        return self.scope, self.index, self.last_turn
+
+    @property
+    def last_turn(self) -> int | None:
+        """Index of the turn that gets a reward for this part; None if there is no turn."""
+        return self.turns[-1].index if self.turns else None
+
+    def made(self, by: str) -> Sequence[Made]:
+        """The calls of this part by the policy ("assistant"), by the simulated user to tools of its own ("user"), or by both
+        ("both"), in the order in which they were made. A user's call counts to the turn that it answers, and those before the
+        first turn to it."""
+        if by == "assistant":
+            return self.calls
+        turns = {turn.index: turn for turn in self.turns}
+        first = self.trajectory.turns[0].index if self.trajectory.turns else None
+        opens = self.scope == "episode" or first in turns
+        found = [
+            Made(turns.get(one.turn, _OPENING), one.call, one.result)
+            for one in self.trajectory.user_calls
+            if one.turn in turns or (one.turn < 0 and opens)
+        ]
+        if by == "user":
+            return found
+        # Stable: a turn's own calls are made before the user answers it.
+        return sorted([*self.calls, *found], key=lambda one: one.turn.index)
+
+    def answer(self) -> str | None:
+        """The text of the last turn if it makes no call: the answer to the user. Else None."""
+        if not self.turns or self.turns[-1].message.tool_calls:
+            return None
+        return self.turns[-1].message.content
+
+    def parts(self, scope: str) -> list[View]:
+        """This part split into narrower ones, in order."""
+        key = ("parts", self.place, scope)
+        if key not in self.memo:  # several nodes may ask for them
+            self.memo[key] = self._parts(scope)
+        found: list[View] = self.memo[key]
+        return found
+
+    def _parts(self, scope: str) -> list[View]:
+        if scope == "call":
+            return [self._part("call", [made.turn], [made], i) for i, made in enumerate(self.calls)]
+        if scope == "turn":
+            return [self._part("turn", [turn], None, turn.index) for turn in self.turns]
+        rounds = self.rounds
+        numbers = sorted({rounds[turn.index] for turn in self.turns if turn.index in rounds})
+        return [
+            self._part("round", [turn for turn in self.turns if rounds.get(turn.index) == number], None, number)
+            for number in numbers
+        ]
+
+    def _part(self, scope: str, turns: list[Turn], calls: list[Made] | None, index: int) -> View:
+        made = calls_made(turns) if calls is None else calls
+        return View(self.trajectory, scope, turns, made, index, self.answers, self.memo)
+
+    @property
+    def round(self) -> int:
+        """Number of the round that this part is in."""
+        if self.scope == "round" or not self.turns:
+            return self.index
+        return self.rounds.get(self.turns[-1].index, 0)
+
+    @property
+    def rounds(self) -> dict[int, int]:
+        """Turn index -> number of its round, counted from the episode's first turn: an opening history has none."""
+        course = self.course
+        return {turn.index: number for turn, number in zip(self.trajectory.turns, course.rounds, strict=True)}
+
+    @property
+    def course(self) -> EpisodeRounds:
+        """What the user said after each turn of the episode, and the rounds that it makes."""
+        if "course" not in self.memo:
+            self.memo["course"] = course_of(self.trajectory)
+        found: EpisodeRounds = self.memo["course"]
+        return found
+
+    def read(self, tokens: tuple[str, ...], at: str | None) -> Json | Absent:
+        """The value of the reference `{"$": "/<tokens>", "at": at}` for this part, or ABSENT."""
+        value = self._root(tokens)
+        if at is None or value is ABSENT:
+            return value
+        position = {"round": self.round, "turn": self.turns[-1].index if self.turns else -1}.get(at, self.index)
+        if not isinstance(value, (list, tuple)) or not 0 <= position < len(value):
+            return ABSENT
+        return value[position]
+
+    def _root(self, tokens: tuple[str, ...]) -> Json | Absent:
+        part = tokens[0]
+        if part == "task":
+            return self._of_task(tokens[1:])
+        if part == "episode" and len(tokens) > 1 and tokens[1] == "state":
+            return follow(self.trajectory.state, tokens[2:])
+        if part not in self._documents:
+            build = {"episode": self._episode, "turn": self._turn, "call": self._call}[part]
+            self._documents[part] = build()
+        return follow(self._documents[part], tokens[1:])
+
+    def _of_task(self, tokens: tuple[str, ...]) -> Json | Absent:
+        task = self.trajectory.task
+        if not tokens:
+            return {name: getattr(task, name) for name in FIELDS["task"]}
+        return follow(getattr(task, tokens[0]), tokens[1:]) if tokens[0] in FIELDS["task"] else ABSENT
+
+    def _episode(self) -> Json:
+        whole = self.trajectory
+        calls = calls_made(whole.turns)
+        last = whole.turns[-1].message if whole.turns else None
+        return {
+            "env_id": whole.env_id,
+            "answer": last.content if last is not None and not last.tool_calls else None,
+            "stop": whole.stop.value,
+            "terminated": whole.terminated,
+            "truncated": whole.truncated,
+            "turns": len(whole.turns),
+            "calls": len(calls),
+            "errors": sum(1 for made in calls if _failed(made)),
+            "sampled_tokens": sum(turn.sampled_tokens for turn in whole.turns),
+            "images": len(whole.images),
+            "metrics": dict(whole.metrics),
+            "tools": [tool.get("function", {}).get("name") for tool in whole.tools],
+        }
+
+    def _turn(self) -> Json:
+        turn = self.turns[-1] if self.turns else None
+        if turn is None:
+            return {}
+        return {
+            "index": turn.index,
+            "content": turn.message.content,
+            "reasoning": turn.message.reasoning,
+            "finish": turn.finish,
+            "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in turn.message.tool_calls],
+            "results": [result.content for result in turn.results],
+            "images": [image.about for result in turn.results for image in result.images],
+            "sampled_tokens": turn.sampled_tokens,
+            "errors": sum(1 for made in calls_made([turn]) if _failed(made)),
+        }
+
+    def _call(self) -> Json:
+        if self.scope != "call":
+            return {}
+        made = self.calls[0]
+        return {
+            "name": made.call.name,
+            "arguments": made.call.arguments,
+            "error": made.call.error or (made.result.error if made.result else None),
+            "result": made.result.content if made.result else None,
+            "images": [image.about for image in made.result.images] if made.result else [],
+        }
+
+
+def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) -> View:
+    """The whole episode."""
+    made = calls_made(trajectory.turns)
+    return View(trajectory, "episode", trajectory.turns, made, answers={} if answers is None else answers)
+
+
+def _failed(made: Made) -> bool:
+    return made.call.arguments is None or made.result is None or made.result.error is not None
+
+
+FIELDS = {
+    "task": ("id", "seed", "split", "data", "gold"),
+    "episode": (
+        "state",
+        "env_id",
+        "answer",
+        "stop",
+        "terminated",
+        "truncated",
+        "turns",
+        "calls",
+        "errors",
+        "sampled_tokens",
+        "images",
+        "metrics",
+        "tools",
+    ),
+    "turn": ("index", "content", "reasoning", "finish", "calls", "results", "images", "sampled_tokens", "errors"),
+    "call": ("name", "arguments", "error", "result", "images"),
+}
+"""The names that a reference can have as its second token, by first token."""
+
+
+# The leaf contract
 
 Args = Mapping[str, Any]
 
@@ -37,7 +284,7 @@ class PendingError(Exception):
 
 
 class ReplayEnv(Protocol):
-    """What a replay needs from an environment; `agentrl.env.ToolEnv` has it."""
+    """What a replay needs from an environment; `agentrl.env.base.ToolEnv` has it."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
 
@@ -51,7 +298,7 @@ class ReplayEnv(Protocol):
 
 
 class AsTwin(Protocol):
-    """What plays an episode once more in a way of its own (`agentrl.reward.twin.Twin`), with its user's turns."""
+    """What plays an episode once more in a way of its own (`agentrl.reward.twins.Twin`), with its user's turns."""
 
     def as_twin(self) -> Twin: ...
 

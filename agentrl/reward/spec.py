@@ -1,4 +1,4 @@
-"""Reads and validates a spec: every fault is a RewardSpecError that names the place by JSON Pointer."""
+"""Read and validate a reward spec against its JSON Schema."""
 
 from __future__ import annotations
 
@@ -13,12 +13,181 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from agentrl.errors import RewardSpecError, did_you_mean, hinted
-from agentrl.files import read_text
-from agentrl.reward import schema as grammar
-from agentrl.reward.ops import AGGREGATES
-from agentrl.reward.pointer import is_ref, join, parse_pointer
-from agentrl.reward.view import FIELDS
+from agentrl.reward.leaf import FIELDS, SCOPES
+from agentrl.reward.leaves import LEAVES
+from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
+from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
+from agentrl.utils.errors import RewardSpecError, did_you_mean, hinted
+from agentrl.utils.files import read_text
+
+# JSON Schema of a spec
+
+Schema = dict[str, Any]
+
+VERSION = 1
+REDUCES = ("last", "sum", "mean", "min", "all")
+_PAIR: Schema = {
+    "type": "array",
+    "prefixItems": [{"type": "number"}, {"type": "number"}],
+    "minItems": 2,
+    "maxItems": 2,
+}
+_AT: Schema = {"enum": ["round", "turn", "call"], "description": "pick the element of a list by this index"}
+_POINTER: Schema = {"type": "string", "pattern": "^/(task|episode|turn|call)(/|$)"}
+
+REF_DEF: Schema = {
+    "type": "object",
+    "description": "A JSON Pointer into task, episode, turn or call.",
+    "additionalProperties": False,
+    "properties": {"$": _POINTER, "at": _AT},
+    "required": ["$"],
+}
+PREDICATE_DEF: Schema = {
+    "type": "object",
+    "description": "A comparison of the value at a pointer, or not / all / any of predicates.",
+    "additionalProperties": False,
+    "properties": {
+        "$": _POINTER,
+        "at": _AT,
+        **COMPARISON_SCHEMA,
+        "not": {"$ref": "#/$defs/predicate"},
+        "all": {"type": "array", "items": {"$ref": "#/$defs/predicate"}, "minItems": 1},
+        "any": {"type": "array", "items": {"$ref": "#/$defs/predicate"}, "minItems": 1},
+    },
+    "oneOf": [
+        {"required": ["$"], "minProperties": 2},
+        {"required": ["not"], "maxProperties": 1},
+        {"required": ["all"], "maxProperties": 1},
+        {"required": ["any"], "maxProperties": 1},
+    ],
+}
+MODS: Schema = {
+    "id": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_.-]*$", "description": "names a metric"},
+    "weight": {"type": "number", "description": "factor in a sum or mean"},
+    "scale": {**_PAIR, "description": "maps 0 to the first and 1 to the second number"},
+    "clip": {**_PAIR, "description": "bounds, applied after scale"},
+    "missing": {
+        "enum": ["skip", 0, 1, "invalid"],
+        "description": "what to do if the node could not be scored",
+    },
+    "scope": {"enum": list(SCOPES), "description": "evaluate once for each part of this kind"},
+    "reduce": {"enum": list(REDUCES), "description": "how the parts become one value (default mean)"},
+    "emit": {
+        "enum": ["step", "terminal"],
+        "description": "reward each part (of calls.match without a scope: each matched call) at its turn, or all at the end",
+    },
+    "when": {"$ref": "#/$defs/predicate"},
+}
+_NODE: Schema = {"$ref": "#/$defs/node"}
+_NODE_OR_NUMBER: Schema = {"if": {"type": "number"}, "then": True, "else": _NODE}
+OP_SCHEMA: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "op": {"enum": list(AGGREGATES)},
+        "of": {"type": "array", "items": _NODE, "minItems": 1},
+        **MODS,
+    },
+    "required": ["op", "of"],
+}
+GATE_SCHEMA: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "op": {"const": "gate"},
+        "if": _NODE,
+        "gte": {"type": "number"},
+        "then": _NODE_OR_NUMBER,
+        "else": _NODE_OR_NUMBER,
+        **MODS,
+    },
+    "required": ["op", "if", "then"],
+}
+SUCCESS_DEF: Schema = {
+    "type": "object",
+    "description": "The node with this id counts as success from `gte` (default 1) on.",
+    "additionalProperties": False,
+    "properties": {"id": MODS["id"], "gte": {"type": "number"}},
+    "required": ["id"],
+}
+SPEC_SCHEMA: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "$schema": {"type": "string"},
+        "agentrl_reward": {"const": VERSION, "description": "version of the grammar"},
+        "name": {"type": "string", "minLength": 1},
+        "description": {"type": "string"},
+        "root": _NODE,
+        "success": {
+            "type": "object",
+            "if": {"anyOf": [{"required": ["use"]}, {"required": ["op"]}]},
+            "then": _NODE,
+            "else": {"$ref": "#/$defs/success"},
+            "description": "an episode succeeds if this is 1; without it, see docs/rewards.md",
+        },
+        "metrics": {
+            "type": "array",
+            "items": _NODE,
+            "description": "measured, not rewarded; each needs an id",
+        },
+    },
+    "required": ["agentrl_reward", "name", "root"],
+}
+
+
+def kinds() -> dict[str, Schema]:
+    """Leaf kind -> JSON Schema of its `args`."""
+    return {
+        **{kind: leaf.schema for kind, leaf in LEAVES.items()},
+        **{kind: leaf.schema for kind, leaf in GROUP_LEAVES.items()},
+    }
+
+
+def leaf_schema(kind: str, args: Schema) -> Schema:
+    """Schema of a leaf node of one kind."""
+    needed = ["use", "args"] if args.get("required") or args.get("oneOf") else ["use"]
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"use": {"const": kind}, "args": args, **MODS},
+        "required": needed,
+    }
+
+
+def published_schema() -> Schema:
+    """The whole grammar, for editors: the content of `rewards/schema.json`."""
+    leaves = {kind: leaf_schema(kind, args) for kind, args in kinds().items()}
+    choices: list[Schema] = [_when("use", {"const": kind}, {"$ref": f"#/$defs/{kind}"}) for kind in leaves]
+    choices.append(_when("op", {"const": "gate"}, {"$ref": "#/$defs/gate"}))
+    choices.append(_when("op", {"not": {"const": "gate"}}, {"$ref": "#/$defs/op"}))
+    node: Schema = {
+        "type": "object",
+        "oneOf": [{"required": ["use"]}, {"required": ["op"]}],
+        "properties": {"use": {"enum": list(leaves)}, "op": {"enum": [*AGGREGATES, "gate"]}},
+        "allOf": choices,
+    }
+    definitions = {
+        "ref": REF_DEF,
+        "predicate": PREDICATE_DEF,
+        "success": SUCCESS_DEF,
+        "node": node,
+        "op": OP_SCHEMA,
+        "gate": GATE_SCHEMA,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "agentrl reward spec",
+        **SPEC_SCHEMA,
+        "$defs": {**definitions, **leaves},
+    }
+
+
+def _when(key: str, test: Schema, then: Schema) -> Schema:
+    return {"if": {"required": [key], "properties": {key: test}}, "then": then}
+
+
+# Read and validate
 
 # Far more than a readable spec has, and far from Python's own limit, which compiling and scoring recurse towards as well.
 _DEEPEST = 40
@@ -123,7 +292,7 @@ class _Check:
             both = "both" if "use" in node else "neither"
             near = _near(node, ("use", "op")) if both == "neither" else ""
             self.fail(pointer, f'a node has either "use" (a leaf) or "op" (a combinator); this one has {both}{near}')
-        key, known = ("use", grammar.kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
+        key, known = ("use", kinds()) if "use" in node else ("op", [*AGGREGATES, "gate"])
         name = node[key]
         if not isinstance(name, str) or name not in known:
             what = "leaf" if key == "use" else "combinator"
@@ -206,15 +375,15 @@ def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]
 def _validator(piece: str) -> jsonschema.Draft202012Validator:
     """The validator of one node; child nodes may be anything here, since they are checked on their own."""
     if piece == "spec":
-        body = grammar.SPEC_SCHEMA
+        body = SPEC_SCHEMA
     elif piece in ("op", "gate"):
-        body = grammar.OP_SCHEMA if piece == "op" else grammar.GATE_SCHEMA
+        body = OP_SCHEMA if piece == "op" else GATE_SCHEMA
     else:
-        body = grammar.leaf_schema(piece, grammar.kinds()[piece])
+        body = leaf_schema(piece, kinds()[piece])
     definitions = {
-        "ref": grammar.REF_DEF,
-        "predicate": grammar.PREDICATE_DEF,
-        "success": grammar.SUCCESS_DEF,
+        "ref": REF_DEF,
+        "predicate": PREDICATE_DEF,
+        "success": SUCCESS_DEF,
         "node": True,
     }
     return jsonschema.Draft202012Validator({**body, "$defs": definitions})

@@ -1,27 +1,224 @@
-"""Passes over an episode's rounds, which twins (`agentrl.reward.twin`) play once more with its own calls or with the gold ones.
-
-A pass goes through all rounds of the episode on one twin: a round's calls, its state and answers, then the text that ends it, to
-which the twin's user replies as the record's did. All leaves and all rounds share a pass, and the members of a group the gold's.
-"""
+"""Replay an episode's rounds on a twin environment, and freeze the states in between."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import marshal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from agentrl.errors import ReplayError
-from agentrl.executors import fork_safe
-from agentrl.plain_data import identical
-from agentrl.reward.frozen import FrozenState
-from agentrl.reward.twin import Copies, Twin, twin_of
-from agentrl.reward.unscorable import FailedTwinError as FailedTwinError
-from agentrl.reward.unscorable import UnscorableError
-from agentrl.reward.values import brief
-from agentrl.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.reward.values import FailedTwinError, UnscorableError, brief
+from agentrl.utils.errors import ReplayError
+from agentrl.utils.parsing import detached, identical, unbounded
+from agentrl.utils.threads import fork_safe
+
+# Twin environments
+
+
+class TurnOutcome(NamedTuple):
+    """What came of one turn: the tools' answers as the policy reads them, their results, and whether the episode is over."""
+
+    answers: list[str]
+    results: Sequence[ToolResult]
+    over: bool
+
+
+class Twin(Protocol):
+    """An environment that plays an episode once more; `agentrl.env.copying.EnvTwin` is that of a ToolEnv.
+
+    `scripted`: what its user does depends on nothing that the policy says. `talks`: somebody listens to a turn without calls.
+    """
+
+    scripted: bool
+
+    @property
+    def talks(self) -> bool: ...
+
+    def open(self, record: Trajectory) -> None:
+        """Begin the record's task, with the record's user in place of one that is a model."""
+        ...
+
+    async def take(self, turn: Message | ToolCall) -> TurnOutcome:
+        """Take one assistant turn, or make one call of the user's own."""
+        ...
+
+    def state(self) -> Json:
+        """The state; of an episode that is over, as it was at its end."""
+        ...
+
+    def copies(self) -> Copies | None:
+        """What makes twins in the state of this one, which is left as it is; None if it cannot be copied."""
+        ...
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what awaits `take` to its end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Copies(Protocol):
+    """Makes twins that hold nothing outside of themselves, of `size` bytes each."""
+
+    size: int
+
+    def twin(self, record: Trajectory) -> Twin: ...
+
+
+class PlainTwin:
+    """A twin of an environment that has no more than `reset`, `step`, `state` and `close` (`agentrl.reward.leaf.ReplayEnv`)."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self.scripted = bool(getattr(env, "scripted", True))
+
+    @property
+    def talks(self) -> bool:
+        return bool(getattr(self._env, "has_user", False))
+
+    def open(self, record: Trajectory) -> None:
+        self._env.reset(seed=record.task.seed, options={"task": record.task})
+
+    async def take(self, turn: Message | ToolCall) -> TurnOutcome:
+        if isinstance(turn, ToolCall):
+            return TurnOutcome([], [self._env.user_call(turn)], False)
+        outcome: Any = self._env.step(turn)
+        record: Trajectory | None = getattr(self._env, "trajectory", None)
+        results = record.turns[-1].results if turn.tool_calls and record is not None and record.turns else ()
+        return TurnOutcome(tool_texts(outcome[0]), results, bool(outcome[2] or outcome[3]))
+
+    def state(self) -> Json:
+        return self._env.state()
+
+    def copies(self) -> None:
+        return None
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        run_at_once(work)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def twin_of(env: Any) -> Twin:
+    """An environment as a twin: its own form of one, if it has any."""
+    found: Twin = env.as_twin() if hasattr(env, "as_twin") else PlainTwin(env)
+    return found
+
+
+def run_at_once(work: Coroutine[Any, Any, None]) -> None:
+    """Run what awaits nothing that would have to be waited for. Raises RuntimeError if it does."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a replay environment without an event loop was awaited")
+
+
+def tool_texts(observation: Sequence[Message]) -> list[str]:
+    """The tools' answers among the new messages."""
+    return [message.content for message in observation if message.role == "tool"]
+
+
+# Frozen states
+
+_UNSET: Any = object()
+_NONE = marshal.dumps(None, 2)
+
+
+class FrozenState:
+    """A JSON value, packed into bytes: thirty times as quick as a copy, and a tenth of its memory.
+
+    What is not plain JSON (a dataclass, an array) cannot be packed; such a state is copied.
+    """
+
+    __slots__ = ("_digest", "_packed", "_parts", "_value")
+
+    def __init__(self, value: Json) -> None:
+        self._digest = ""
+        self._parts: dict[Hashable, FrozenState] = {}
+        try:
+            # Version 2 has no references: equal values of equal types are packed into equal bytes.
+            self._packed: bytes | None = marshal.dumps(value, 2)
+            self._value: Json = _UNSET
+        except ValueError:
+            self._packed, self._value = None, detached(value)
+
+    @property
+    def value(self) -> Json:
+        """The state. It is the same object each time and must not be changed."""
+        if self._value is _UNSET:
+            assert self._packed is not None
+            self._value = marshal.loads(self._packed)
+        return self._value
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no state."""
+        return self._packed == _NONE
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, roughly; of one that could not be packed, as if each text had a thousand characters."""
+        return len(self._packed) if self._packed is not None else 1000
+
+    def same(self, other: FrozenState) -> bool:
+        """Whether it is the same value for sure; other values may still count as equal (1 and 1.0, a tuple and a list)."""
+        return self._packed is not None and self._packed == other._packed
+
+    def part(self, key: Hashable, cut: Callable[[Json], Json]) -> FrozenState:
+        """`cut(value)`, made once for a key; for the key None this state."""
+        if key is None:
+            return self
+        if key not in self._parts:
+            self._parts[key] = FrozenState(cut(self.value))
+        return self._parts[key]
+
+    @property
+    def digest(self) -> str:
+        """`state_hash`, computed once. Raises as it."""
+        if not self._digest:
+            self._digest = state_hash(self.value)
+        return self._digest
+
+    def digests(self, other: FrozenState) -> tuple[str, str]:
+        """Both digests; of equal states only the other's is computed. Raises as `state_hash`."""
+        if self.same(other):
+            self._digest = other.digest
+        return self.digest, other.digest
+
+
+def state_hash(state: Json) -> str:
+    """SHA-256 of a state's canonical JSON: sorted keys, integral floats as integers. Raises ValueError for NaN."""
+    text = json.dumps(_canonical(state), sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # A JSON text may hold half of a surrogate pair, which plain UTF-8 refuses.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _canonical(value: Json) -> Json:
+    kind = type(value)
+    if kind is str or kind is int:
+        return hex(value) if kind is int and unbounded(value) else value  # Python writes no integer over 4,300 digits
+    # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is dict or isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return value
+
+
+# Passes over an episode's rounds, which twins (`agentrl.reward.twins`) play once more with its own calls or with the gold ones.
+#
+# A pass goes through all rounds of the episode on one twin: a round's calls, its state and answers, then the text that ends it, to
+# which the twin's user replies as the record's did. All leaves and all rounds share a pass, and the members of a group the gold's.
 
 log = logging.getLogger(__name__)
 MakeEnv = Callable[[Task], Any]  # a ReplayEnv (`agentrl.reward.leaf`)

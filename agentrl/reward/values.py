@@ -1,4 +1,4 @@
-"""JSON values: equality as in reward specs, string normalization, number tokens, short evidence."""
+"""JSON values, pointers, predicates and rounds: the ground of every reward spec."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, Final
 
-from agentrl.numerals import LONGEST, numeral
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json, Message, Trajectory
+from agentrl.utils.parsing import LONGEST, numeral
+
+
+class UnscorableError(Exception):
+    """A leaf cannot score this episode (gold of the wrong shape, no state): its value is None, never 0."""
+
+
+class FailedTwinError(UnscorableError):
+    """The environment of a replay failed: another replay of the same calls may not."""
+
+
+# JSON values
 
 Normalizer = Callable[[str], str]
 
@@ -205,3 +216,216 @@ def brief(value: Any, limit: int = 200, items: int = 20, depth: int = 6) -> Json
         cut = [brief(item, limit, items, depth - 1) for item in list(value)[:items]]
         return cut if len(value) <= items else [*cut, f"... ({len(value)} items)"]
     return str(value)[:limit]
+
+
+# JSON Pointers
+
+_ESCAPE = re.compile(r"~(?![01])")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+class Absent:
+    """The type of `ABSENT`, the result of a pointer that resolves to nothing (None is a JSON value)."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = Absent()
+
+
+@lru_cache(maxsize=4096)
+def parse_pointer(text: str) -> tuple[str, ...]:
+    """The tokens of a JSON Pointer. Raises ValueError if it is not one."""
+    if text == "":
+        return ()
+    if not text.startswith("/"):
+        raise ValueError(f"a JSON Pointer is empty or starts with '/', not {text!r}")
+    if _ESCAPE.search(text):
+        raise ValueError(f"in a JSON Pointer '~' is written ~0 and '/' is written ~1: {text!r}")
+    return tuple(token.replace("~1", "/").replace("~0", "~") for token in text[1:].split("/"))
+
+
+def join(pointer: str, *tokens: str | int) -> str:
+    """A pointer extended by tokens, escaped."""
+    return pointer + "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in tokens)
+
+
+def follow(document: Json, tokens: tuple[str, ...]) -> Json | Absent:
+    """The value at the tokens in a JSON document, or ABSENT."""
+    for token in tokens:
+        if type(document) is dict or isinstance(document, Mapping):  # a check against an abstract class takes ten times as long
+            if token not in document:
+                return ABSENT
+            document = document[token]
+        elif isinstance(document, (list, tuple)):
+            if not _INDEX.fullmatch(token) or int(token) >= len(document):
+                return ABSENT
+            document = document[int(token)]
+        else:
+            return ABSENT
+    return document
+
+
+def is_ref(value: Json) -> bool:
+    """True for `{"$": pointer}`, with or without `at`."""
+    return isinstance(value, Mapping) and "$" in value and set(value) <= {"$", "at"}
+
+
+# Predicates
+
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+    "null": (type(None),),
+}
+
+
+def _number(value: Json) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, EqualityRule], bool]:
+    def compare(found: Json, wanted: Json, rule: EqualityRule) -> bool:
+        comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
+        return comparable and test(found, wanted)
+
+    return compare
+
+
+def _contains(found: Json, wanted: Json, rule: EqualityRule) -> bool:
+    if isinstance(found, str):
+        return isinstance(wanted, str) and rule.normalize(wanted) in rule.normalize(found)
+    if isinstance(found, Mapping):
+        return isinstance(wanted, str) and wanted in found
+    return isinstance(found, (list, tuple)) and any(same(item, wanted, rule) for item in found)
+
+
+def _is_type(found: Json, wanted: Json, rule: EqualityRule) -> bool:
+    if isinstance(found, bool) and wanted != "boolean":
+        return False
+    return isinstance(found, _TYPES[str(wanted)])
+
+
+COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
+    "eq": lambda found, wanted, rule: same(found, wanted, rule),
+    "ne": lambda found, wanted, rule: not same(found, wanted, rule),
+    "lt": _ordered(lambda a, b: a < b),
+    "lte": _ordered(lambda a, b: a <= b),
+    "gt": _ordered(lambda a, b: a > b),
+    "gte": _ordered(lambda a, b: a >= b),
+    "in": lambda found, wanted, rule: isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted),
+    "contains": _contains,
+    "type": _is_type,
+}
+"""Found value against wanted value. Values of types that cannot be ordered compare as false."""
+
+COMPARISON_SCHEMA: Final[dict[str, Any]] = {
+    **{key: {} for key in ("eq", "ne", "lt", "lte", "gt", "gte", "contains")},
+    "in": {"type": ["array", "object"]},
+    "type": {"enum": list(_TYPES)},
+    "exists": {"type": "boolean"},
+}
+
+
+def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> bool | None:
+    """Whether every comparison of the object holds for `found`.
+
+    If `found` is ABSENT: the truth of `exists` if it is given, else None (not known).
+    """
+    return _holder(comparison, rule)(found)
+
+
+def _holder(comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> Callable[[Json | Absent], bool | None]:
+    """`holds` for one comparison object, whose keys are looked through once."""
+    exists = comparison.get("exists")
+    tests = [(test, comparison[key]) for key, test in COMPARISONS.items() if key in comparison]
+
+    def hold(found: Json | Absent) -> bool | None:
+        if isinstance(found, Absent):
+            return None if exists is None else not exists
+        if exists is False:
+            return False
+        for test, wanted in tests:  # noqa: SIM110 - a generator takes twice as long, and this runs for every part of every episode
+            if not test(found, wanted, rule):
+                return False
+        return True
+
+    return hold
+
+
+Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
+
+
+def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
+    """What decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given what follows its references;
+    None: not known (three-valued logic)."""
+    if "not" in predicate:
+        inner = decider(predicate["not"])
+        return lambda read: None if (value := inner(read)) is None else not value
+    for key, absorbing in (("all", False), ("any", True)):
+        if key in predicate:
+            return _joined([decider(part) for part in predicate[key]], absorbing)
+    hold = _holder({key: value for key, value in predicate.items() if key not in ("$", "at")})
+    return lambda read: hold(read(predicate))
+
+
+def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
+    """The value of a predicate; see `decider`."""
+    return decider(predicate)(read)
+
+
+def _joined(parts: Sequence[Callable[[Reader], bool | None]], absorbing: bool) -> Callable[[Reader], bool | None]:
+    def decide(read: Reader) -> bool | None:
+        values = [part(read) for part in parts]
+        return absorbing if absorbing in values else None if None in values else not absorbing
+
+    return decide
+
+
+def references(predicate: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+    """The comparisons in a predicate, each with the reference that it reads."""
+    if "$" in predicate:
+        yield predicate
+    below = [predicate["not"]] if "not" in predicate else []
+    for part in (*below, *predicate.get("all", ()), *predicate.get("any", ())):
+        yield from references(part)
+
+
+# Rounds of an episode
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRounds:
+    """`opening`: number of messages before the first turn. `said`: for each turn, the user's messages between it (and its
+    results) and the next one. `rounds`: for each turn, the number of its round, from 0: a round ends where the user speaks."""
+
+    opening: int
+    said: list[list[Message]]
+    rounds: list[int]
+
+
+def turn_places(trajectory: Trajectory) -> list[int]:
+    """Where the policy's turns stand among the messages: the last of role "assistant", since an opening history has some too."""
+    spoken = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    return spoken[max(0, len(spoken) - len(trajectory.turns)) :]
+
+
+def course_of(trajectory: Trajectory) -> EpisodeRounds:
+    """The rounds of the turns; an opening history has none. A record with fewer assistant messages than turns (no messages, say)
+    is one round."""
+    turns, messages = trajectory.turns, trajectory.messages
+    places = turn_places(trajectory)
+    if len(places) < len(turns):
+        return EpisodeRounds(len(messages), [[] for _ in turns], [0] * len(turns))
+    said: list[list[Message]] = []
+    rounds: list[int] = []
+    for number, place in enumerate(places):
+        end = places[number + 1] if number + 1 < len(places) else len(messages)
+        # Several messages of the user in a row are one turn of his: the policy did nothing in between.
+        rounds.append(rounds[-1] + bool(said[-1]) if rounds else 0)
+        said.append([message for message in messages[place + 1 : end] if message.role == "user"])
+    return EpisodeRounds(places[0] if places else len(messages), said, rounds)

@@ -1,5 +1,5 @@
 """Episodes: the engine protocol, the episode loop, groups, and the group ledger (staleness)."""
 
-from agentrl.callable_module import make_callable
+from agentrl.utils.callable_module import make_callable
 
-make_callable(__name__, "agentrl.python.functions", "rollout")  # `agentrl.rollout(...)`
+make_callable(__name__, "agentrl.run.api.functions", "rollout")  # `agentrl.rollout(...)`

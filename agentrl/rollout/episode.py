@@ -1,4 +1,7 @@
-"""One episode: messages to the environment, token ids to the engine, and an exact record of both."""
+"""One episode: messages to the environment, token ids to the engine, an exact record of both, and its score.
+
+Reading order: scoring of finished episodes, what an episode is (its place, limits and policy, and
+how its end is recorded), and the loop over its turns."""
 
 from __future__ import annotations
 
@@ -6,25 +9,248 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from agentrl.config import RolloutConfig
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Blame, Json, Message, StopReason, Task, Trajectory, Turn
 from agentrl.env import ToolEnv
-from agentrl.errors import AgentrlError, EngineError, EnvError
-from agentrl.reward import Scorer
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.context.base import Moment
-from agentrl.rollout.context.truncate import elided
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy, complete, played, sampled
-from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.forks import Fork, Keeper, begin_where_it_goes_on
-from agentrl.rollout.seeds import derive
-from agentrl.rollout.start import prefix_of, written
-from agentrl.rollout.waits import CutError, Waits, whose
-from agentrl.spans import span
-from agentrl.trajectory import Blame, Json, Message, StopReason, TokenLedger, Trajectory, Turn
+from agentrl.render.base import Renderer
+from agentrl.reward import Score, Scorer
+from agentrl.rollout.context import ContextPolicy, Moment, Stop, elided
+from agentrl.rollout.deadlines import CutError, EpisodeClock, Waits, Watch, whose
+from agentrl.rollout.engine import Engine, Generation, Sampling, derive
+from agentrl.rollout.starts import Fork, Keeper, begin_where_it_goes_on, prefix_of, written
+from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
+from agentrl.utils.event_loop import LateError
+from agentrl.utils.spans import span
+
+# Scores
+
+
+async def score_episode(trajectory: Trajectory, scorer: Scorer, key: str, watch: Watch) -> None:
+    """Score the finished episode `key` by itself, once."""
+    with watch.waits(key, lambda: f"its score by reward spec {scorer.name}"), span("scoring", scorer.name, track=key) as opened:
+        await _score(trajectory, scorer)
+        if opened is not None:
+            opened.set(reward=trajectory.reward, success=None if trajectory.success is None else float(trajectory.success))
+
+
+async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
+    try:
+        _apply(trajectory, await scorer.ascore(trajectory))
+    except (LateError, HungError) as fault:
+        _unscored(trajectory, scorer, str(fault))
+
+
+def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
+    """Mark an episode whose scoring failed: the infrastructure's fault, so it has no reward and is tried again."""
+    trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
+    trajectory.cause = {"blame": "infrastructure"}
+    _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
+
+
+def scoring_failed(trajectory: Trajectory) -> bool:
+    """Whether the scoring itself failed (took too long, say), so that the episode has no score."""
+    return isinstance(trajectory.evidence, dict) and trajectory.evidence.keys() == {"unscored"}
+
+
+async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
+    """Score the members of a group again, together, because the group leaves of a spec compare them."""
+    try:
+        with span("scoring", f"{scorer.name} of a group", track="groups"):
+            scores = await scorer.ascore_group(trajectories)
+    except (LateError, HungError) as fault:
+        for trajectory in trajectories:
+            _unscored(trajectory, scorer, str(fault))
+        return
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        _apply(trajectory, score)
+
+
+def _apply(trajectory: Trajectory, score: Score) -> None:
+    if trajectory.stored is not None:
+        trajectory.stored.whole = False
+    trajectory.reward, trajectory.success = score.value, score.success
+    trajectory.evidence = score.evidence
+    trajectory.metrics = dict(score.metrics)
+    for turn in trajectory.turns:
+        turn.reward = score.turns.get(turn.index)
+
+
+# Place, limits and policy of an episode
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """What identifies an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: so many
+    gold calls are made before the policy begins (`rollout.start`)."""
+
+    task_seed: int
+    split: str
+    seed: int
+    member: int
+    key: str
+    given: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one episode; times in seconds, lengths in tokens.
+
+    `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
+    that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout`: without a
+    token of the engine for so long, a request is given up. `episode_timeout` limits the policy's own code and, by itself, the
+    rest of what is not the engine's (see `rollout.clock`), `env_timeout` the environment's setup and its teardown.
+    """
+
+    max_turns: int
+    max_turn_tokens: int
+    max_episode_tokens: int
+    turn_timeout: float
+    episode_timeout: float
+    context: int
+    env_timeout: float = 120.0
+
+    @classmethod
+    def of(cls, config: RolloutConfig, context: int) -> Limits:
+        """The limits that follow from a rollout section and a model's context length."""
+        return cls(
+            config.max_turns,
+            config.max_turn_tokens,
+            config.max_episode_tokens,
+            config.turn_timeout,
+            config.episode_timeout,
+            context,
+            config.env_timeout,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The engine, the renderer and how to sample: everything that turns messages into the next message.
+
+    `context`: what happens to a conversation that outgrows the model's context. `writer`: the policy that writes its
+    summaries; None means this policy itself. `router_replay`: ledgers get the experts that the engine sent their tokens to.
+    """
+
+    engine: Engine
+    renderer: Renderer
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    context: ContextPolicy = field(default_factory=Stop)
+    writer: Policy | None = None
+    router_replay: bool = False
+
+    def at(self, temperature: float, trained: bool = False) -> Policy:
+        """The same policy at another temperature, whose episodes are not trained on unless `trained`; 0 is greedy."""
+        return replace(self, temperature=temperature, router_replay=self.router_replay and trained)
+
+
+class Course(Protocol):
+    """How an episode is played: here turn by turn; in `harness.episode` by an agent of somebody else's."""
+
+    error: str | None
+
+    async def run(self) -> StopReason:
+        """Play to the end. Raises CutError, AgentFaultError, EngineError or EnvError if something cuts the episode short."""
+        ...
+
+    async def end(self, stop: StopReason, error: str | None) -> Trajectory:
+        """Tear the environment down and complete the record."""
+        ...
+
+
+async def played(
+    episode: Course, env: ToolEnv, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
+) -> Trajectory:
+    """Play an episode to its end and score it, as `run_episode` says."""
+    started = time.monotonic()
+    env.teardown_timeout = env.opening_timeout = limits.env_timeout
+    error: str | None = None
+    try:
+        stop = await episode.run()
+        error = episode.error
+    except CutError as cut:
+        stop, error = cut.stop, str(cut)
+    except EngineError as fault:
+        stop, error = StopReason.ENGINE_ERROR, str(fault)
+    except AgentFaultError as fault:
+        stop, error = StopReason.AGENT_ERROR, str(fault)
+    except ToolTimeoutError as fault:
+        stop, error = StopReason.TOOL_TIMEOUT, str(fault)
+    except EnvError as fault:
+        stop, error = StopReason.ENV_ERROR, str(fault)
+    except BaseException:
+        await _close(env)
+        raise
+    # Also after a fault: the environment is torn down and the record completed in any case.
+    with watch.waits(spec.key, lambda: f"the end of environment {env.id}"):
+        trajectory = await episode.end(stop, error)
+    trajectory.timings["episode_s"] = time.monotonic() - started
+    if scorer is not None:
+        await score_episode(trajectory, scorer, spec.key, watch)
+    return trajectory
+
+
+async def _close(env: ToolEnv) -> None:
+    try:
+        await env.aclose()
+    except Exception:  # it must not replace the error that ends the episode, which may be its cancellation
+        log.exception("the teardown of environment %s failed", env.id)
+
+
+def sampled(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
+    """What a span says of a turn's sampling."""
+    return {
+        "input_tokens": prompt,
+        "output_tokens": len(generation.token_ids),
+        "finish": generation.finish,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "version": generation.versions[-1] if generation.versions else None,
+    }
+
+
+async def complete(
+    env: ToolEnv, record: Trajectory | None, spec: EpisodeSpec, stop: StopReason, error: str | None, clock: EpisodeClock
+) -> Trajectory:
+    """Tear the environment down and record how the episode ended; its ledgers and timings are left to the caller. `record`: None
+    if the reset itself failed."""
+    if record is None:  # there is no task to name
+        trajectory = Trajectory(env.id, Task("", spec.task_seed, spec.split))
+        trajectory.stop, trajectory.error = stop, error
+    else:
+        trajectory = record
+        try:
+            await env.aend(stop, error)
+        except AgentrlError as fault:
+            trajectory.stop, trajectory.error = StopReason.ENV_ERROR, f"environment {env.id}: {fault}"
+        except Exception as fault:
+            log.exception("the end of environment %s failed (task seed %d)", env.id, spec.task_seed)
+            trajectory.stop = StopReason.ENV_ERROR
+            trajectory.error = f"environment {env.id}: its end failed: {type(fault).__name__}: {fault}"
+    trajectory.cause = _cause(trajectory.stop, clock)
+    trajectory.seed, trajectory.member = spec.seed, spec.member
+    return trajectory
+
+
+def _cause(stop: StopReason, clock: EpisodeClock) -> dict[str, Json] | None:
+    """See `Trajectory.cause`."""
+    timed = stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
+    used = {f"{who}_s": seconds for who, seconds in clock.used.items()} if timed else {}
+    return None if stop.blame is None else {"blame": stop.blame, **used}
+
+
+# The loop over turns
+
 Answer = TypeVar("Answer")
 
 

@@ -20,32 +20,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.envs import alone, the_env, told
-from agentrl.config.temperature import temperature_at
-from agentrl.errors import ConfigError, did_you_mean
+from agentrl.config.envs import alone, temperature_at, the_env, told
+from agentrl.engines.makers import API
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.render.parsers import SYNTAXES, ForTools, Parser, Syntax
+from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.template_text import Placeholders
+from agentrl.render.tool_calls import ForTools, Parser, Syntax
+from agentrl.render.vision import Vision, takes_images
 from agentrl.reward import Context, Scorer
-from agentrl.rollout.context.base import make_context_policy
-from agentrl.rollout.course import Limits, Policy
+from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
-from agentrl.rollout.replay.io import EpisodeIO
-from agentrl.run.engines import API, engine_name, engine_of, make_api_engine, make_engine, maker_of
+from agentrl.rollout.tape import EpisodeIO
+from agentrl.run.engine_choice import engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.judges import Judges
-from agentrl.train.init_model import architecture
-from agentrl.train.pretrained import load_model_config, load_tokenizer, model_context, unused_ids
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.vision import Vision, takes_images
+from agentrl.trainer.pretrained import (
+    architecture,
+    load_model_config,
+    load_tokenizer,
+    model_context,
+    packaged_tokenizer,
+    unused_ids,
+)
+from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-    from agentrl.harness.play import Harness
+    from agentrl.contrib.agents.episode import Harness
 
 VLLM_PARSER = "vllm:"
 """Prefix of the names of vLLM's own tool parsers."""
@@ -162,7 +167,7 @@ def agents_of(config: TrainConfig, inputs: Inputs) -> Harness | None:
     """Who plays in place of the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
     if config.agent is None:
         return None
-    from agentrl.harness.play import Harness
+    from agentrl.contrib.agents.episode import Harness
 
     return Harness(config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
 
@@ -206,7 +211,7 @@ def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:
     if name == "auto":
         return None
     if name.startswith(VLLM_PARSER):
-        from agentrl.backends.vllm.parsers import vllm_parser_for_tools
+        from agentrl.engines.vllm.tool_parsers import vllm_parser_for_tools
 
         return vllm_parser_for_tools(name.removeprefix(VLLM_PARSER), tokenizer)
     if name not in SYNTAXES:
@@ -240,7 +245,7 @@ def make_policy(
 
 def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
     """Engine and renderer of an API model."""
-    from agentrl.backends.api.engine import ApiRenderer, Transcript
+    from agentrl.engines.api_models import ApiRenderer, Transcript
 
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.

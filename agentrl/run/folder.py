@@ -1,43 +1,145 @@
 """The run folder: everything that a run writes. Readers see each file complete at any moment.
 
-config.toml        the resolved config, complete and commented, with whole paths
-config_history/    until_NNNNNN.toml, what it was until that step, if a resume changed it
-provenance.json    digests of the files it names metrics.jsonl    one JSON object per row
-summary.json       the result                   curve.png         the learning curve
-trajectories/      *.jsonl, one episode per row tensorboard/      events
-tokens/            what training made of their tokens (run/token_file.py)
-checkpoints/       step_NNNNNN/                 log.txt           everything logged
-model/ warm_start/ final/   the initial, the warmed-up and the trained model, as Hugging Face folders
-horizons.json      the bins by which success is told by horizon (run/horizon.py)
-data/              token rows of [data] (agentrl/data/store.py)
-exports/           step_NNNNNN/, checkpoints that were evaluated later, as such folders
-"""
+The lock of a folder, its log file, and the folder."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shlex
 import shutil
+import socket
+import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import date
+from datetime import UTC, date, datetime
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from agentrl.config import TrainConfig, to_toml
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
-from agentrl.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
-from agentrl.files import atomic_write, atomic_write_all, disk_full, full_text, naming, open_plain, plain_file, read_plain
-from agentrl.plain_data import json_text, read_json
-from agentrl.redaction import redact, redacted
-from agentrl.train.seal import MANIFEST
-from agentrl.trajectory import Group, Trajectory
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.trainer.checkpoint import MANIFEST
+from agentrl.utils.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
+from agentrl.utils.files import atomic_write, atomic_write_all, disk_full, full_text, naming, open_plain, plain_file, read_plain
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.redaction import redact, redact_said, redacted
+from agentrl.utils.terminal import safe
+
+# The lock
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+_NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder. Raises ConfigError, naming the process that holds it and
+    since when, if another does. A process that was killed holds none: the kernel gives it back.
+
+    On a file system without locks (some network ones) a warning in the log takes its place.
+    """
+    with open(folder / LOCK, "a+", encoding="utf-8", opener=plain_file) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(_held(folder, file)) from None
+        except OSError as error:
+            if error.errno not in _NONE:
+                raise
+            log.warning("%s: the file system has no locks, so nothing keeps a second driver out: %s", folder, error)
+        _note(file)
+        yield
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raise ConfigError, as `locked` does, if a process writes the run in a folder. Leaves the folder as it is."""
+    if not (folder / LOCK).is_file():
+        return
+    with open(folder / LOCK, encoding="utf-8", opener=plain_file) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(_held(folder, file)) from None
+        except OSError as error:
+            if error.errno not in _NONE:
+                raise
+
+
+def _note(file: IO[str]) -> None:
+    file.seek(0)
+    file.truncate()
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else "Python"  # embedded, it may have no arguments
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}, file)
+    file.flush()
+
+
+def _read(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        found: dict[str, Any] = read_json(file.read())
+    except ValueError:  # it has just been taken
+        return {}
+    return found
+
+
+def _held(folder: Path, file: IO[str]) -> str:
+    by = _read(file)
+    if not by:
+        return f"{folder}: another process is writing this run"
+    here = f"kill {by['pid']}" if by["host"] == socket.gethostname() else f"on {by['host']}: kill {by['pid']}"
+    return (
+        f"{folder}: process {by['pid']} on {by['host']} has been writing this run since {by['since']} ({by['command']}). Wait "
+        f"for it, or end it ({here}; it then leaves a checkpoint), or choose another name: name={folder.name}-2"
+    )
+
+
+# The log
+
+
+class SafeLines(logging.Formatter):
+    """Without secrets, and with what a terminal could act on written out, whichever program the run is part of."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(redact_said(super().format(record)))
+
+
+class LogFile(RotatingFileHandler):
+    """Writes lines with time, level and name. Raises OSError if there is something else than a plain file: a pipe in its place
+    would be waited for."""
+
+    def __init__(self, path: Path, keep: KeepConfig) -> None:
+        super().__init__(path, maxBytes=max(int(keep.log_mib * 2**20), 1), backupCount=keep.log_files, encoding="utf-8")
+        self.setFormatter(SafeLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk lines wait in the buffer. That the disk is full is said by what the run cannot do without; a traceback a
+        line on the terminal would hide it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Also on a full disk; what still waits is lost then."""
+        with suppress(OSError):
+            super().close()
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=plain_file)
+
+
+# The folder
 
 DRIVER = "driver.json"
 """The driver's state in a checkpoint."""

@@ -19,26 +19,23 @@ from types import MappingProxyType
 
 from tensordict import TensorDict
 
-from agentrl.batch import collate
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone, eval_weights, own_advantages
-from agentrl.errors import ConfigError
-from agentrl.executors import in_thread
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.evaluate import Evaluation, evaluate, together
-from agentrl.rollout.meter import EngineMeter
-from agentrl.run.by_env import Row, kinds_of
-from agentrl.run.display import Display, percent
-from agentrl.run.feed import fed
-from agentrl.run.frame import Count, nothing
-from agentrl.run.interrupt import Interrupt
-from agentrl.run.rows import episodes_row, evaluation_row, shown_of, train_row
-from agentrl.run.run_log import RunLog
-from agentrl.run.session import Session
-from agentrl.spans import Kind, span, spanned
-from agentrl.train.estimator_inputs import with_estimator_inputs
-from agentrl.train.experience import with_rare
-from agentrl.trajectory import Group
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Group
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.player import Evaluation, evaluate, together
+from agentrl.rollout.stats import EngineMeter
+from agentrl.run.callbacks import Interrupt
+from agentrl.run.display import Count, Display, nothing, percent
+from agentrl.run.outcomes import Row, kinds_of
+from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
+from agentrl.run.session import Session, fed
+from agentrl.trainer.estimator_inputs import with_estimator_inputs
+from agentrl.trainer.experience import with_rare
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.spans import Kind, span, spanned
+from agentrl.utils.threads import in_thread
 
 NONE: Mapping[str, Choice] = MappingProxyType({})
 

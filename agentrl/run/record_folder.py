@@ -12,17 +12,17 @@ from typing import Any
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, the_env
 from agentrl.config.identity import check_same_identity
-from agentrl.errors import ReplayError
-from agentrl.files import atomic_write, full_disk_said
-from agentrl.plain_data import json_text, read_json
-from agentrl.redaction import redacted
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import CONTINUED, Recorded
+from agentrl.render.vision import Vision, takes_images
+from agentrl.rollout.replay import Recorder
+from agentrl.rollout.tape import CONTINUED, Recorded
 from agentrl.run.assembly import Inputs
-from agentrl.run.engines import talks_in_messages
+from agentrl.run.engine_choice import talks_in_messages
 from agentrl.run.reader import is_run
-from agentrl.train.pretrained import load_model_config, load_tokenizer
-from agentrl.vision import Vision, takes_images
+from agentrl.trainer.pretrained import load_model_config, load_tokenizer
+from agentrl.utils.errors import ReplayError
+from agentrl.utils.files import atomic_write, full_disk_said
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.redaction import redacted
 
 FORMAT = 1
 

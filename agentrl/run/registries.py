@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.config.toml import inline
-from agentrl.errors import UserError
-from agentrl.registry import Registry, registered_in
-from agentrl.shelves import shelves
+from agentrl.config.keys import inline
+from agentrl.utils.errors import UserError
+from agentrl.utils.registry import Registry, registered_in
+from agentrl.utils.search_path import shelves
 
 REGISTRIES = {
-    "algorithm.advantage": ("agentrl.algorithm.advantage", "ADVANTAGES", "algorithm/advantage"),
-    "algorithm.correction": ("agentrl.algorithm.correction", "CORRECTIONS", "algorithm/correction.py"),
-    "algorithm.kl.kind": ("agentrl.algorithm.kl", "KL", "algorithm/kl.py"),
-    "algorithm.loss": ("agentrl.algorithm.loss", "POLICY_LOSSES", "algorithm/loss"),
+    "algorithm.advantage": ("agentrl.trainer.algorithms.advantages", "ADVANTAGES", "algorithm/advantage"),
+    "algorithm.correction": ("agentrl.trainer.algorithms.losses", "CORRECTIONS", "algorithm/correction.py"),
+    "algorithm.kl.kind": ("agentrl.trainer.algorithms.losses", "KL", "algorithm/kl.py"),
+    "algorithm.loss": ("agentrl.trainer.algorithms.losses", "POLICY_LOSSES", "algorithm/loss"),
     "callbacks": ("agentrl.run.callbacks", "CALLBACKS", "run/callbacks.py"),
-    "engine": ("agentrl.rollout.engine_maker", "ENGINES", "backends"),
+    "engine": ("agentrl.rollout.engine", "ENGINES", "backends"),
     "env.sandbox.provider": ("agentrl.sandbox", "SANDBOXES", "sandbox"),
-    "env.wrappers": ("agentrl.env.wrapper", "WRAPPERS", "env"),
-    "model.engine": ("agentrl.train.engine", "TRAIN_ENGINES", "train"),
-    "rollout.accept": ("agentrl.rollout.accept", "FILTERS", "rollout/accept.py"),
-    "rollout.context": ("agentrl.rollout.context.base", "CONTEXTS", "rollout/context"),
-    "rollout.mixture": ("agentrl.rollout.mixture.base", "MIXTURES", "rollout/mixture"),
-    "rollout.sampler": ("agentrl.rollout.sampler.base", "SAMPLERS", "rollout/sampler"),
+    "env.wrappers": ("agentrl.env.wrappers", "WRAPPERS", "env"),
+    "model.engine": ("agentrl.trainer.train_engine", "TRAIN_ENGINES", "train"),
+    "rollout.accept": ("agentrl.rollout.collector", "FILTERS", "rollout/accept.py"),
+    "rollout.context": ("agentrl.rollout.context", "CONTEXTS", "rollout/context"),
+    "rollout.mixture": ("agentrl.rollout.mixtures", "MIXTURES", "rollout/mixture"),
+    "rollout.sampler": ("agentrl.rollout.samplers", "SAMPLERS", "rollout/sampler"),
     "trackers": ("agentrl.run.trackers", "TRACKERS", "run/trackers"),
-    "weights.route": ("agentrl.weights.route", "ROUTES", "weights"),
+    "weights.route": ("agentrl.engines.weights.base", "ROUTES", "weights"),
 }
 """Module and name of each registry, and where in the package agentrl's own components are. Not imported here, since most of them
 load torch."""

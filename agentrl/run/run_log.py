@@ -1,29 +1,385 @@
-"""Metrics of a run: each row goes to metrics.jsonl, the trackers and the display."""
+"""The log of a run's metrics: each row goes to metrics.jsonl, the trackers and the display.
+
+Rows of updates and evaluations, the health of a run by its rows, and the log."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
+from agentrl.config import TrainConfig
 from agentrl.config.schema import KeepConfig, PrometheusConfig
-from agentrl.rollout.evaluate import Evaluation, fault_of
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
-from agentrl.run.health import Health
-from agentrl.run.rows import known
-from agentrl.run.scrape import MetricsEndpoint
+from agentrl.run.outcomes import NO_BINS, Bins, Kinds, Row, by_env, episode_values, group_values
+from agentrl.run.prometheus import MetricsEndpoint
+from agentrl.run.reader import token_lines
 from agentrl.run.session import Session
-from agentrl.run.token_file import token_lines
-from agentrl.run.trackers import Status, Tracker
-from agentrl.run.trackers.outlet import FLUSH_S, Outlet
-from agentrl.run.trackers.sample import sampled_rows
-from agentrl.run.writes import Writes
-from agentrl.trajectory import Trajectory
+from agentrl.run.trackers import FLUSH_S, Outlet, Status, Tracker, sampled_rows
+from agentrl.utils.errors import NothingScoredError
+from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
-    from agentrl.train.visits import TrainedTokens
+    from agentrl.trainer.minibatch import TrainedTokens
+
+
+# Large files
+
+P = ParamSpec("P")
+
+
+class Writes:
+    """Writes in order, one at a time, in a thread. At most one is in progress, so the memory they hold is bounded.
+
+    A write that fails raises at the next `begin`, `check` or `wait`, and only once.
+    """
+
+    def __init__(self) -> None:
+        self._last: asyncio.Task[object] | None = None
+
+    async def begin(self, write: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Start `write(*args, **kwargs)` after the previous one is done."""
+        await self.wait()
+        self._last = asyncio.create_task(in_thread("files", write, *args, **kwargs), name="write")
+
+    async def check(self) -> None:
+        """Raise the error of a failed write, without waiting for one in progress."""
+        if self._last is not None and self._last.done():
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._last is not None:
+            last = self._last
+            try:
+                # Shielded: cancelling the caller must not lose a file that is half written.
+                await asyncio.shield(last)
+            finally:
+                if last.done():
+                    self._last = None
+
+
+# Rows
+
+SPENT = {"episode_s": "time/episode_s", "engine_s": "time/episode_engine_s", "env_s": "time/episode_env_s"}
+"""Of an episode's `timings`, those that a row has a mean of."""
+DETAILS = {
+    "tool_error_rate": "tool errors",
+    "turns": "turns",
+    "response_length/mean": "tokens an episode",
+    "zero_variance": "zero variance",
+    "staleness_mean": "staleness",
+    "mismatch_max": "mismatch",
+    "engine/cache_hit": "cache",
+    "kl_reference": "kl",
+    "entropy": "entropy",
+    "grad_norm": "grad norm",
+    "throughput/trained_tokens_per_s": "trained/s",
+}
+"""Further numbers of an update that the display shows, and its words for them; the most wanted come first."""
+
+
+def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+    """What the episodes of an update are like, all together and, of `several` environments, each one's; and by the `bins` of the
+    environments' horizons."""
+    members = [t for group in groups for t in group.trajectories]
+    return {
+        **episode_values(members, kinds, trained=True, bins=None if several else _only(bins)),
+        "rewrites": sum(len(t.rewrites) for t in members) / len(members),
+        **group_values(groups),
+        **(_of_envs(members, groups, kinds, bins) if several else {}),
+        **_episode_times(members),
+    }
+
+
+def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: Mapping[str, float]) -> Row:
+    """The row of update number `ledger.version`: its `episodes_row`, what it did (`update`), and the wall-clock seconds of its
+    parts."""
+    collector = session.collector
+    trained = update.get("tokens_trained")
+    return {
+        **episodes,
+        **update,
+        **collector.metrics(),
+        **session.player.metrics(),
+        **session.judges.metrics(),
+        **{f"groups/{state}": count for state, count in collector.ledger.counts().items()},
+        "throughput/trained_tokens_per_s": None if trained is None else trained / max(laps["update_s"], 1e-9),
+        **{f"time/{name}": seconds for name, seconds in laps.items()},
+    }
+
+
+def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+    """What an evaluation found, and by the `bins` of the environments' horizons. Of several environments success and reward are
+    means over them, by weight (`together`)."""
+    alone = None if result.by_env or not result.trajectories else bins.get(result.trajectories[0].env)
+    values = episode_values(result.trajectories, kinds, trained=False, bins=alone)
+    if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
+        values = {key: value for key, value in values.items() if key not in ("n/success", "n/reward")}
+    return {
+        **values,
+        "success": result.success,
+        "reward": result.reward,
+        **(by_env(result.trajectories, kinds, trained=False, bins=bins) if result.by_env else {}),
+        **_episode_times(result.trajectories),
+        "time/eval_s": seconds,
+    }
+
+
+def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
+    """What the display says of an update: in plain lines too, and only in its frame."""
+    each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
+    said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
+    if row.get("tokens_thrown"):
+        said["thrown away"] = percent(row["tokens_thrown"] / row["tokens_sampled"])
+    terms = {key: value for key, value in row.items() if key.startswith(("term/", "metric/"))}
+    details = {words: row.get(key) for key, words in DETAILS.items()}
+    return said, {**terms, **details, "staleness": details["staleness"] or None, "unscored": row["unscored"] or None}
+
+
+def thrown_away(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Over the rows of a run's updates: `tokens_sampled`, `tokens_thrown`, and by cause `thrown`, the most first; nothing of an
+    older run, whose rows do not have them."""
+    counted = [row for row in updates if "tokens_sampled" in row]
+    if not counted:
+        return {}
+    causes: Counter[str] = Counter()
+    for row in counted:
+        causes.update({key.partition("/")[2]: int(row[key]) for key in row if key.startswith("tokens_thrown/")})
+    sums = {key: int(sum(row[key] for row in counted)) for key in ("tokens_sampled", "tokens_thrown")}
+    return {**sums, "thrown": dict(causes.most_common())}
+
+
+def known(row: Mapping[str, Any]) -> Row:
+    """The row with null in the place of numbers that are not finite: JSON has none, and they say no more than that."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def _only(bins: Mapping[str, Bins]) -> Bins | None:
+    return next(iter(bins.values()), None)
+
+
+def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kinds, bins: Mapping[str, Bins]) -> Row:
+    found = by_env(members, kinds, trained=True, bins=bins)
+    for env in sorted({group.env for group in groups}):
+        own = group_values([group for group in groups if group.env == env])
+        found |= {f"env/{env}/{key}": value for key, value in own.items()}
+    return found
+
+
+def _episode_times(episodes: Sequence[Trajectory]) -> Row:
+    """Means over the episodes that have such a time, and the longest episode."""
+    found: Row = {}
+    for name, key in SPENT.items():
+        seconds = [t.timings[name] for t in episodes if name in t.timings]
+        found[key] = sum(seconds) / len(seconds) if seconds else None
+        if name == "episode_s":
+            found["time/episode_max_s"] = max(seconds, default=None)
+    return found
+
+
+# Health
+
+Unhealthy = Literal["trained nothing", "mostly unscored"]
+TRAINED_NOTHING: Unhealthy = "trained nothing"
+MOSTLY_UNSCORED: Unhealthy = "mostly unscored"
+PLAYED, UNSCORED = "episodes_played", "episodes_unscored"
+"""Keys of a training row: episodes that ended since the last update, also of dropped groups, and how many are unscored."""
+
+HealthRow = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong with a run: the `status` that it has if it ends so, why, and what to do. `fails`: whether a run that ends so
+    has failed; one of fewer updates than `health.idle_updates` is a trial, of which it is only said."""
+
+    status: Unhealthy
+    cause: str
+    advice: str
+    fails: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {self.advice}"
+
+
+class Updates:
+    """What is kept of the updates of a run, of which there may be tens of thousands: the newest rows, `health.idle_updates` at
+    most, how many of the newest taught nothing, and whether any before them taught something."""
+
+    def __init__(self, config: TrainConfig, rows: Iterable[HealthRow] = ()) -> None:
+        self._warmup = 0 if config.critic is None else config.critic.warmup
+        self.newest = deque[HealthRow](maxlen=config.health.idle_updates)
+        self.idle, self.taught = 0, False
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: HealthRow) -> None:
+        self.newest.append(row)
+        if row["step"] > self._warmup:
+            self.idle = 0 if trained(row) else self.idle + 1
+            self.taught |= trained(row)
+
+    @property
+    def of_policy(self) -> list[HealthRow]:
+        """Of the newest, those in which not the critic alone learned."""
+        return [row for row in self.newest if row["step"] > self._warmup]
+
+
+class Health:
+    """Looks at every row of a run as it is written, and warns once for each time that something begins to be wrong."""
+
+    def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
+        self._config, self._warn = config, warn
+        self._updates = Updates(config)
+        self._said: set[str] = set()
+        self._fault: str | None = None
+        self._faults: Callable[[], str | None] = lambda: None
+
+    def begin(self, step: int, rows: Iterable[HealthRow], fault: Callable[[], str | None]) -> None:
+        """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
+        why the first episode of theirs was unscored, once there was one."""
+        self._updates = Updates(self._config, (row for row in rows if row["phase"] == "train" and row["step"] <= step))
+        self._faults = fault
+
+    @property
+    def fault(self) -> str | None:
+        """Why the first unscored episode is unscored."""
+        self._fault = self._fault or self._faults()
+        return self._fault
+
+    def row(self, row: HealthRow) -> None:
+        """Look at a row of phase "train"."""
+        updates = self._updates
+        updates.add(row)
+        found = {f.status: f for f in (idle(updates, self._config), unscored(updates.newest, self._config, self.fault)) if f}
+        enough = len(updates.newest) == updates.newest.maxlen
+        for status, finding in found.items():
+            if enough and status not in self._said:
+                self._warn(f"{status}: {finding}")
+        self._said = set(found) if enough else set()
+
+    def evaluation(self, phase: str, found: Evaluation) -> None:
+        """Look at an evaluation, each environment by itself. One in which nothing is scored ends the run (`check_any_scored`)."""
+        if phase == "before" and found.scored == 0:
+            return
+        for name, one in (found.by_env or {"": found}).items():
+            total = one.scored + one.unscored
+            if one.unscored > self._config.health.max_unscored * total:
+                where = f" of {name}" if name else ""
+                self.note(one.trajectories)
+                why = first_fault(one.trajectories)
+                self._warn(f"[{phase}] {one.unscored} of {total} episodes{where} are unscored; the first: {why}")
+
+    def note(self, trajectories: Iterable[Trajectory]) -> None:
+        """Keep why the first of these episodes was unscored."""
+        self._fault = self.fault or first_fault(trajectories)
+
+    def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
+        """What is wrong with a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
+        learned if its episodes succeed more often than at first, and is done if it reached `stop_at_success`."""
+        updates = [row for row in rows if row["phase"] == "train"]
+        last = next((row for row in reversed(rows) if row["phase"] == "after"), None)
+        return (
+            unscored(updates, self._config, self.fault)
+            or (None if last is None else unscored([last], self._config, self.fault))
+            or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
+        )
+
+    def _reached(self, rows: Sequence[HealthRow]) -> bool:
+        goal = self._config.stop_at_success
+        found = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
+        updates = [row for row in rows if row["phase"] == "train"]
+        return (goal is not None and bool(found) and found[-1] >= goal) or _improved(updates, self._config.health.idle_updates)
+
+
+def idle(updates: Updates, config: TrainConfig) -> Finding | None:
+    """Whether the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every episode
+    of them was a success after others that taught something: then nothing is left to learn."""
+    newest, count = updates.of_policy, updates.idle
+    if not newest or any(trained(row) for row in newest):
+        return None
+    if updates.taught and all(row["success"] == 1.0 for row in newest):
+        return None
+    cause, advice = _why_idle(newest, config)
+    last = "last " if updates.taught else ""
+    many = f"{last}{count} updates" if count > 1 else f"{last}update"
+    said = f"no token was trained in the {many}: {cause}"
+    return Finding(TRAINED_NOTHING, said, advice, fails=count >= config.health.idle_updates)
+
+
+def _improved(updates: Sequence[HealthRow], count: int) -> bool:
+    first, last = ([row["success"] for row in part if row["success"] is not None] for part in (updates[:count], updates[-count:]))
+    learned = any(trained(row) for row in updates)
+    return learned and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
+
+
+def trained(row: HealthRow) -> bool:
+    """Whether an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
+    return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
+
+
+def _why_idle(rows: Sequence[HealthRow], config: TrainConfig) -> tuple[str, str]:
+    groups = config.rollout.groups
+    if any(row.get("skipped_steps", 0) for row in rows):
+        return "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
+    same = sum(row.get("groups_zero_variance", 0) for row in rows)
+    if same < groups * len(rows):
+        return (
+            f"every advantage was 0 ({same:.0f} of {groups * len(rows)} groups had equal rewards)",
+            "Look at algorithm.advantage and its arguments.",
+        )
+    success, reward = rows[-1]["success"], rows[-1]["reward"]
+    said = f"all episodes of a group had the same reward (mean {reward:.3g}), so none was better than another"
+    if success == 1.0:
+        return f"{said}: every episode is a success", "The model solves all training tasks: give it harder ones (env.params)."
+    if success == 0.0:
+        return (
+            f"{said}, and none was a success",
+            "Make tasks easier, reward parts of a solution, warm the model up ([sft]), or raise rollout.group_size; `agentrl "
+            "reward explain` says why an episode has its reward.",
+        )
+    return said, "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
+
+
+def unscored(rows: Collection[HealthRow], config: TrainConfig, fault: str | None) -> Finding | None:
+    """Whether more episodes of these rows are unscored than `health.max_unscored` allows."""
+    lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
+    played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)
+    if lost <= config.health.max_unscored * played:
+        return None
+    first = f"; the first: {fault}" if fault else ""
+    return Finding(
+        MOSTLY_UNSCORED,
+        f"{lost:.0f} of {played:.0f} episodes could not be scored{first}",
+        "An unscored episode teaches nothing; mend what failed (log.txt has every error) and resume the run.",
+    )
+
+
+def check_any_scored(found: Evaluation) -> None:
+    """Raise NothingScoredError if no episode of the evaluation before the first update could be scored: no update could be
+    either, and they would take much longer to show it."""
+    if found.scored == 0 and found.unscored > 0:
+        raise NothingScoredError(
+            f"none of the {found.unscored} episodes of the evaluation before training could be scored; the first: "
+            f"{first_fault(found.trajectories)}. Nothing was trained: mend that, and start the run again"
+        )
+
+
+def first_fault(trajectories: Iterable[Trajectory]) -> str | None:
+    """Why the first episode without reward and success has none; None if there is no such episode."""
+    return next((fault_of(t) for t in trajectories if t.reward is None and t.success is None), None)
+
+
+# The log
 
 
 class RunLog:

@@ -1,52 +1,311 @@
-"""The live parts of a run, connected: environment, scorer, renderer, engine, actors, collector."""
+"""The session: the live parts of a run, connected. Environment, scorer, renderer, engine, actors, collector.
+
+Demonstrations for an update, the checkpoints of all parts, the session, and the engine's news during a rollout."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.runtime import start_ray, stop_asking, stop_ray
-from agentrl.cluster.shared_folder import check_shared
-from agentrl.cluster.store_pages import StorePages
+from tensordict import TensorDict
+
+from agentrl.cluster.group import WorkerGroup, check_shared
+from agentrl.cluster.machine import StorePages
+from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
-from agentrl.executors import in_thread
-from agentrl.given import packed, unpack, used
-from agentrl.rollout.accept import Acceptance
-from agentrl.rollout.collect import Collector
+from agentrl.config.identity import identity_of
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.engines.weights.base import WeightTarget
+from agentrl.rollout.collector import Acceptance, Collector
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.mixture.source import MixedTasks, parts_of
-from agentrl.rollout.player import Player, RunEnv
+from agentrl.rollout.mixtures import MixedTasks, parts_of
+from agentrl.rollout.player import Evaluation, Player, RunEnv, success_rate
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.rollout.warm_start import gold_transcript, without_chance
 from agentrl.run.assembly import assemble, longest_row, read_inputs
 from agentrl.run.callbacks import Callback, Callbacks
-from agentrl.run.checkpoint import Saver
-from agentrl.run.demonstrations import Demonstrations
-from agentrl.run.display import Display
-from agentrl.run.engines import needs_ray, resolve_engine, with_threads
-from agentrl.run.folder import RunFolder
-from agentrl.run.horizon import Bins, run_bins
+from agentrl.run.display import Display, percent
+from agentrl.run.engine_choice import needs_ray, resolve_engine, with_threads
+from agentrl.run.folder import DRIVER, RunFolder, lines
 from agentrl.run.judges import Judges, place_of
-from agentrl.run.memory import engine_room
-from agentrl.run.placement import open_pools, start_actors
-from agentrl.run.profile import profile_of
-from agentrl.run.tracing import Tracing
-from agentrl.run.workers import with_workers
-from agentrl.train.actor import Actor
-from agentrl.train.estimator_inputs import needs_greedy
-from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner, policy_updates
-from agentrl.train.pretrained import named_anywhere
-from agentrl.train.publish import Publisher
-from agentrl.train.role_layout import rests
-from agentrl.train.seal import MANIFEST, check_model, seal
-from agentrl.trajectory import Group
-from agentrl.watchdog import LoopWatchdog
+from agentrl.run.outcomes import Bins, run_bins
+from agentrl.run.role_placement import engine_room, open_pools, start_actors
+from agentrl.run.rollout_workers import with_workers
+from agentrl.run.tracing import Tracing, profile_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
+from agentrl.trainer.estimator_inputs import needs_greedy
+from agentrl.trainer.experience import demonstrated
+from agentrl.trainer.learner import Learner, policy_updates
+from agentrl.trainer.pretrained import init_model, named_anywhere
+from agentrl.trainer.publish import Publisher
+from agentrl.trainer.train_engine import rests
+from agentrl.utils.errors import AgentrlError, CheckpointError, EnvError
+from agentrl.utils.event_loop import LoopWatchdog, OwnedTasks
+from agentrl.utils.files import naming
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.search_path import packed, unpack, used
+from agentrl.utils.spans import at, here, note, now, spanned
+from agentrl.utils.threads import in_thread
+
+# Demonstrations
 
 log = logging.getLogger(__name__)
+
+MEMBER = -2
+"""The member number of a demonstration, which no episode of a group has."""
+
+
+class Demonstrations:
+    """Remembers the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next update.
+
+    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds what has failed since the last update."""
+
+    def __init__(self, envs: Sequence[RunEnv], episodes: int, longest: int) -> None:
+        """`episodes`: the most of an update; `longest`: tokens of the longest row that can be trained."""
+        self.envs, self.episodes, self.longest = {env.name: env for env in envs}, episodes, longest
+        self._failed: dict[int, TaskChoice] = {}
+        self._said = False
+
+    def seen(self, group: Group, choice: TaskChoice) -> None:
+        """A group has ended, whose task is `choice`."""
+        if success_rate(group.scored()) == 0.0:
+            self._failed[group.index] = choice
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The tasks that are owed to the next update, for a checkpoint."""
+        return [{"group": index, "choice": asdict(choice)} for index, choice in self._failed.items()]
+
+    def load_json(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `to_json`."""
+        self._failed = {one["group"]: TaskChoice(**one["choice"]) for one in state}
+
+    async def take(self) -> tuple[TensorDict | None, dict[str, float]]:
+        """The rows of the next update's demonstrations (None if there are none), and metrics."""
+        failed, self._failed = self._failed, {}
+        made: list[tuple[int, Trajectory]] = []
+        skipped = 0
+        for index in sorted(failed):
+            if len(made) == self.episodes:
+                break
+            gold = await self._gold(index, failed[index])
+            if gold is None:
+                skipped += 1
+            else:
+                made.append((index, gold))
+        metrics = {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
+        if not made:
+            return None, metrics
+        rows = demonstrated(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
+        return rows, metrics | {"demonstrations/tokens": float(sum(gold.sampled_tokens for _, gold in made))}
+
+    async def _gold(self, index: int, choice: TaskChoice) -> Trajectory | None:
+        part = self.envs[choice.env]
+        env = without_chance(part.env.with_params(choice.params)).build()
+        policy, limit = part.policy, part.limits.episode_timeout
+        try:
+            async with asyncio.timeout(limit):
+                gold = await gold_transcript(env, policy.renderer, choice.seed, "train", policy.context, part.limits)
+        except TimeoutError:
+            self._say(index, f"its gold solution was not played within rollout.episode_timeout = {limit:g} s")
+            return None
+        except (NotImplementedError, EnvError) as fault:
+            self._say(index, f"its gold solution cannot be played: {fault}")
+            return None
+        longest = max(map(len, gold.ledgers))
+        if longest > self.longest:
+            self._say(index, f"its gold solution has {longest} tokens, and a row may have {self.longest}")
+            return None
+        gold.member = MEMBER
+        return gold
+
+    def _say(self, index: int, why: str) -> None:
+        if not self._said:  # the metric demonstrations/skipped counts them all
+            log.warning("algorithm.demonstrations: the task of group %d is left out: %s", index, why)
+        self._said = True
+
+
+# Checkpoints
+
+GROUPS = "groups.jsonl"
+POLL = 0.05
+_NAMED = 5
+
+
+class Saver:
+    """Saves and loads a run's checkpoints; at most one is being written.
+
+    A checkpoint holds model, optimizer, schedule and RNG of the training roles, and the driver's group
+    ledger, which is also the data cursor, with its finished but untrained groups (`groups.jsonl`), and the
+    demonstrations that are owed to the next update. With `checkpoint.asynchronous` its files are written while
+    training continues; it is valid from the moment when its manifest exists, so a kill before that loses only this one.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        learner: Learner,
+        collector: Collector,
+        say: Callable[[str], None],
+        demonstrations: Demonstrations | None = None,
+    ) -> None:
+        self._config, self._folder, self._learner, self._collector, self._say = config, folder, learner, collector, say
+        self._demonstrations = demonstrations
+        cfg = config.checkpoint
+        self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
+        self._writing: asyncio.Task[None] | None = None
+
+    @spanned("checkpoint")
+    async def save(self, evaluated: Evaluation | None = None) -> None:
+        """Start the checkpoint of the ledger's version, after the previous one is complete.
+
+        `evaluated`: the evaluation of exactly these weights, if there is one. Raises the error of the previous
+        checkpoint if writing it failed; ResourceError if the disk is full.
+        """
+        await self.wait()
+        step = self._collector.version
+        aside = self._checkpoints.begin(step)
+        try:
+            await self._learner.begin_save(aside)
+            # No await between these two: a group that ended in between would be in neither of them, or in both.
+            state = {"step": step, "ledger": self._collector.to_json(contents=False)}
+            groups = self._collector.complete_groups()
+            if self._demonstrations is not None:
+                state["demonstrations"] = self._demonstrations.to_json()
+            state |= {"metrics": self._folder.metrics_seal(), "identity": identity_of(self._config, "train")}
+            await in_thread("files", _write_driver, aside, state, groups)
+        except Exception as error:
+            self._checkpoints.give_up(step, error)
+        place, since = here(), now()
+        with at(None):  # what asks whether it is written is no part of the step
+            writing = asyncio.create_task(self._finish(step, aside, self._score(evaluated)), name=f"checkpoint {step}")
+        written = partial(note, "checkpoint", f"write checkpoint {step}", since, track="checkpoints", place=place)
+        writing.add_done_callback(lambda _: written())
+        self._writing = writing
+        if not self._config.checkpoint.asynchronous:
+            await self.wait()
+
+    async def save_missing(self) -> int:
+        """Ensure a complete checkpoint of the ledger's version; returns that version."""
+        await self.wait()
+        step, newest = self._collector.version, self._checkpoints.newest()
+        if newest is None or newest.name != f"step_{step:06d}":
+            await self.save()
+            await self.wait()
+        return step
+
+    async def wait(self) -> None:
+        """Wait until nothing is being written. Raises the error if writing failed."""
+        if self._writing is not None:
+            # Forgotten before it is awaited, so that its error is raised once and not again by the next save.
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def check(self) -> None:
+        """Raise the error of a failed background save, without waiting for one in progress."""
+        if self._writing is not None and self._writing.done():
+            await self.wait()
+
+    async def close(self) -> None:
+        """Cancel a save that is not finished; it is lost."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def rate(self, evaluated: Evaluation) -> None:
+        """Record the evaluation of the ledger's version, whose checkpoint exists already."""
+        await self.wait()
+        score = self._score(evaluated)
+        if score is not None:
+            self._checkpoints.rate(self._collector.version, score)
+
+    def wanted(self, evaluated: Evaluation | None) -> bool:
+        """Whether these weights deserve a checkpoint of their own: better than all that are kept as best."""
+        score, best = self._score(evaluated), self._checkpoints.best()
+        return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
+
+    async def load(self) -> bool:
+        """Load the newest complete checkpoint; False if there is none. Metrics after it are removed."""
+        # Before `newest`: it may move back a checkpoint, which is then the newest one.
+        lost = self._checkpoints.lost()
+        newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
+        for problem in damaged:
+            self._say(f"a checkpoint is damaged: {problem}; going on from {newest.name if newest else 'the start'}")
+        if lost:
+            names = ", ".join(str(step) for step in lost)
+            self._say(
+                f"checkpoint {names} was being written when the run ended and is lost; "
+                f"going on from {newest.name if newest else 'the start'}"
+            )
+        if newest is None:
+            return False
+        await self._learner.load(newest)
+        state = read_json((newest / DRIVER).read_text())
+        self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
+        if self._demonstrations is not None:
+            self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
+        if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
+            self._say(
+                f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "
+                "stay so; what is trained does not depend on them"
+            )
+        if torn := self._folder.rewind(state["step"]):
+            at = ", ".join(map(str, torn[:_NAMED])) + (", ..." if len(torn) > _NAMED else "")
+            self._say(
+                f"{self._folder.metrics}: {len(torn)} damaged or cut {'line' if len(torn) == 1 else 'lines'} removed ({at})"
+            )
+        return True
+
+    async def _finish(self, step: int, aside: Path, score: float | None) -> None:
+        limit = self._config.cluster.call_timeout
+        try:
+            try:
+                # Around the waiting alone: a TimeoutError of the commit has another cause.
+                async with asyncio.timeout(limit):
+                    while not await self._learner.saved():
+                        await asyncio.sleep(POLL)
+            except TimeoutError:
+                raise CheckpointError(f"checkpoint {step} was not written within {limit:g} s (cluster.call_timeout)") from None
+            # Before the commit, which seals what the driver sees: files on a rank's own disk would be missing from it unnoticed.
+            await self._learner.check_saved(aside)
+            await in_thread("files", self._folder.sync_metrics)
+            await in_thread("files", self._checkpoints.commit, step, score)
+        except Exception as error:
+            self._checkpoints.give_up(step, error)
+
+    def _score(self, evaluated: Evaluation | None) -> float | None:
+        if evaluated is None:
+            return None
+        return evaluated.success if self._config.checkpoint.best == "success" else evaluated.reward
+
+
+def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
+    """The driver's state, and its groups one per line, of which never more than one column is in memory as text."""
+    with naming(folder / GROUPS), (folder / GROUPS).open("w") as file:
+        file.writelines(lines(groups))
+    (folder / DRIVER).write_text(json_text(state))
+
+
+def _read_groups(path: Path) -> Iterator[Group]:
+    """The groups in a file, one at a time; none if an older checkpoint has no such file."""
+    if path.exists():
+        with path.open() as file:
+            for line in file:
+                yield Group.from_json(read_json(line))
+
+
+# The session
 
 
 @dataclass(slots=True)
@@ -230,3 +489,55 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
 
 def _calls_are_sent() -> None:
     """Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them."""
+
+
+# The engine during a rollout
+
+T = TypeVar("T")
+LOOK_S = 2.0
+
+
+async def fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which samples episodes.
+
+    With `rollout.max_staleness` 0 the actors wait meanwhile, and their weights are those of the ledger's version: they are
+    published again, under the same version, as soon as a process of the engine lacks them. Otherwise the actors may be learning,
+    and their next publish brings it new ones.
+    """
+    async with OwnedTasks() as tasks:
+        tasks.start(_look(session), "a look at the engine")
+        try:
+            return await _fed(session, work)
+        finally:
+            session.display.engine("")
+
+
+async def _look(session: Session) -> None:
+    """Tell the display what the engine does, every few seconds."""
+    last, when = 0, 0.0
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            stats = await session.engine.stats()
+        except AgentrlError:  # it is being mended, or whoever samples is told soon
+            continue
+        now = time.monotonic()
+        speed = f", {(stats.sampled_tokens - last) / (now - when):,.0f} tokens/s" if when else ""
+        used = "" if stats.kv_used is None else f", KV cache {percent(stats.kv_used)}"
+        session.display.engine(f"{stats.running} running, {stats.waiting} waiting{speed}{used}")
+        last, when = stats.sampled_tokens, now
+
+
+async def _fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
+    engine = session.engine
+    if session.config.rollout.max_staleness > 0 or not isinstance(engine, WeightTarget):
+        return await work
+    async with OwnedTasks() as tasks:
+        doing = tasks.start(work, "episodes")
+        while not doing.done():
+            starved = tasks.start(engine.starved(), "a wait for a replica without weights")
+            await asyncio.wait({doing, starved}, return_when=asyncio.FIRST_COMPLETED)
+            if starved.done() and not doing.done():
+                await session.publisher.send(session.collector.ledger.version)
+            starved.cancel()
+        return doing.result()

@@ -8,30 +8,28 @@ from contextlib import aclosing
 
 from tensordict import TensorDict
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged
-from agentrl.batch.schedule import Mode, with_trees
-from agentrl.cluster.shared_folder import check_arrived
+from agentrl.cluster.group import check_arrived
 from agentrl.config.envs import alone, warmed, weight_at
 from agentrl.config.schema import SftConfig
-from agentrl.deadline import OwnedTasks
-from agentrl.errors import AgentrlError
-from agentrl.executors import in_thread
-from agentrl.processor import TINY
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.evaluate import Evaluation, evaluate, together
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import Mode, with_trees
+from agentrl.data.trajectory import Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.player import Evaluation, evaluate, together
+from agentrl.rollout.warm_start import MixedTranscripts, Transcripts
 from agentrl.run.assembly import longest_row
-from agentrl.run.by_env import kinds_of
-from agentrl.run.feed import fed
-from agentrl.run.frame import Count
-from agentrl.run.interrupt import Interrupt
-from agentrl.run.rows import evaluation_row
-from agentrl.run.run_log import RunLog
-from agentrl.run.session import Session
-from agentrl.train.actor import Actor
-from agentrl.train.seal import seal
-from agentrl.trajectory import Trajectory
-from agentrl.warm_start import MixedTranscripts, Transcripts
+from agentrl.run.callbacks import Interrupt
+from agentrl.run.display import Count
+from agentrl.run.outcomes import kinds_of
+from agentrl.run.run_log import RunLog, evaluation_row
+from agentrl.run.session import Session, fed
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import seal
+from agentrl.utils.errors import AgentrlError
+from agentrl.utils.event_loop import OwnedTasks
+from agentrl.utils.processor import TINY
+from agentrl.utils.threads import in_thread
 
 STEPS_A_CALL = 10
 """Supervised steps of a tiny model in one call of the actors: less than a second."""

@@ -1,11 +1,442 @@
-"""Who listens to the spans of a run: OpenTelemetry (`[traces]`) and the timelines of single steps (`[profile]`)."""
+"""Traces of a run: timelines of single steps (`[profile]`), OpenTelemetry (`[traces]`)."""
 
 from __future__ import annotations
 
+import gzip
+import heapq
+import json
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.host import RankCall, begin_watching, clock, drop_watching, end_watching, load_profiler
 from agentrl.config import TrainConfig
-from agentrl.run.otel import Traces
-from agentrl.run.profile import Profile
-from agentrl.spans import TracePlace, TraceSpan, begin, finish, new_id, stand
+from agentrl.run.folder import RunFolder
+from agentrl.trainer.learner import Learner
+from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.parsing import json_text
+from agentrl.utils.redaction import redact_said
+from agentrl.utils.spans import (
+    Kind,
+    TracePlace,
+    TraceSpan,
+    Value,
+    begin,
+    finish,
+    listen,
+    machine,
+    new_id,
+    now,
+    stand,
+    unfinished,
+)
+from agentrl.utils.threads import in_thread
+
+# A timeline as a file
+
+Event = tuple[int, int, str, str, dict[str, Any]]
+"""Begin and end in nanoseconds, name, category and arguments."""
+Track = tuple[str, str]
+"""Process and track, as they are named."""
+PLAYED = ("episode", "turn", "generation", "environment", "tool", "scoring")
+
+
+class Timeline:
+    """Collects what happened since `zero`, in nanoseconds of the driver's clock; at most `most` events, the longest."""
+
+    def __init__(self, zero: int, engine: str, most: int) -> None:
+        self._zero, self._most, self.dropped = zero, most, 0
+        self._engine = f"engine {engine}"
+        self._tracks: dict[Track, list[Event]] = defaultdict(list)
+        self._asked: list[tuple[int, int]] = []
+
+    def span(self, found: TraceSpan) -> None:
+        """Add a span of the driver, or of a rollout worker in the driver's time."""
+        values = {key: value for key, value in found.values.items() if value is not None}
+        if found.error:
+            values["error"] = found.error
+        self._tracks[self._track(found)].append((found.begin, found.end, found.name, found.kind, values))
+        if found.kind == "generation":
+            self._asked += [(found.begin, 1), (found.end, -1)]
+
+    def rank(self, call: RankCall, ahead: int, torch: Mapping[str, Any] | None) -> None:
+        """Add a rank's call, and what torch recorded in it. `ahead`: from its clock to the driver's."""
+        process = f"{call.group} rank {call.rank}"
+        end = call.end or call.begin
+        self._tracks[process, "calls"].append((call.begin + ahead, end + ahead, call.method, "rank", {}))
+        if torch is None:
+            return
+        self.dropped += torch["dropped"]
+        for name, kind, place, thread, begin, took in torch["events"]:
+            track = torch["names"].get(f"{place} {thread}") or f"{place} {thread}"
+            self._tracks[process, f"torch: {track}"].append((begin + ahead, begin + ahead + took, name, kind, {}))
+
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """The file; one of that name is replaced at the end. Raises OSError."""
+        self._cut()
+        numbers = {process: place for place, process in enumerate(sorted({process for process, _ in self._tracks}), 1)}
+        rows = [_name("process_name", pid, 0, process) for process, pid in numbers.items()]
+        for process, pid in numbers.items():
+            lane = 0
+            for track in sorted(name for of, name in self._tracks if of == process):
+                for place, events in enumerate(lanes(self._tracks[process, track])):
+                    lane += 1
+                    rows.append(_name("thread_name", pid, lane, track if not place else f"{track} ({place + 1})"))
+                    rows += [self._row(pid, lane, event) for event in events]
+        rows += self._running(len(numbers) + 1)
+        about = {**about, "dropped_events": self.dropped}
+        text = json_text({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about})
+        aside = path.with_name(f".{path.name}")
+        aside.write_bytes(gzip.compress(text.encode(), compresslevel=5))
+        aside.replace(path)
+
+    def _track(self, found: TraceSpan) -> Track:
+        if found.kind == "bucket" and found.track.endswith("engine"):
+            return self._engine, "buckets"
+        if found.kind in PLAYED and found.track != "groups":
+            return f"episodes in {found.place or 'the driver'}", found.track
+        return found.place or "driver", found.track
+
+    def _cut(self) -> None:
+        """Leave out the shortest events, if there are too many: what they lie in is longer and stays."""
+        every = [
+            (event[1] - event[0], track, place) for track, events in self._tracks.items() for place, event in enumerate(events)
+        ]
+        if len(every) <= self._most:
+            return
+        kept: dict[Track, set[int]] = defaultdict(set)
+        for _, track, place in heapq.nlargest(self._most, every):
+            kept[track].add(place)
+        self.dropped += len(every) - self._most
+        self._tracks = defaultdict(
+            list, {track: [self._tracks[track][place] for place in sorted(places)] for track, places in kept.items()}
+        )
+
+    def _row(self, pid: int, tid: int, event: Event) -> dict[str, Any]:
+        begin, end, name, kind, values = event
+        times = {"ts": (begin - self._zero) / 1000, "dur": (end - begin) / 1000}
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": values}
+
+    def _running(self, pid: int) -> list[dict[str, Any]]:
+        """How many turns the engine was asked for at each moment, as a counter."""
+        rows, running = [_name("process_name", pid, 0, f"{self._engine}: turns")], 0
+        for when, change in sorted(self._asked)[: self._most]:
+            running += change
+            values = {"ts": (when - self._zero) / 1000, "args": {"turns": running}}
+            rows.append({"ph": "C", "pid": pid, "tid": 0, "name": "turns being sampled", **values})
+        return rows if self._asked else []
+
+
+def lanes(events: list[Event]) -> list[list[Event]]:
+    """The events of a track in as few lanes as needed for each to lie in or after the others of its lane."""
+    found: list[tuple[list[int], list[Event]]] = []
+    for event in sorted(events, key=lambda one: (one[0], -one[1])):
+        for open_until, lane in found:
+            while open_until and open_until[-1] <= event[0]:
+                open_until.pop()
+            if not open_until or event[1] <= open_until[-1]:
+                open_until.append(event[1])
+                lane.append(event)
+                break
+        else:
+            found.append(([event[1]], [event]))
+    return [lane for _, lane in found]
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
+
+
+# Timelines of steps
+
+log = logging.getLogger(__name__)
+
+FOLDER, PARTS = "profile", ".parts"
+PINGS = 3
+
+
+def check_profile(config: TrainConfig) -> None:
+    """Raise ConfigError if a timeline is asked for of a step that the run has not.
+
+    Reads: profile, steps.
+    """
+    late = [] if config.profile is None else [step for step in config.profile.steps if step > config.steps]
+    if late:
+        raise ConfigError(f"profile.steps = {config.profile and config.profile.steps}: the run has steps = {config.steps}")
+
+
+def profile_of(
+    config: TrainConfig, folder: RunFolder, learner: Learner, engine: str, warn: Callable[[str], None]
+) -> Profile | None:
+    """None without `[profile]`."""
+
+    def groups() -> list[WorkerGroup[Any]]:
+        found = (learner.actors, learner.critics, learner.references, learner.reward_models, learner.teachers)
+        return [group for group in found if group is not None]
+
+    if config.profile is None:
+        return None
+    if config.profile.torch and config.cluster.backend == "inline":
+        load_profiler()  # now, and not on the event loop while episodes wait for it
+    return Profile(config, folder.path / FOLDER, groups, engine, warn)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """What one process of the training roles noted. `ahead`: add it to its times to have the driver's."""
+
+    calls: list[RankCall] = field(default_factory=list)
+    ahead: int = 0
+
+
+class Profile:
+    """Listens before and during the steps of `profile.steps`, and writes a file for each."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        groups: Callable[[], Sequence[WorkerGroup[Any]]],
+        engine: str,
+        warn: Callable[[str], None],
+    ) -> None:
+        assert config.profile is not None
+        self._config, self._cfg, self._folder = config, config.profile, folder
+        self._groups, self._engine, self._warn = groups, engine, warn
+        self._found: list[TraceSpan] = []
+        self._leave: Callable[[], None] | None = None
+        self._step, self._begun = 0, 0
+
+    @property
+    def listens(self) -> bool:
+        """Whether spans are to be made."""
+        return self._leave is not None
+
+    async def begin(self, step: int) -> None:
+        """Update number `step` begins."""
+        # Episodes of a step may have begun as many steps before as their weights may be old.
+        before = self._config.rollout.max_staleness
+        wanted = any(one - before <= step <= one for one in self._cfg.steps)
+        if wanted and self._leave is None:
+            self._leave = listen(self._keep, all=True)
+        elif not wanted:
+            self.close()
+        self._step = step if step in self._cfg.steps else 0
+        if self._step:
+            (self._folder / PARTS).mkdir(parents=True, exist_ok=True)
+            ranks = sum(group.world_size for group in self._groups())
+            args = (str(self._folder / PARTS), self._cfg.torch, self._cfg.max_events // ranks)
+            for group in self._groups():
+                if not await group.in_processes(begin_watching, *args):
+                    begin_watching(*args)  # its roles are in this process
+            self._begun = now()
+
+    async def end(self) -> None:
+        """Write the timeline, if the step that is over is to have one."""
+        if not self._step:
+            return
+        ended = now()
+        ranks = [Ranks(await in_thread("files", end_watching))]
+        for group in self._groups():
+            ranks += await _noted(group)
+        spans = [one for one in self._found if one.end > self._begun]
+        spans += [replace(one, end=ended, values={**one.values, "unfinished": True}) for one in unfinished()]
+        self._found = []
+        path = self._folder / f"step_{self._step:06d}.json.gz"
+        try:
+            await in_thread("files", self._write, path, spans, ranks, ended)
+        except (OSError, ValueError) as problem:  # a run does not end because nobody can look at it
+            log.exception("the timeline of step %d", self._step)
+            self._warn(f"profile: the timeline of step {self._step} is not written: {problem}")
+        self._step = 0
+
+    def close(self) -> None:
+        """Listen no more; a step that was left in the middle has no timeline."""
+        if self._step:
+            drop_watching()
+            self._step = 0
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
+        self._found = []
+
+    def _keep(self, found: TraceSpan) -> None:
+        if len(self._found) < 4 * self._cfg.max_events:
+            self._found.append(found)
+
+    def _write(self, path: Path, spans: list[TraceSpan], ranks: list[Ranks], ended: int) -> None:
+        timeline = Timeline(self._begun, self._engine, self._cfg.max_events)
+        for one in ranks:
+            for call in one.calls:
+                torch = None if call.file is None else json.loads(Path(call.file).read_text())
+                timeline.rank(call, one.ahead, torch)
+        for found in spans:
+            timeline.span(found)
+        timeline.write(path, {"run": self._config.name, "step": self._step, "seconds": (ended - self._begun) / 1e9})
+        shutil.rmtree(self._folder / PARTS, ignore_errors=True)
+
+
+async def _noted(group: WorkerGroup[Any]) -> list[Ranks]:
+    """What each process of a group noted, by rank; none if its roles are in this one."""
+    found = [Ranks(calls) for calls in await group.in_processes(end_watching)]
+    best: list[tuple[int, int]] = [(1 << 62, 0)] * len(found)
+    for _ in range(PINGS if found else 0):
+        asked = now()
+        times = await group.in_processes(clock)
+        took = now() - asked
+        for rank, (place, time) in enumerate(times):
+            # The middle of question and answer, as NTP does; of this machine, the clock is the same.
+            ahead = 0 if place == machine() else asked + took // 2 - time
+            best[rank] = min(best[rank], (took, ahead))
+    for one, (_, ahead) in zip(found, best, strict=True):
+        one.ahead = ahead
+    return found
+
+
+# OpenTelemetry
+
+PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+GROUP = "opentelemetry_traces_exporter"
+FLUSH_MS = 10_000
+OPERATIONS: Mapping[Kind, str] = {"episode": "invoke_agent", "generation": "text_completion", "tool": "execute_tool"}
+NAMES: Mapping[Kind, Mapping[str, str]] = {
+    "generation": {
+        "input_tokens": "gen_ai.usage.input_tokens",
+        "output_tokens": "gen_ai.usage.output_tokens",
+        "temperature": "gen_ai.request.temperature",
+        "top_p": "gen_ai.request.top_p",
+        "top_k": "gen_ai.request.top_k",
+        "max_tokens": "gen_ai.request.max_tokens",
+    },
+    "episode": {"key": "gen_ai.conversation.id"},
+    "tool": {"call": "gen_ai.tool.call.id"},
+    "scoring": {"reward": "gen_ai.evaluation.score.value"},
+}
+"""What our values of a span are called there."""
+
+
+def check_traces(config: TrainConfig) -> None:
+    """Raise a UserError if traces are asked for and cannot be exported.
+
+    Reads: traces.
+    """
+    if config.traces is not None:
+        _exporter()
+
+
+class Traces:
+    """Exports the spans that are sampled, from its making to `close`. `model`: the policy's name."""
+
+    def __init__(self, model: str, engine: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+        point, default = _exporter(), {"service.name": "agentrl"}
+        named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        self._resource = Resource.create({} if named else default)
+        self._processor = None if point is None else BatchSpanProcessor(point.load()())
+        self._span, self._context, self._flags = ReadableSpan, SpanContext, TraceFlags(TraceFlags.SAMPLED)
+        self._kinds, self._status, self._codes = SpanKind, Status, StatusCode
+        self._scope = InstrumentationScope("agentrl")
+        self._common = {"gen_ai.request.model": model, "gen_ai.provider.name": engine}
+        self._leave = listen(self._finished)
+
+    def close(self) -> None:
+        """Export what waits, for a few seconds at most."""
+        self._leave()
+        if self._processor is not None:
+            self._processor.force_flush(FLUSH_MS)
+            self._processor.shutdown()  # type: ignore[no-untyped-call]
+
+    def _finished(self, found: TraceSpan) -> None:
+        if not found.sampled or self._processor is None:
+            return
+        epoch = time.time_ns() - now()
+        error = found.error or found.values.get("error")
+        self._processor.on_end(
+            self._span(
+                name_of(found),
+                context=self._place(found.trace, found.id),
+                parent=self._place(found.trace, found.parent) if found.parent else None,
+                resource=self._resource,
+                attributes=attributes_of(found, self._common),
+                kind=self._kinds.CLIENT if found.kind == "generation" else self._kinds.INTERNAL,
+                instrumentation_scope=self._scope,
+                status=self._status(self._codes.ERROR, redact_said(str(error))) if error else self._status(),
+                start_time=found.begin + epoch,
+                end_time=found.end + epoch,
+            )
+        )
+
+    def _place(self, trace: int, span: int) -> Any:
+        return self._context(trace, span, is_remote=False, trace_flags=self._flags)
+
+
+def name_of(found: TraceSpan) -> str:
+    """As the conventions name such spans: the operation, then what it is of."""
+    operation = OPERATIONS.get(found.kind)
+    if found.kind == "episode":
+        return f"{operation} {found.values.get('env', '')}".strip()
+    return found.name if operation is None else f"{operation} {found.name}"
+
+
+def attributes_of(found: TraceSpan, common: Mapping[str, str]) -> dict[str, Value | tuple[str, ...]]:
+    """`common`: those of every generation and episode."""
+    named: dict[str, Value | tuple[str, ...]] = {"agentrl.kind": found.kind}
+    operation = OPERATIONS.get(found.kind)
+    if operation is not None:
+        named |= {"gen_ai.operation.name": operation, **(common if found.kind != "tool" else {})}
+    if found.kind == "tool":
+        named |= {"gen_ai.tool.name": found.name, "gen_ai.tool.type": "function"}
+    if found.kind == "scoring":
+        named["gen_ai.evaluation.name"] = found.name
+    if found.kind == "generation" and "finish" in found.values:
+        named["gen_ai.response.finish_reasons"] = (str(found.values["finish"]),)
+    if found.error:
+        named["error.type"] = found.error.partition(":")[0]
+    if found.place:
+        named["agentrl.process"] = found.place
+    known = NAMES.get(found.kind, {})
+    named |= {known.get(key, f"agentrl.{key}"): value for key, value in found.values.items() if value is not None}
+    return {key: redact_said(value) if isinstance(value, str) else value for key, value in named.items()}
+
+
+def _exporter() -> EntryPoint | None:
+    """The exporter that OTEL_TRACES_EXPORTER names (default: otlp); None for "none". Raises DependencyError if a package is
+    missing, ConfigError for an exporter that nothing installed has."""
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        raise DependencyError("[traces] needs opentelemetry-sdk: pip install 'agentrl[otel]'")
+    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if name == "none":
+        return None
+    if name == "otlp":
+        spoken = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        protocol = spoken or "http/protobuf"
+        if protocol not in PROTOCOLS:
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL = {protocol!r}: expected one of {', '.join(PROTOCOLS)}")
+        name = PROTOCOLS[protocol]
+    found = [point for point in entry_points(group=GROUP) if point.name == name]
+    if not found:
+        if name == PROTOCOLS["http/protobuf"]:
+            raise DependencyError("[traces] needs opentelemetry-exporter-otlp-proto-http: pip install 'agentrl[otel]'")
+        known = ", ".join(sorted({point.name for point in entry_points(group=GROUP)})) or "none"
+        raise ConfigError(f"[traces]: no installed package has the OpenTelemetry exporter {name!r}; there are: {known}")
+    return found[0]
+
+
+# Listeners
 
 
 class Tracing:

@@ -8,8 +8,7 @@ from agentrl.sandbox.base import (
     SandboxProvider,
     SandboxSpec,
 )
-from agentrl.sandbox.handle import HeldSandbox
-from agentrl.sandbox.pool import SandboxPool, chosen, close_pools, pool_of, provider_of, require
+from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, chosen, close_pools, pool_of, provider_of, require
 
 __all__ = [
     "SANDBOXES",

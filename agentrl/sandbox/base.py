@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from agentrl.errors import ConfigError, SandboxError
-from agentrl.registry import Registry
+from agentrl.utils.errors import ConfigError, SandboxError
+from agentrl.utils.registry import Registry
 
 Network = Literal["none", "all"]
 End = Literal["ok", "error", "cpu", "wall", "disk", "output", "processes", "killed"]

@@ -1,9 +1,10 @@
-"""Sandboxes of bubblewrap (`bwrap`): namespaces of their own, this machine's programs read-only, a folder as their files."""
+"""Sandboxes of bubblewrap, and the filter of system calls in them."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,69 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from agentrl.errors import SandboxError
-from agentrl.executors import in_thread
 from agentrl.sandbox.base import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
-from agentrl.sandbox.folder import Folder
-from agentrl.sandbox.kernel_calls import filtered
-from agentrl.sandbox.local import READABLE, FolderProvider, FolderSandbox, package_folders
-from agentrl.sandbox.processes import Watched, run_group
+from agentrl.sandbox.jail import (
+    ALLOW,
+    ANY_BIT,
+    AT_LEAST,
+    AUDIT_ARCH,
+    CLONE,
+    CLONE3,
+    DENIED,
+    DENY,
+    ENOSYS,
+    EPERM,
+    EQUAL,
+    FIRST,
+    GIVE,
+    KILL,
+    LOAD,
+    MACHINE,
+    NAMESPACES,
+    Step,
+)
+from agentrl.sandbox.local import READABLE, Folder, FolderProvider, FolderSandbox, package_folders
+from agentrl.sandbox.process_group import Watched, run_group
+from agentrl.utils.errors import SandboxError
+from agentrl.utils.threads import in_thread
+
+# The filter of system calls
+
+REFUSED = (
+    "io_uring_setup", "io_uring_enter", "io_uring_register", "open_by_handle_at", "fanotify_init", "syslog", "add_key",
+    "request_key", "keyctl", "migrate_pages", "move_pages", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree",
+    "fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "setns", "unshare", "swapon", "swapoff", "reboot", "init_module",
+    "finit_module", "delete_module", "kexec_load", "kexec_file_load", "bpf", "perf_event_open", "userfaultfd", "acct", "quotactl",
+    "settimeofday", "clock_settime", "adjtimex",
+)  # fmt: skip
+
+
+@cache
+def filter_file() -> int:
+    """A file in memory with the filter, as bwrap's `--seccomp` reads it; it lives as long as this process."""
+    which = 0 if MACHINE == "x86_64" else 1
+    program: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if which == 0:  # the x32 calls of the same architecture
+        program += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, KILL)]
+    for name in REFUSED:
+        if (number := DENIED[name][which]) is not None:
+            program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, DENY | EPERM)]
+    # The C library falls back from clone3, whose flags a filter cannot read, to clone.
+    program += [(EQUAL, 0, 1, CLONE3[which]), (GIVE, 0, 0, DENY | ENOSYS), (EQUAL, 0, 3, CLONE[which]), (LOAD, 0, 0, FIRST)]
+    program += [(ANY_BIT, 0, 1, NAMESPACES), (GIVE, 0, 0, DENY | EPERM), (GIVE, 0, 0, ALLOW)]
+    file = os.memfd_create("agentrl-calls")
+    os.write(file, b"".join(struct.pack("HBBI", *step) for step in program))
+    return file
+
+
+def filtered(bwrap: list[str]) -> list[str]:
+    """A command of bwrap's, without its program's name, under the filter. The shell opens the file of this process anew, since
+    bwrap reads from where a shared descriptor stands."""
+    opened = f'exec 3</proc/{os.getpid()}/fd/{filter_file()} && exec bwrap --seccomp 3 "$@"'
+    return ["/bin/sh", "-c", opened, "sh", *bwrap]
+
+
+# The bubblewrap provider
 
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "opt", "etc", "proc", "dev", "sys")
 HOME = "/root"

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.catalog import find_env
+from agentrl.contrib.suites.foreign import foreign
 from agentrl.env import Message, ToolCall
-from agentrl.env.foreign import foreign
+from agentrl.env.catalog import find_env
 
 HERE = Path(__file__).resolve().parent
 

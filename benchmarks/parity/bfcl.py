@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bfcl_variants as variants
 from bfcl_official import Official
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config.schema import RewardConfig
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 
 DOCUMENTED: dict[str, Callable[[Task, str, bool, bool | None], bool]] = {}
 """Differences that stay, each with the test of whether a case is one of them (task, variant, theirs, ours)."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.env.inplace import import_in_place
-from agentrl.trajectory import Json
+from agentrl.contrib.suites.benchmarks import import_in_place
+from agentrl.data.trajectory import Json
 
 Call = tuple[str, Any]
 """Name and arguments; arguments that are no mapping could not be read."""

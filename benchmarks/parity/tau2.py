@@ -23,12 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge.client import Judge, Verdict, VerdictRequest
-from agentrl.trajectory import Message, Task, ToolCall, Trajectory
+from agentrl.reward.judge import Judge, Verdict, VerdictRequest
 
 DOMAINS = ("mock", "airline", "retail", "telecom")
 CHECKER = Path(__file__).with_name("tau2_checker.py")

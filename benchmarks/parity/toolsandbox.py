@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.catalog import find_env
+from agentrl.contrib.suites.foreign import foreign
 from agentrl.env import Message, ToolCall
-from agentrl.env.foreign import foreign
+from agentrl.env.catalog import find_env
 
 REFUSAL = "I am sorry, but I cannot assist with that."
 DOCUMENTED: dict[str, str] = {

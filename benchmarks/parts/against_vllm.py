@@ -19,20 +19,19 @@ from typing import Any
 import psutil
 from work import CONTEXT, Forced, collector, collector_of, publisher, run_env, vllm_section, workers
 
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.options import PROCESSORS, environment
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig
+from agentrl.data.trajectory import Trajectory
+from agentrl.engines.vllm.options import PROCESSORS, environment
+from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.render import make_renderer
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Policy
-from agentrl.train.init_model import init_model
-from agentrl.train.pretrained import load_tokenizer
-from agentrl.trajectory import Trajectory
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.episode import Policy
+from agentrl.trainer.pretrained import init_model, load_tokenizer
 
 TURNS, TOKENS = 3, 42
 EXACT = {"logprobs_mode": "processed_logits", "logits_processors": list(PROCESSORS)}
-"""What vLLM needs to report log probabilities as the trainer computes them (agentrl/backends/vllm/logprobs.py)."""
+"""What vLLM needs to report log probabilities as the trainer computes them (agentrl/engines/vllm/logprobs.py)."""
 
 
 class RawVllm:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from tensordict import TensorDict
 
-from agentrl.batch import lengths
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.group import Shard
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
+from agentrl.data.rows import lengths
 
 
 class Taker(Worker):

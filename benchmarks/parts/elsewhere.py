@@ -8,22 +8,21 @@ from typing import Any
 
 from work import CONTEXT, Instant, scorer
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.env import ToolEnv
-from agentrl.executors import share_the_lock
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import tool
 from agentrl.render import make_renderer
-from agentrl.rollout.course import Limits, Policy
 from agentrl.rollout.engine import Engine
+from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
-from agentrl.rollout.workers.core import WorkerCore
-from agentrl.rollout.workers.pool import WorkerPool
-from agentrl.rollout.workers.seats import Seat, Seats
-from agentrl.run.gc_threshold import raise_gc_threshold
-from agentrl.tool import tool
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, Task, ToolCall
+from agentrl.rollout.workers.rollout_worker import WorkerCore
+from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
+from agentrl.run.callbacks import raise_gc_threshold
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.threads import share_the_lock
 
 TURNS = 3
 CALL = Message("assistant", tool_calls=(ToolCall("work", {}),))

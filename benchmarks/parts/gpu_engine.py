@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seconds, trainer, wait
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config import VllmConfig, parse_overrides
-from agentrl.config.overrides import overridden
+from agentrl.config.load import overridden
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.state import BackgroundSave, load_state, save_state
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
 
 Ask = Callable[[list[int], Sampling, str], Awaitable[Generation]]
 
@@ -42,8 +42,8 @@ def vllm(device: torch.device, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> dict[str, Any]:
-    from agentrl.backends.vllm.actor import VllmActor
-    from agentrl.backends.vllm.options import engine_options, environment
+    from agentrl.engines.vllm.options import engine_options, environment
+    from agentrl.engines.vllm.replica_actor import VllmActor
 
     cuda, (prompt, length) = device.type == "cuda", (16, 16) if quick else (128, 128)
     os.environ.update(environment(cuda))

@@ -94,7 +94,7 @@ def learn(device: torch.device, folder: Path, model: str | None, quick: bool) ->
     """Success on held-out tasks untouched, after one epoch of gold calls, and after GRPO; medians of the updates' figures."""
     if quick:
         from agentrl.config.schema import InitModelConfig
-        from agentrl.train.init_model import init_model
+        from agentrl.trainer.pretrained import init_model
 
         model = str(init_model(InitModelConfig(layers=1, hidden=32, mlp=32), folder / "tiny", seed=0))
     if model is None or not Path(model).is_dir():

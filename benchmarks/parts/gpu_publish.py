@@ -15,10 +15,8 @@ import torch
 from gpu_common import clear, copy_gb_s, rounded, wait
 
 from agentrl.config.schema import WeightsConfig
-from agentrl.errors import AgentrlError
-from agentrl.weights.bucket import Bucket, Stream
-from agentrl.weights.route import Offer, Receiver, Sender
-from agentrl.weights.routes import make_sender, open_receiver, order
+from agentrl.engines.weights.base import Bucket, Offer, Receiver, Sender, Stream, make_sender, open_receiver, order
+from agentrl.utils.errors import AgentrlError
 
 TENSOR_MIB = 16
 Weights = dict[str, torch.Tensor]

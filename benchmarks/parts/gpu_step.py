@@ -24,13 +24,12 @@ from gpu_common import (
     trainer,
 )
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.errors import AgentrlError
-from agentrl.train import attention
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.kernels import compiled_head
-from agentrl.train.logprobs import PLAIN, HeadKernels, token_logprobs
-from agentrl.train.modules import Micro
+from agentrl.engines.exact_attention import AttentionForm
+from agentrl.trainer import attention
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import PLAIN, HeadKernels, Micro, token_logprobs
+from agentrl.trainer.layers import compiled_head
+from agentrl.utils.errors import AgentrlError
 
 BLOCKS = "without varlen"
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,22 +19,21 @@ from typing import Any
 from peers import ask, ratio
 from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector, vllm_section
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.embedded.scheduler import Batcher
-from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig
+from agentrl.data.collate import collate
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.embedded.scheduler import Batcher
 from agentrl.render import make_renderer
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Policy
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine
-from agentrl.train.actor import Actor
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner
-from agentrl.train.pretrained import load_tokenizer
-from agentrl.train.publish import Publisher
+from agentrl.rollout.episode import Policy
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.pretrained import init_model, load_tokenizer
+from agentrl.trainer.publish import Publisher
 
 GROUPS, SIZE, TURNS, TOKENS = 8, 8, 3, 42
 
@@ -150,7 +149,7 @@ def engines(folder: str) -> dict[str, Callable[[int], dict[str, Any]] | None]:
     def vllm(count: int) -> dict[str, Any]:
         import ray
 
-        from agentrl.backends.vllm.engine import VllmEngine
+        from agentrl.engines.vllm.vllm_engine import VllmEngine
 
         ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
         try:

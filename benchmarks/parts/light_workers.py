@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agentrl.cluster.strategy import Broadcast, Strategy
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class Idle(Worker):

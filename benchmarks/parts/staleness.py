@@ -16,21 +16,20 @@ from typing import Any
 
 from work import Forced, collector, tasks
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.batch import collate
-from agentrl.catalog import EnvRef
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, InitModelConfig, ModelConfig
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Group
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.rollout.course import Policy
-from agentrl.train.actor import Actor
-from agentrl.train.init_model import init_model
-from agentrl.train.learner import Learner
-from agentrl.train.pretrained import load_tokenizer
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import Group
+from agentrl.rollout.episode import Policy
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.pretrained import init_model, load_tokenizer
+from agentrl.trainer.publish import Publisher
 
 MEDIAN_S, SIGMA = 0.1, 1.0
 

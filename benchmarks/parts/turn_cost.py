@@ -13,10 +13,10 @@ from peers import ask, ratio
 from work import CONTEXT, Instant, collector
 
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.render import make_renderer
-from agentrl.rollout.course import Policy
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason, ToolCall
+from agentrl.rollout.episode import Policy
+from agentrl.trainer.pretrained import packaged_tokenizer
 
 TURNS = [
     Message("assistant", tool_calls=(ToolCall("get", {"key": "a"}),)),

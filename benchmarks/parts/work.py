@@ -10,27 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.catalog import EnvRef, find_reward
-from agentrl.cluster.address import reachable_address
 from agentrl.cluster.launch import launch
+from agentrl.cluster.machine import reachable_address
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
+from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef, find_reward
+from agentrl.env.tool import tool
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Limits, Policy
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel
-from agentrl.rollout.workers.pool import WorkerPool
-from agentrl.tool import tool
-from agentrl.train.actor import Actor
-from agentrl.train.pretrained import load_tokenizer
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import Message, Task, ToolCall
+from agentrl.rollout.workers.worker_pool import WorkerPool
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.pretrained import load_tokenizer
+from agentrl.trainer.publish import Publisher
 
 MILLION = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=4096)
 """Sizes of a Qwen3 model with 1.0 million parameters, which is used in every comparison with a peer."""

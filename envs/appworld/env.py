@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from agentrl.contrib.suites.benchmarks import calling
+from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task
-from agentrl.env.foreign_suite import ForeignSuite, HeldWorld
 from agentrl.env.official import groups, in_percent, mean_row, whole_row
-from agentrl.env.scenario import calling
-from agentrl.env.suite import OfficialRow, Played, SuiteTask
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.suites import OfficialRow, Played, SuiteTask
+from agentrl.env.tool import tool
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
 VARIANTS = 3  # tasks of a scenario

@@ -1,4 +1,4 @@
-"""Run by AppWorld's own Python (see `agentrl.env.foreign`): one world at a time, as its class and its server have it.
+"""Run by AppWorld's own Python (see `agentrl.contrib.suites.foreign`): one world at a time, as its class and its server have it.
 
     foreign_main.py inside.py ROOT
 

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.means import MeansTable, spread_rows
+from agentrl.env.call_options import Problem
+from agentrl.env.copying import EnvTwin
 from agentrl.env.official import groups
-from agentrl.env.python_api import answer_of, public_state
-from agentrl.env.scenario import calling, message_of, round_turns
-from agentrl.env.suite import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask
-from agentrl.env.twin import EnvTwin
-from agentrl.errors import ConfigError
-from agentrl.reward.possible import possible_call
-from agentrl.tool import Problem
-from agentrl.tool.written import as_json, as_python, as_verbose_xml, as_xml
-from agentrl.trajectory import Json
+from agentrl.env.suites import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask
+from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml
+from agentrl.reward.bfcl import possible_call
+from agentrl.utils.errors import ConfigError
 
 from .package import CLASSES, Package
 from .tools import api_tools, method_tools, recorded

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.env.inplace import PackageInPlace
-from agentrl.env.python_api import public_methods, read_call
-from agentrl.env.suite import SuiteTask
-from agentrl.errors import ConfigError, EnvError, members
-from agentrl.shelves import user_folder
-from agentrl.trajectory import Json, Task
+from agentrl.contrib.suites.benchmarks import PackageInPlace, public_methods, read_call
+from agentrl.data.trajectory import Json, Task
+from agentrl.env.suites import SuiteTask
+from agentrl.utils.errors import ConfigError, EnvError, members
+from agentrl.utils.search_path import user_folder
 
 CLASSES = "eval_checker.multi_turn_eval.func_source_code"
 SCORING = {"irrelevance": "none", "live_irrelevance": "none", "live_relevance": "some", "format_sensitivity": "text"}

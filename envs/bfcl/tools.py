@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from agentrl.tool import Tool
-from agentrl.tool.written import with_json_types
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
+from agentrl.env.tool import Tool
+from agentrl.render.text_calls import with_json_types
 
 from .package import Package
 

@@ -6,11 +6,11 @@ import json
 import random
 from typing import Any
 
+from agentrl.data.images import Image
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError
-from agentrl.images import Image
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ConfigError
 
 from .teacher import Teacher
 

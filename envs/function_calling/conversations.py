@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from agentrl.data import text_calls
-from agentrl.data.text_calls import RESULT, Call, result_names, thoughts
-from agentrl.plain_data import read_json
-from agentrl.tool.forms import paired
-from agentrl.trajectory import Json, Message, ToolCall
+from agentrl.data.chat_forms import paired
+from agentrl.data.trajectory import Json, Message, ToolCall
+from agentrl.render import text_calls
+from agentrl.render.text_calls import RESULT, Call, result_names, thoughts
+from agentrl.utils.parsing import read_json
 
 from .rows import Row, bad, check_row
 from .schemas import as_sets, read_tools

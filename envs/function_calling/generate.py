@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
 
 from .library import FUNCTIONS, Function
 from .rows import MISSING, NO_FUNCTION, Row

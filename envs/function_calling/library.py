@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
 
 Said = tuple[str, list[Json]]
 Pool = Callable[[random.Random], Said]

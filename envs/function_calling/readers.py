@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.files import read_text
-from agentrl.plain_data import read_json
-from agentrl.reward.possible import solvable
-from agentrl.tool.forms import FormError
-from agentrl.trajectory import Json
+from agentrl.data.chat_forms import FormError
+from agentrl.data.trajectory import Json
+from agentrl.reward.bfcl import solvable
+from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.files import read_text
+from agentrl.utils.parsing import read_json
 
 from .conversations import hermes, toolace
 from .rows import NO_FUNCTION, BadRowError, Row, UnsolvableError, bad, check_row, history

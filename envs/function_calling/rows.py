@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from agentrl.data.chats import messages_of
-from agentrl.tool.forms import paired
-from agentrl.trajectory import Json, Message
+from agentrl.contrib.offline.layouts import messages_of
+from agentrl.data.chat_forms import paired
+from agentrl.data.trajectory import Json, Message
 
 NO_FUNCTION = "NO FUNCTION"
 MISSING = "MISSING"

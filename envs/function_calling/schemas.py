@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.reward.possible import possible_call
+from agentrl.data.chat_forms import Declaration, FormError, declarations
+from agentrl.data.trajectory import Json
+from agentrl.env.call_options import compile_validator
+from agentrl.reward.bfcl import possible_call
 from agentrl.reward.values import same
-from agentrl.tool.forms import Declaration, FormError, declarations
-from agentrl.tool.validate import compile_validator
-from agentrl.trajectory import Json
 
 from .rows import bad
 

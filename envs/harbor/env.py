@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.source import checkout_version
-from agentrl.env.suite import SuiteEnv, SuiteTask, by_split
-from agentrl.errors import ConfigError, EnvError, ToolError
-from agentrl.sandbox import SANDBOXES, ExecResult, HeldSandbox, Sandbox, chosen, require
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.suites import SuiteEnv, SuiteTask, by_split, checkout_version
+from agentrl.env.tool import tool
+from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox
+from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.utils.errors import ConfigError, EnvError, ToolError
 
 from .tasks import LONGEST, HarborTask, read_tasks, resolved
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.plain_data import toml_table
-from agentrl.sandbox import SandboxSpec
+from agentrl.sandbox.base import SandboxSpec
+from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.parsing import toml_table
 
 DEEPEST = 6
 LONGEST = 120_000

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ConfigError
 
 from .teacher import Teacher
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, Self, cast, get_args
 
 from agentrl.config.schema import McpServerConfig
-from agentrl.deadline import within
+from agentrl.data.trajectory import Blame, Json, StopReason
 from agentrl.env import Message, Snapshot, Task, ToolCall, ToolEnv
-from agentrl.env.sync import run_sync
+from agentrl.env.mcp import McpSource
+from agentrl.env.spaces import run_sync
 from agentrl.env.taskdata import CALL_SCHEMA, TaskSet, load_tasks
-from agentrl.errors import ConfigError, EnvError, ToolError
-from agentrl.tool import Tool
-from agentrl.tool.mcp import McpSource
-from agentrl.tool.output import as_text
-from agentrl.tool.tool import Blame
-from agentrl.trajectory import Json, StopReason
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import as_text
+from agentrl.utils.errors import ConfigError, EnvError, ToolError
+from agentrl.utils.event_loop import within
 
 HERE = Path(__file__).parent
 SYSTEM = "Do what the user asks with the tools. End with a message that states the answer."

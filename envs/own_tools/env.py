@@ -10,13 +10,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.chat_forms import declaration
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.call_options import Options
 from agentrl.env.taskdata import TaskSet, load_tasks
-from agentrl.errors import ConfigError, ToolError
-from agentrl.shelves import function_named
-from agentrl.tool import Options, Tool
-from agentrl.tool.forms import declaration
-from agentrl.trajectory import Json
+from agentrl.env.tool import Tool
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.search_path import function_named
 
 from .rows import ROW, ToolUse, check_task, messages, settled
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.data.chats import Chat, messages_of
+from agentrl.contrib.offline.layouts import Chat, messages_of
+from agentrl.data.chat_forms import FormError, declaration, paired, parsed, without_padding
+from agentrl.data.trajectory import Json, Message
+from agentrl.env.call_options import Check, compile_validator
 from agentrl.env.taskdata import CALL_SCHEMA, Row
-from agentrl.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
-from agentrl.tool.forms import FormError, declaration, paired, parsed, without_padding
-from agentrl.tool.validate import Check, compile_validator
-from agentrl.trajectory import Json, Message
+from agentrl.utils.errors import BadRowError, ConfigError, TaskDataError, did_you_mean
 
 ANSWER: dict[str, Json] = {
     "type": "object",

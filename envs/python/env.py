@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError
-from agentrl.sandbox import SANDBOXES, ExecResult, HeldSandbox, Sandbox, SandboxSpec, chosen, require
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox, SandboxSpec
+from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.utils.errors import ConfigError
 
 from .files import keep_files
 from .problems import FAMILIES, Problem

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 
-from agentrl.trajectory import Json
+from agentrl.data.trajectory import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from agentrl.data.trajectory import Json
 from agentrl.env import SPLITS, Message, Task, ToolCall, ToolEnv, task_rng
-from agentrl.errors import ConfigError, TaskDataError, ToolError, hinted
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ConfigError, TaskDataError, ToolError, hinted
 
 from .question import ask
 from .teacher import Teacher

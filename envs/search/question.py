@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from agentrl.errors import TaskDataError
+from agentrl.utils.errors import TaskDataError
 
 from .world import Corpus, Fact
 

@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
+from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.env import task_rng
-from agentrl.tool.bm25 import Bm25
 
 from .names import Names
 

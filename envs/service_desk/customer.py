@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.numerals import amounts
+from agentrl.utils.parsing import amounts
 
 Json = Any
 PATIENCE = 5

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.errors import ToolError
-from agentrl.plain_data import detached
+from agentrl.utils.errors import ToolError
+from agentrl.utils.parsing import detached
 
 from .policy import StorePolicy, broken_rules, money
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.plain_data import detached
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.parsing import detached
 
 from .desk import Desk
 from .goals import Shares

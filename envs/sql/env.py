@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.contrib.toolkit.sqlite import QueryLimits, Table, query
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError, ToolError
-from agentrl.sandbox.sqlite import QueryLimits, Table, query
-from agentrl.tool import tool
-from agentrl.trajectory import Json
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ConfigError, ToolError
 
 from .questions import FORMS, Question
 from .results import canonical

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.sandbox.sqlite import Row, Table
-from agentrl.trajectory import Json
+from agentrl.contrib.toolkit.sqlite import Row, Table
+from agentrl.data.trajectory import Json
 
 
 def canonical(table: Table, ordered: bool) -> list[Row]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.env import branch
-from agentrl.env.inplace import import_in_place, named_if_missing
-from agentrl.env.suite import SuiteTask
-from agentrl.errors import ToolError
-from agentrl.tool import Tool
+from agentrl.contrib.suites.benchmarks import import_in_place, named_if_missing
+from agentrl.env import copying as branch
+from agentrl.env.suites import SuiteTask
+from agentrl.env.tool import Tool
+from agentrl.utils.errors import ToolError
 
 NAMES = ("mock", "airline", "retail", "telecom")
 SPLITS = {"train": "train", "test": "heldout"}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agentrl.contrib.suites.benchmarks import AskedUser, message_of, text_constant, two_sided_turns
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.inplace import text_constant
+from agentrl.env.call_options import Problem
 from agentrl.env.official import pass_hat_table
-from agentrl.env.scenario import AskedUser, message_of, two_sided_turns
-from agentrl.env.suite import OfficialRow, Played, SuiteEnv, SuiteTask
+from agentrl.env.suites import OfficialRow, Played, SuiteEnv, SuiteTask
 from agentrl.env.users import ModelUser, UserModel
-from agentrl.errors import known_word
-from agentrl.tool.validate import Problem
-from agentrl.trajectory import Json
+from agentrl.utils.errors import known_word
 
 from .domains import NAMES, Domain, domain, load_tasks
 

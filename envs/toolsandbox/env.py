@@ -9,16 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from agentrl.contrib.suites.benchmarks import CallsTogether, calling, message_of
+from agentrl.contrib.suites.foreign import ForeignSuite
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.foreign_suite import ForeignSuite
 from agentrl.env.official import groups, mean_row
-from agentrl.env.scenario import calling, message_of
-from agentrl.env.suite import OfficialRow, Played, SuiteTask
-from agentrl.env.together import CallsTogether
+from agentrl.env.suites import OfficialRow, Played, SuiteTask
+from agentrl.env.tool import Tool
 from agentrl.env.users import ModelUser, ScriptedUser, UserModel
-from agentrl.errors import ToolError, within
-from agentrl.tool import Tool
-from agentrl.trajectory import Json
+from agentrl.utils.errors import ToolError, within
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.errors import ToolError
+from agentrl.utils.errors import ToolError
 
 Json = Any
 Short = Annotated[str, Field(max_length=200)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from datetime import date
 
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 from .apps import Apps, Json, Minutes, Short, has
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 from .apps import Apps, Json, Short, has
 

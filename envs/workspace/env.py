@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.trajectory import Json
+from agentrl.utils.errors import ConfigError, TaskDataError
 
 from .apps import export
 from .calendar import Calendar

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.numerals import digits
+from agentrl.utils.parsing import digits
 
 Json = Any
 PATIENCE = 2

@@ -12,7 +12,7 @@ config=${1:?usage: RUN=FOLDER HOSTS="a b" ./ssh.sh CONFIG [a.b=c ...]}
 shift
 venv=${VENV:-${VIRTUAL_ENV:?activate an environment, or set VENV}}
 export PATH=$venv/bin:$PATH
-ip=${HEAD_IP:-$(python -c 'from agentrl.cluster.guard import own_address; print(own_address())')}
+ip=${HEAD_IP:-$(python -c 'from agentrl.cluster.machine import own_address; print(own_address())')}
 address=$ip:${PORT:-6379}
 
 # The token goes through ssh's input: on a command line every user of the other machine could read it.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agentrl.reward.view import View
+from agentrl.reward.leaf import View
 
 
 def brevity(view: View, args: dict[str, Any]) -> tuple[float, dict[str, int]]:

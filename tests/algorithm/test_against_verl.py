@@ -13,19 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithm import (
-    AdvantageInput,
-    Denominators,
-    LossInput,
-    advantages,
-    aggregate,
-    kl_estimate,
-    policy_loss,
-    value_loss,
-)
-from agentrl.algorithm.ragged import whiten
 from agentrl.config.schema import KlConfig
-from agentrl.train.learner import adapted_kl_coef
+from agentrl.data.ragged import whiten
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
+from agentrl.trainer.algorithms.losses import kl_estimate, value_loss
+from agentrl.trainer.minibatch import adapted_kl_coef
 
 FOUND: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "verl.json").read_text())
 GIVEN = {name: torch.tensor(value) for name, value in FOUND["inputs"].items()}

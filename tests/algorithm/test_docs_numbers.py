@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithm import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    AdvantageInput,
-    LossInput,
-    advantages,
-    correction,
-    policy_loss,
-    value_loss,
-)
-from agentrl.algorithm.correction import CORRECTIONS
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput, LossInput
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, value_loss
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

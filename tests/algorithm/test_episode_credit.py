@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithm import ADVANTAGES, AdvantageInput, advantages
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged
 from agentrl.config import Choice
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.train.estimator_inputs import with_advantages
-from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
+from agentrl.trainer.algorithms import advantages
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput
+from agentrl.trainer.estimator_inputs import with_advantages
 
 NAN = math.nan
 

@@ -12,19 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithm import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    AdvantageInput,
-    Denominators,
-    LossInput,
-    advantages,
-    aggregate,
-    correction,
-    policy_loss,
-)
-from agentrl.algorithm.loss.covariance import Selection, selection_of
-from agentrl.errors import ConfigError
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES, Selection, correction, selection_of
+from agentrl.utils.errors import ConfigError
 
 
 def batch_of(rewards, lengths, groups, **extra):

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from agentrl.algorithm import LossInput, correction, kl_estimate, policy_loss
+from agentrl.trainer.algorithms import policy_loss
+from agentrl.trainer.algorithms.base import LossInput
+from agentrl.trainer.algorithms.losses import correction, kl_estimate
 
 
 def loss_of(name: str, delta: list[float], advantage: list[float], args: dict[str, float] | None = None) -> torch.Tensor:

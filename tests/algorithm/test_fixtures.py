@@ -7,17 +7,9 @@ import math
 import pytest
 import torch
 
-from agentrl.algorithm import (
-    AdvantageInput,
-    Denominators,
-    LossInput,
-    advantages,
-    aggregate,
-    correction,
-    kl_estimate,
-    policy_loss,
-    value_loss,
-)
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
+from agentrl.trainer.algorithms.losses import correction, kl_estimate, value_loss
 
 
 def one_row(rewards, mask, values=None, turns=None):

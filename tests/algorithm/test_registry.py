@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES, advantages, correction, kl_estimate, policy_loss
-from agentrl.algorithm.correction import CORRECTIONS
-from agentrl.errors import ConfigError
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, kl_estimate
+from agentrl.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def spawned(monkeypatch):
     """Stand-ins for vLLM's actors, in the order they were made; `spawned.plan[i]` makes the i-th one differ."""
     from replica_actors import Actor
 
-    from agentrl.backends.vllm import replicas
-    from agentrl.backends.vllm.replicas import Replica, Replicas
+    from agentrl.engines.vllm import replicas
+    from agentrl.engines.vllm.replicas import Replica, Replicas
 
     class Spawned(list):
         plan: dict
@@ -55,5 +55,5 @@ def spawned(monkeypatch):
     monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(replicas.ray, "nodes", list)
     monkeypatch.setattr(replicas.ray, "put", lambda data: data)
-    monkeypatch.setattr("agentrl.backends.vllm.engine.importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("agentrl.engines.vllm.vllm_engine.importlib.util.find_spec", lambda name: True)
     return actors

@@ -6,10 +6,10 @@ import contextvars
 import numpy as np
 from ray.exceptions import RayActorError
 
-from agentrl.backends.vllm.request_batcher import FreshTokens
+from agentrl.engines.vllm.replica_calls import FreshTokens
+from agentrl.engines.weights.base import Bucket
 from agentrl.rollout.engine import EngineStats, Generation
-from agentrl.rollout.workers.core import WorkerCore
-from agentrl.weights.bucket import Bucket
+from agentrl.rollout.workers.rollout_worker import WorkerCore
 
 HOST = contextvars.ContextVar("host")
 """What a worker in a replica's process finds there."""

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.backends.api.engine import Transcript
-from agentrl.backends.python.engine import FunctionEngine
+from agentrl.engines.api_models import FunctionEngine, Transcript
 from agentrl.rollout.engine import Generation, Sampling
 
 

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from agentrl.backends.vllm.pace import Paces
+from agentrl.engines.vllm.replica_calls import Paces
 
 pytestmark = pytest.mark.asyncio
 
 
 async def test_the_driver_asks_only_while_there_are_requests(monkeypatch):
-    monkeypatch.setattr("agentrl.backends.vllm.pace.ASK", 0.01)
+    monkeypatch.setattr("agentrl.engines.vllm.replica_calls.ASK", 0.01)
     asked = []
 
     async def ask():

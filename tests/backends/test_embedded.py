@@ -12,12 +12,12 @@ from engine_models import build_model, changed, forward_logprobs, load, paramete
 from safetensors.torch import load_file, save_file
 from text_contract import TextContract
 
-import agentrl.backends.embedded.engine as embedded_engine
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.errors import EngineError, ModelError, ResourceError
+import agentrl.engines.embedded.embedded_engine as embedded_engine
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.weights.base import Stream
+from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
-from agentrl.weights.bucket import Stream
-from agentrl.weights.memory import MemorySender
+from agentrl.utils.errors import EngineError, ModelError, ResourceError
 from tests.publishing import publish
 from tests.train.tiny_families import FAMILIES, VOCAB, tiny_model
 

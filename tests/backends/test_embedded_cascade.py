@@ -10,12 +10,12 @@ import pytest
 import torch
 from contract import prompt_of
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.backends.embedded import attention, cascade
-from agentrl.backends.embedded.cascade import cascade_of
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.embedded.kv_cache import KvShape, Sequence
-from agentrl.backends.embedded.prefix_cache import PrefixIndex
+from agentrl.engines.embedded import kv_cache as attention
+from agentrl.engines.embedded import kv_cache as cascade
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
+from agentrl.engines.embedded.kv_cache import KvShape, PrefixIndex, cascade_of
+from agentrl.engines.exact_attention import AttentionForm
 from agentrl.rollout.engine import Sampling
 
 SHAPE = KvShape(1, 2, 8, torch.float32, torch.device("cpu"))

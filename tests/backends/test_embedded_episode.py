@@ -7,14 +7,12 @@ import pytest
 from contract import until
 from engine_models import CHAT_REWARD, Chat, changed, ledger_error, load, parameters
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import InitModelConfig
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.episode import run_episode
-from agentrl.train.init_model import init_model
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio

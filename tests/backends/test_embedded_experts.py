@@ -15,17 +15,16 @@ import torch
 from engine_models import CHAT_REWARD, Chat
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import Choice
-from agentrl.errors import ModelError
-from agentrl.experts import RouterWatch
+from agentrl.data.expert_routing import RouterWatch
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.base import make_context_policy
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ModelError
 from tests import moe
 from tests.publishing import publish
 from tests.tiny_families import build_family

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.backends.embedded import attention
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.embedded.model import EmbeddedModel
-from agentrl.errors import ModelError
+from agentrl.engines.embedded import kv_cache as attention
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.embedded.embedded_model import EmbeddedModel
+from agentrl.utils.errors import ModelError
 from tests.backends.engine_models import build_model
 
 CPU = torch.device("cpu")

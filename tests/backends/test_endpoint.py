@@ -13,12 +13,12 @@ import pytest_asyncio
 import torch
 from engine_models import forward_logprobs, load
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.endpoint.server import Endpoint
-from agentrl.errors import EngineError, ResourceError
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.errors import EngineError, ResourceError
 from tests.lazily import openai
 
 sys.path.append(str(Path(__file__).parent.parent / "render"))

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.endpoint.anthropic import ANTHROPIC
-from agentrl.backends.endpoint.chat import CHAT
-from agentrl.backends.endpoint.errors import refused
-from agentrl.backends.endpoint.responses import RESPONSES
-from agentrl.backends.endpoint.session import AgentSession
-from agentrl.backends.endpoint.wire import Exchange, Wire
+from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
+from agentrl.contrib.agents.session import AgentSession
+from agentrl.engines.chat_format import refused
 
 VALUES = {"text": "odd", "number": 5, "bool": True, "list": [5], "object": {"odd": 5}, "null": None}
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}

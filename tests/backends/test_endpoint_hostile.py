@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl import serving
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.endpoint.server import Endpoint
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
+from agentrl.utils import network as serving
 from tests.conftest import proof
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}], "seed": 5, "max_tokens": 6}
@@ -92,7 +92,7 @@ class Held:
     """An endpoint over no engine: for requests that never reach one."""
 
     def __init__(self, renderer: Any, **options: Any) -> None:
-        from agentrl.backends.endpoint.server import Endpoint
+        from agentrl.contrib.agents.endpoint import Endpoint
 
         self.server = Endpoint(None, renderer, **options)  # type: ignore[arg-type]
 

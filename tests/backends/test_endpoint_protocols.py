@@ -10,11 +10,11 @@ from test_endpoint import Breaks, Scripted, bearer, call, posted
 from test_endpoint import embedded as embedded  # the fixtures
 from test_endpoint import renderer as renderer
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.endpoint.server import Endpoint
-from agentrl.errors import EngineError, PromptTooLongError
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Sampling
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.conftest import proof
 from tests.lazily import anthropic, openai
 

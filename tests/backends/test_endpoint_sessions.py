@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
-from agentrl.backends.endpoint.ask import Ask
-from agentrl.backends.endpoint.session import AgentSession, ServedPolicy
-from agentrl.errors import EngineError
+from agentrl.contrib.agents.session import AgentSession, ServedPolicy
+from agentrl.data.trajectory import Message
+from agentrl.engines.chat_format import Ask
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.trajectory import Message
+from agentrl.utils.errors import EngineError
 from tests.conftest import PROOFS
 
 RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))

@@ -4,12 +4,13 @@ import pytest
 from test_endpoint import Scripted, call
 from test_endpoint import renderer as renderer  # the fixtures
 
-from agentrl.backends.api.engine import LiteLlmEngine
-from agentrl.backends.endpoint.server import Endpoint
 from agentrl.config.schema import ApiConfig
-from agentrl.errors import ConfigError, EngineError, UserError
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message
+from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.rollout.engine import Sampling
-from agentrl.trajectory import Message, TokenLedger
+from agentrl.utils.errors import ConfigError, EngineError, UserError
 from tests.publishing import publish
 
 from render_conversations import TOOLS  # isort: skip

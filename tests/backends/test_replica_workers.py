@@ -13,25 +13,25 @@ import pytest
 from engine_models import parameters
 from replica_actors import HOST
 
-from agentrl.backends.vllm import local
-from agentrl.backends.vllm.actor import VllmActor
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.local import LOOK, InReplica, LocalEngine, ReplicaDeadError, settle
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import VllmConfig
-from agentrl.errors import EngineError, PromptTooLongError
+from agentrl.engines.vllm import replica_calls as local
+from agentrl.engines.vllm.replica_actor import VllmActor
+from agentrl.engines.vllm.replica_calls import LOOK, InReplica, LocalEngine, ReplicaDeadError, settle
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Sampling
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Hub
-from agentrl.rollout.workers.pool import WorkerPool
+from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
+from agentrl.utils.errors import EngineError, PromptTooLongError
 from tests.publishing import exchange, publish
 
 ENV = EnvRef("key_value")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from agentrl.backends.vllm.request_batcher import Answers, Request, RequestBatcher, answered
-from agentrl.errors import EngineError
+from agentrl.engines.vllm.replica_calls import Answers, Request, RequestBatcher, answered
 from agentrl.rollout.engine import Generation, Sampling, Told
+from agentrl.utils.errors import EngineError
 
 
 class Local:

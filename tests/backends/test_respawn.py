@@ -12,14 +12,14 @@ import pytest
 import torch
 from engine_models import parameters
 
-from agentrl.backends.vllm import elastic
-from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import VllmConfig, WeightsConfig
-from agentrl.errors import EngineError
+from agentrl.engines.vllm import replicas as elastic
+from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.rollout.engine import Sampling
-from agentrl.run.feed import fed
-from agentrl.train.publish import Publisher
+from agentrl.run.session import fed
+from agentrl.trainer.publish import Publisher
+from agentrl.utils.errors import EngineError
 from tests.publishing import Held, Holder, publish
 
 pytestmark = pytest.mark.asyncio
@@ -39,7 +39,7 @@ async def settle(engine, replicas):
 
 
 async def test_a_new_replica_has_the_newest_weights_before_it_takes_requests(model_folder, model, spawned, caplog):
-    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    caplog.set_level(logging.WARNING, logger="agentrl.engines")
     engine = await started(model_folder, replicas=2, max_respawns=1)
     for version in (1, 2):
         await publish(engine, version, parameters(model))
@@ -257,7 +257,7 @@ async def test_the_same_tokens_are_sampled_whatever_the_routing(model_folder, mo
 
 
 async def test_without_a_copy_a_replacement_waits_for_the_next_publish(model_folder, model, spawned, caplog):
-    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    caplog.set_level(logging.WARNING, logger="agentrl.engines")
     engine = await started(model_folder, replicas=2, max_respawns=1, keep_weights=False)
     assert engine.members() == ("0.1000.0", "1.1001.0")  # and no driver, which could not map a GPU's memory
     await publish(engine, 1, parameters(model))
@@ -434,7 +434,7 @@ def room(engine, **nodes):
 
 
 async def test_a_machine_that_joins_gets_replicas_with_the_current_weights(model_folder, model, spawned, caplog):
-    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    caplog.set_level(logging.WARNING, logger="agentrl.engines")
     engine = await started(model_folder, replicas=1, max_replicas=3, max_respawns=1)
     await publish(engine, 7, parameters(model))
     room(engine, a=0)

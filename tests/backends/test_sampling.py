@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.backends.embedded.prefix_cache import common_prefix
-from agentrl.backends.embedded.sampling import draw_tokens, kept_set
+from agentrl.engines.embedded.kv_cache import common_prefix
+from agentrl.engines.embedded.scheduler import draw_tokens, kept_set
 
 
 def grid(logits, n=20_000, temperature=1.0, top_k=0, top_p=1.0):

@@ -16,9 +16,9 @@ import pytest_asyncio
 from contract import EngineContract
 from engine_models import parameters
 
-from agentrl.backends.sglang.engine import SglangEngine
-from agentrl.backends.sglang.facts import SERVER
 from agentrl.config.schema import SglangConfig
+from agentrl.contrib.sglang.engine import SglangEngine
+from agentrl.contrib.sglang.servers import SERVER
 from tests.backends.sglang_stand_in.server import StandIn
 from tests.conftest import proof
 from tests.publishing import publish

@@ -10,18 +10,14 @@ import torch
 from contract import off, prompt_of, until
 from engine_models import VOCAB, build_model, changed, load
 
-from agentrl.backends.parameters import expected_parameters
-from agentrl.backends.sglang.engine import SglangEngine
-from agentrl.backends.sglang.facts import Facts
-from agentrl.backends.sglang.files import check_names
-from agentrl.backends.sglang.turn import TurnRequests
-from agentrl.backends.sglang.updates import serialized
-from agentrl.backends.sglang.versions import Versions
 from agentrl.config.load import config_from
 from agentrl.config.schema import SglangConfig
-from agentrl.errors import ConfigError, EngineError
+from agentrl.contrib.sglang.engine import SglangEngine, serialized
+from agentrl.contrib.sglang.servers import Facts, TurnRequests, Versions, check_names
+from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
-from agentrl.run.engines import maker_of
+from agentrl.run.engine_choice import maker_of
+from agentrl.utils.errors import ConfigError, EngineError
 from tests.backends.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, frozen, requests, text_of
 from tests.backends.sglang_stand_in.server import DEFAULTS, Settings, StandIn
 from tests.publishing import publish

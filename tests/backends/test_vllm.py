@@ -18,12 +18,12 @@ from text_contract import TextContract
 from vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 
 from agentrl.config import RolloutConfig
-from agentrl.errors import EngineError
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Sampling
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.rollout.episode import Policy
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import EngineError
 from tests.conftest import PROOFS, proof
 from tests.players import collector_of
 from tests.publishing import exchange, publish
@@ -86,7 +86,7 @@ class TestVllm(EngineContract, TextContract):
 async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
     """A whole rollout run, one-step-off, in which a replica is killed: its episodes go on at the other with the
     same ids, no group is lost or trained twice, and the replica comes back with the newest weights."""
-    caplog.set_level(logging.WARNING, logger="agentrl.backends")
+    caplog.set_level(logging.WARNING, logger="agentrl.engines")
     weights = [parameters(model)] + [changed(model, seed=i) for i in range(1, UPDATES + 1)]
     await publish(engine, 0, weights[0])  # a run begins at version 0
     config = RolloutConfig(

@@ -11,11 +11,11 @@ import pytest
 import torch
 from vllm_parts import skip_without_vllm
 
-from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.config.schema import VllmConfig
-from agentrl.experts import RouterWatch
+from agentrl.data.expert_routing import RouterWatch
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.engines.weights.parameters import Saving
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.weights.conversions import Saving
 from tests import moe
 from tests.conftest import proof
 from tests.publishing import publish

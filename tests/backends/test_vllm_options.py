@@ -19,18 +19,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from agentrl.backends.vllm import engine_args
-from agentrl.backends.vllm.actor import possible
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.families import check_family, leave_out_tied_head
-from agentrl.backends.vllm.options import environment
-from agentrl.backends.vllm.start_stage import StartStage
 from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ConfigError
-from agentrl.run import engines
-from agentrl.run.checks.sizes import check_cache
-from agentrl.train.engine import compute_dtype
+from agentrl.engines.vllm import options as engine_args
+from agentrl.engines.vllm.options import check_family, environment, leave_out_tied_head
+from agentrl.engines.vllm.replica_actor import StartStage, possible
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.run import engine_choice as engines
+from agentrl.run.checks.size_checks import check_cache
+from agentrl.trainer.train_engine import compute_dtype
+from agentrl.utils.errors import ConfigError
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 
@@ -55,7 +53,7 @@ def options_of(path: str, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: request.param)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: request.param)
     return bool(request.param)
 
 
@@ -103,8 +101,8 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], gib: int, fits: bool
 ) -> None:
     """In the check before a run, and in the table of memory alike."""
-    monkeypatch.setattr("agentrl.run.checks.sizes.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.run.checks.sizes.card_bytes", lambda cluster: gib << 30)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.cluster.resources.card_bytes", lambda cluster: gib << 30)
     config = config_from({"env": {"id": "key_value"}, "model": {"path": qwen3_8b}}, ["engine=vllm", *keys])
     if fits:
         check_cache(config)
@@ -152,8 +150,8 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], holds: str | None, least: str | None
 ) -> None:
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.backends.vllm.make.check_args", lambda args, cuda: None)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.engines.vllm.options.check_args", lambda args, cuda: None)
     if holds is None:
         maker(qwen3_8b, *keys).check()
         return
@@ -163,7 +161,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
 
 def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
     """6 of 36 layers: 24,576 bytes a token, 384 MiB for 16,384 tokens."""
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
     file = Path(qwen3_8b) / "config.json"
     kinds = ["full_attention" if at % 6 == 5 else "sliding_attention" for at in range(36)]
     file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": kinds}))
@@ -183,7 +181,7 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
     with pytest.raises(ConfigError, match=r"vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"):
         maker(qwen3_8b, "vllm.tensor_parallel=3").check()
 
@@ -204,8 +202,8 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkey
 def test_replicas_that_could_not_come_or_get_weights_are_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], said: str | None
 ) -> None:
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.backends.vllm.make.check_args", lambda args, cuda: None)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.engines.vllm.options.check_args", lambda args, cuda: None)
     if said is None:
         maker(qwen3_8b, *keys).check()
         return
@@ -245,7 +243,7 @@ def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
 def test_an_argument_that_vllm_does_not_take_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, args: str, said: str
 ) -> None:
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: False)
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: False)
     with pytest.raises(ConfigError, match=said):
         maker(qwen3_8b, f"vllm.args={args}").check()
 

@@ -19,14 +19,14 @@ from families import FAMILIES
 from render_conversations import TOOLS
 from render_tokenizers import build_tokenizer
 
-from agentrl.backends.vllm.parsers import vllm_parser
 from agentrl.config import ModelConfig
-from agentrl.errors import ModelError, RenderError
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.engines.vllm.tool_parsers import vllm_parser
 from agentrl.render import make_renderer
-from agentrl.render.parsers import parse_qwen_xml
-from agentrl.render.toolcalls import parse_tool_calls
+from agentrl.render.tagged_syntaxes import parse_qwen_xml
+from agentrl.render.tool_calls import parse_tool_calls
 from agentrl.run.assembly import renderer_of
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.errors import ModelError, RenderError
 
 pytestmark = pytest.mark.slow
 

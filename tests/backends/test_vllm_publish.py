@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.parameters import Arrivals, Expected
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.pace import Paces
 from agentrl.config.schema import VllmConfig
-from agentrl.errors import EngineError
+from agentrl.engines.vllm.replica_calls import Paces
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.engines.weights.parameters import Arrivals, Expected
 from agentrl.rollout.engine import Generation, Sampling
+from agentrl.utils.errors import EngineError
 
 
 class Replicas:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.vllm import actor, version
-from agentrl.backends.vllm.actor import VllmActor
-from agentrl.backends.vllm.segments import Segments
-from agentrl.errors import DependencyError
+from agentrl.engines.vllm import options as version
+from agentrl.engines.vllm import replica_actor as actor
+from agentrl.engines.vllm.replica_actor import Segments, VllmActor
 from agentrl.rollout.engine import Sampling
+from agentrl.utils.errors import DependencyError
 
 installed = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 

@@ -21,13 +21,13 @@ from vllm_parts import skip_without_vllm
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.errors import ConfigError, DependencyError, EngineError, PromptTooLongError
-from agentrl.images import Image, PromptIds
+from agentrl.data.images import Image, PromptIds
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.render.vision import Vision
 from agentrl.rollout.engine import Engine, Generation, Sampling
-from agentrl.run.engines import make_engine, maker_of
-from agentrl.train.init_model import init_model
-from agentrl.trajectory import TokenLedger
-from agentrl.vision import Vision
+from agentrl.run.engine_choice import make_engine, maker_of
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError, PromptTooLongError
 from tests.conftest import proof
 from tests.publishing import publish
 from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, reference
@@ -208,7 +208,7 @@ async def test_a_qwen3_vl_is_sampled_with_its_images(deep: tuple[Path, Any], tmp
 
 
 async def test_a_vllm_that_is_given_no_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.backends.vllm.make.installed", lambda: "0.31.2")
+    monkeypatch.setattr("agentrl.engines.vllm.options.installed", lambda: "0.31.2")
     with pytest.raises(DependencyError, match=r"vLLM 0.31.2 is not given any, as 0.32 is"):
         maker_of("vllm", config()).check()
     maker_of("vllm", config("model.init={}")).check()

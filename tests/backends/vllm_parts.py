@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.vllm.engine import VllmEngine
 from agentrl.config.schema import VllmConfig
+from agentrl.engines.vllm.vllm_engine import VllmEngine
 
 CONTEXT = 2048
 

@@ -9,10 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch.balance import as_given, baselines, group_units, in_rows, lower_bound, partition, plan, portfolio
-from agentrl.batch.karmarkar import karmarkar_karp
-from agentrl.batch.packings import first_fit_decreasing, fits, least_loaded, shelf_packing
-from agentrl.errors import ConfigError
+from agentrl.data.packing import (
+    as_given,
+    baselines,
+    first_fit_decreasing,
+    fits,
+    group_units,
+    in_rows,
+    karmarkar_karp,
+    least_loaded,
+    lower_bound,
+    partition,
+    plan,
+    portfolio,
+    shelf_packing,
+)
+from agentrl.utils.errors import ConfigError
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 

@@ -2,9 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.batch import Ragged, collate, concat, lengths, pack, plan, select, unpack
-from agentrl.errors import ConfigError
-from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
+from agentrl.data.collate import collate
+from agentrl.data.packing import plan
+from agentrl.data.rows import Ragged, concat, lengths, pack, select, unpack
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
+from agentrl.utils.errors import ConfigError
 
 
 def ledger(spec: list[tuple[int, int]]) -> TokenLedger:

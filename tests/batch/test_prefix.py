@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.batch.prefix import Tree, find_trees, share
-from agentrl.batch.prefix_attention import attend_into, suffix_blocks
-from agentrl.batch.rows import Ragged, build, jagged, pack
-from agentrl.batch.schedule import token_ratio, with_trees
+from agentrl.data.rows import Ragged, build, jagged, pack
+from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
+from agentrl.engines.exact_attention import AttentionForm
+from agentrl.trainer.prefix_attention import attend_into, suffix_blocks
 
 SHORT = 2
 

@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import concat, lengths, select
-from agentrl.batch.rows import build, items_column, jagged, wide
-from agentrl.batch.serialization import deserialize, serialize
+from agentrl.data.rows import build, concat, deserialize, items_column, jagged, lengths, select, serialize, wide
 
 
 def every_column(sizes):

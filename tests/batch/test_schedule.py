@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.batch.prefix import Tree
-from agentrl.batch.rows import Ragged, build, jagged
-from agentrl.batch.schedule import assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.errors import ConfigError
+from agentrl.data.rows import Ragged, build, jagged
+from agentrl.data.schedule import Tree, assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
+from agentrl.utils.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "agentrl"
 
@@ -147,6 +146,6 @@ def test_rows_are_placed_in_one_file() -> None:
     users = set()
     for file in PACKAGE.rglob("*.py"):
         names = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
-        if "agentrl.batch.balance" in names:
+        if "agentrl.data.packing" in names:
             users.add(file.relative_to(PACKAGE).as_posix())
     assert users == {"batch/__init__.py", "batch/schedule.py", "cluster/shard.py"}

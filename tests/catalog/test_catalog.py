@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import (
+from agentrl.env.catalog import (
     EnvRef,
     broken_files,
     find_config,
@@ -19,9 +19,9 @@ from agentrl.catalog import (
     find_tools,
     list_envs,
     register_gymnasium,
-    shelves,
 )
-from agentrl.errors import CatalogError
+from agentrl.utils.errors import CatalogError
+from agentrl.utils.search_path import shelves
 
 SOURCE = '''
 from agentrl.env import Message, Task, ToolEnv
@@ -163,7 +163,7 @@ def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-pack\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[agentrl.envs]\nPack/Hello-v0 = my_pack:Hello\n")
-    code = "from agentrl.catalog import EnvRef; print(EnvRef('Pack/Hello-v0').build().reset(seed=0)[0][0].content)"
+    code = "from agentrl.env.catalog import EnvRef; print(EnvRef('Pack/Hello-v0').build().reset(seed=0)[0][0].content)"
     env = {**os.environ, "PYTHONPATH": str(pack)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=here, capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "pack"
@@ -172,7 +172,7 @@ def test_entry_points_of_other_packages(here: Path, tmp_path: Path) -> None:
 def test_gymnasium_make_by_module_and_by_id(here: Path) -> None:
     import gymnasium
 
-    for name in ("agentrl.gym:KeyValue-v0", "agentrl.gym:agentrl/KeyValue-v0"):
+    for name in ("agentrl.env.gym:KeyValue-v0", "agentrl.env.gym:agentrl/KeyValue-v0"):
         env = gymnasium.make(name, scorer=None, calls=2)
         assert env.unwrapped.id == "agentrl/KeyValue-v0"
         assert env.spec is not None and env.spec.to_json()

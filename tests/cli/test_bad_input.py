@@ -13,8 +13,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.run.folder import RunFolder
-from agentrl.run.lock import locked
+from agentrl.run.folder import RunFolder, locked
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
 
@@ -83,7 +82,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "odd.json").write_text('{"agentrl_reward": 1, "name": "x", "root": {"use": "text.equls"}}')
     if any("actors" in arg for arg in args):
-        monkeypatch.setattr("agentrl.run.checks.capacity.MEMORY_PER_PROCESS_MIB", 0)
+        monkeypatch.setattr("agentrl.run.checks.size_checks.MEMORY_PER_PROCESS_MIB", 0)
     assert main(args) == 2
     message = capsys.readouterr().err
     for part in expected:
@@ -208,7 +207,7 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RunFolder, "append_metrics", full)
-    monkeypatch.setattr("agentrl.run.main.draw_curve", full)  # nor has the figure of what there is any room
+    monkeypatch.setattr("agentrl.run.outcomes.draw_curve", full)  # nor has the figure of what there is any room
     logger = logging.getLogger("agentrl")
     before = [*logger.handlers], logger.propagate
     code = main(["train", QUICKSTART, "cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"])

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import complete, env
+from agentrl.cli import completion as complete
+from agentrl.cli import env
 from agentrl.cli.main import build_parser, main
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.registry import _packaged
+from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.run.registries import REGISTRIES, registry_of, written_names
+from agentrl.utils.registry import _packaged
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = argparse.Namespace()

@@ -13,8 +13,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.config.json_schema import json_schema
-from agentrl.config.keys import all_keys
+from agentrl.config.keys import all_keys, json_schema
 from agentrl.config.load import config_from
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import make_env
+from agentrl.cli.env import reference
 from agentrl.cli.env_play import parse_line, play_by_hand
-from agentrl.cli.env_subject import reference
 from agentrl.cli.main import build_parser
-from agentrl.errors import UserError
-from agentrl.trajectory import Message, ToolCall
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import make_env
+from agentrl.utils.errors import UserError
 from tests.e2e.runs import Command, finish
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.errors import ConfigError
-from agentrl.run.checks.reward import check_success
-from agentrl.shown import console
+from agentrl.env.catalog import EnvRef
+from agentrl.run.checks.reward_checks import check_success
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.terminal import console
 from tests.view.folders import episode, run_folder
 
 
@@ -109,7 +109,7 @@ def test_episodes_that_are_not_there_are_told_by_those_that_are(here: Path, caps
 
 
 def test_commands_that_are_advised_can_be_typed(here: Path) -> None:
-    from agentrl.run.trackers.tensorboard import TensorBoard
+    from agentrl.run.trackers import TensorBoard
 
     tracker = TensorBoard.__new__(TensorBoard)
     tracker._folder = here / "runs" / "a" / "tensorboard"

@@ -8,9 +8,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.errors import CatalogError
 from agentrl.run.checks import check_train
 from agentrl.run.folder import RunFolder
+from agentrl.utils.errors import CatalogError
 
 SMALL = """\
 base = "quickstart"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.cli.env_subject import subject_of
+from agentrl.cli.env import subject_of
 from agentrl.cli.main import main
+from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from tests.conftest import proof
 

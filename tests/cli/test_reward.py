@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.cli import reward as command
 from agentrl.cli.main import build_parser
-from agentrl.errors import UserError
+from agentrl.data.trajectory import Message
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import Context, compile_spec, load_spec
-from agentrl.reward.lint import lint_probes, lint_spec
-from agentrl.reward.probes import copied_question, probe_episodes
-from agentrl.trajectory import Message
+from agentrl.reward.lint import copied_question, lint_probes, lint_spec, probe_episodes
+from agentrl.utils.errors import UserError
 from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec
 
 KEY_VALUE = "agentrl/KeyValue-v0"
@@ -339,7 +338,7 @@ def test_a_row_that_is_not_there(tmp_path):
 
 
 def test_leaves_documents_every_kind(capsys):
-    from agentrl.reward.schema import kinds
+    from agentrl.reward.spec import kinds
 
     assert agentrl("leaves") == 0
     text = capsys.readouterr().out
@@ -349,16 +348,16 @@ def test_leaves_documents_every_kind(capsys):
 
 def test_the_examples_of_the_leaves_are_valid():
     from agentrl.reward import load_spec
-    from agentrl.reward.group import GROUP_LEAVES
     from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.nodes import GROUP_LEAVES
 
     for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [(k, v.example) for k, v in GROUP_LEAVES.items()]:
         load_spec(spec(leaf(kind, example)))
 
 
 def test_the_manual_documents_every_leaf_as_the_code_does():
-    from agentrl.reward.group import GROUP_LEAVES
     from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.nodes import GROUP_LEAVES
 
     manual = (SHELF.parent / "docs" / "rewards.md").read_text()
     for kind, formula, example in [(k, v.formula, v.example) for k, v in LEAVES.items()] + [
@@ -382,7 +381,7 @@ def test_exit_codes_of_the_program(argv, code, capsys):
 
 
 def test_progress_counts_every_row(tmp_path):
-    from agentrl.reward.offline import score_file
+    from agentrl.reward.explain import score_file
 
     file = record(tmp_path / "t.jsonl", *[episode("7", task_gold=TWO) for _ in range(150)])
     seen = []

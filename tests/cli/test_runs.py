@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.contrib.view.terminal import _OVERVIEW, figures
+from agentrl.data.trajectory import Message, ToolCall, ToolResult, UserCall
 from agentrl.run.reader import load_run, overview
-from agentrl.trajectory import Message, ToolCall, ToolResult, UserCall
-from agentrl.view.compare import _OVERVIEW, figures
 from tests.view.folders import episode, run_folder, touch, unscored
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold][link=http://evil.example]y[/link]\u202e\x9b31m\x00"
@@ -225,7 +225,7 @@ def test_a_run_as_python_reads_it(home: Path) -> None:
 
 def test_figures_that_are_not_finite_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     """As the page's answers have them: JSON has no NaN."""
-    from agentrl.view.terminal import print_json
+    from agentrl.contrib.view.terminal import print_json
 
     print_json({"a": [float("nan"), 1.5, {"b": float("-inf")}]})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": [None, 1.5, {"b": None}]}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch.rows import build, items_column, jagged, wide
+from agentrl.data.rows import build, items_column, jagged, wide
 
 
 def ragged_batch(sizes: Sequence[int]) -> TensorDict:

@@ -10,12 +10,11 @@ from typing import ClassVar
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch import lengths, select
-from agentrl.batch.rows import is_ragged, jagged
-from agentrl.catalog import EnvRef
-from agentrl.cluster.dispatch import AllToAll, Broadcast, Direct, RankZero, Shard, Strategy
-from agentrl.cluster.worker import Worker
-from agentrl.errors import ModelError
+from agentrl.cluster.group import Shard
+from agentrl.cluster.worker import AllToAll, Broadcast, Direct, RankZero, Strategy, Worker
+from agentrl.data.rows import is_ragged, jagged, lengths, select
+from agentrl.env.catalog import EnvRef
+from agentrl.utils.errors import ModelError
 
 
 class Plain(Worker):

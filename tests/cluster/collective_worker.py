@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agentrl.cluster.dispatch import Broadcast, Strategy
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class Adding(Worker):

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
-    from agentrl.cluster.runtime import start_ray, stop_ray
+    from agentrl.cluster.ray_cluster import start_ray, stop_ray
     from agentrl.config.schema import ClusterConfig
 
     before = os.environ.get("PYTHONPATH")

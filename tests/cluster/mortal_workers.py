@@ -6,8 +6,7 @@ import os
 import time
 from typing import ClassVar
 
-from agentrl.cluster.strategy import Broadcast, Strategy
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class Mortal(Worker):

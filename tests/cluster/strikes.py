@@ -95,12 +95,11 @@ def strike(victim: str, note: str) -> None:
 
 def arrange(moment: str, act: Callable[[], None]) -> None:
     """Have `act` called once in this process, in the middle of the second update's `moment` (the second part of a warm start)."""
-    from agentrl.cluster.actors import RayBackend
-    from agentrl.cluster.hosts import Hosts
+    from agentrl.cluster.ray_group import Hosts, RayBackend
     from agentrl.rollout.player import LocalPlayer
-    from agentrl.rollout.workers.pool import WorkerPool
+    from agentrl.rollout.workers.worker_pool import WorkerPool
     from agentrl.run import loop
-    from agentrl.train.publish import Publisher
+    from agentrl.trainer.publish import Publisher
 
     seen: dict[str, int] = {}
     state = {"evaluating": False, "publishes": 0, "done": False}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster import address
+from agentrl.cluster import machine as address
 
 
 def ray_of(nodes: list[tuple[str, bool]], own: str) -> Any:

@@ -6,8 +6,8 @@ import pytest
 import ray
 import torch
 
-from agentrl.cluster import cards
-from agentrl.errors import ResourceError
+from agentrl.cluster import host as cards
+from agentrl.utils.errors import ResourceError
 
 
 @pytest.fixture(autouse=True)

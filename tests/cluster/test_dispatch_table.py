@@ -11,11 +11,10 @@ import torch
 from cluster_workers import Plain, Summing
 from tensordict import TensorDict
 
-from agentrl.cluster.dispatch import AllToAll, Broadcast, RankZero, Shard
+from agentrl.cluster.group import Shard
 from agentrl.cluster.launch import launch
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import Worker
-from agentrl.errors import DispatchError, ResourceError
+from agentrl.cluster.worker import AllToAll, Broadcast, Mesh, RankZero, Worker
+from agentrl.utils.errors import DispatchError, ResourceError
 
 
 def test_a_misspelt_name_fails_at_definition_and_is_corrected():
@@ -180,6 +179,6 @@ def test_mesh():
 
 
 def test_a_worker_without_batches_imports_no_torch():
-    program = "import sys, agentrl.cluster.host, agentrl.cluster.worker, agentrl.cluster.strategy; print(*sys.modules)"
+    program = "import sys, agentrl.cluster.host, agentrl.cluster.worker, agentrl.cluster.worker; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {"torch", "tensordict", "ray"} & set(done.stdout.split())

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.cli.main import build_parser
-from agentrl.cluster import checks, machine, shipping
-from agentrl.errors import ResourceError
+from agentrl.cluster import doctor as checks
+from agentrl.cluster import machine
+from agentrl.cluster import ray_cluster as shipping
 from agentrl.sandbox.local import require_kernel
-from agentrl.sandbox.reach import Reach
+from agentrl.sandbox.sandbox_pool import Reach
+from agentrl.utils.errors import ResourceError
 
 
 def parse(*argv: str) -> argparse.Namespace:

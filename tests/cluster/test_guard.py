@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster import guard
+from agentrl.cluster import machine as guard
 from tests.conftest import proof
 
 NAMESPACE = """
@@ -26,11 +26,11 @@ ip route add default via 10.9.8.1
 exec "$@"
 """
 BREAK = "ip route del local 10.9.8.7 dev inside table local"
-PROBE = "from agentrl.cluster.guard import *; print(own_address(), routes_back(own_address()), guard_network() or '')"
+PROBE = "from agentrl.cluster.machine import *; print(own_address(), routes_back(own_address()), guard_network() or '')"
 RUN = """
 import os
 from agentrl.cluster.launch import launch
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
 from collective_worker import Adding
 start_ray(ClusterConfig(), object_store_bytes=128 << 20)

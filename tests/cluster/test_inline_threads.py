@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from agentrl.cluster.dispatch import RankZero, Strategy
 from agentrl.cluster.launch import launch
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import RankZero, Strategy, Worker
 
 
 class Counting(Worker):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl.cluster import joining
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster import ray_cluster as joining
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
-from agentrl.errors import ResourceError
+from agentrl.utils.errors import ResourceError
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError
 
-from agentrl.cluster import reserve
-from agentrl.cluster.pool import ClusterNode, need, place, pools_of_roles
-from agentrl.cluster.roles import launch_roles
+from agentrl.cluster import placement as reserve
+from agentrl.cluster.launch import launch_roles
+from agentrl.cluster.resources import ClusterNode, need, place, pools_of_roles
 from agentrl.config.schema import (
     ClusterConfig,
     CriticConfig,
@@ -24,9 +24,9 @@ from agentrl.config.schema import (
     TrainConfig,
     VllmConfig,
 )
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.run.checks.placement import check_placement
-from agentrl.run.placement import roles_of
+from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.role_placement import roles_of
+from agentrl.utils.errors import ConfigError, ResourceError
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 

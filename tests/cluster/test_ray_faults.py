@@ -27,9 +27,11 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.cluster import ray_life, ray_vitals, runtime
+from agentrl.cluster import ray_cluster as ray_life
+from agentrl.cluster import ray_cluster as ray_vitals
+from agentrl.cluster import ray_cluster as runtime
 from agentrl.config.schema import ClusterConfig
-from agentrl.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
+from agentrl.utils.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
 from tests.backends.vllm_parts import skip_without_vllm
 from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
 from tests.conftest import proof

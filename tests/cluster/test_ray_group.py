@@ -17,11 +17,28 @@ from cluster_workers import Plain, Summing
 from mortal_workers import Mortal
 from test_strategies import SIZES, check_every_strategy
 
-from agentrl.cluster import actors, checks, column_store, shard, shared_folder, store_pages
+from agentrl.cluster import (
+    doctor as checks,
+)
+from agentrl.cluster import (
+    group as shard,
+)
+from agentrl.cluster import (
+    group as shared_folder,
+)
+from agentrl.cluster import (
+    machine as store_pages,
+)
+from agentrl.cluster import (
+    ray_group as actors,
+)
+from agentrl.cluster import (
+    ray_group as column_store,
+)
 from agentrl.cluster.launch import launch
-from agentrl.cluster.runtime import start_ray
+from agentrl.cluster.ray_cluster import start_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig
-from agentrl.errors import (
+from agentrl.utils.errors import (
     CheckpointError,
     ConfigError,
     DispatchError,
@@ -218,7 +235,7 @@ def test_workers_that_do_not_fit_are_refused_and_none_is_left():
 
 
 def test_doctor_checks_ray_and_the_pools_of_a_config(monkeypatch):
-    from agentrl.cluster import runtime
+    from agentrl.cluster import ray_cluster as runtime
 
     stopped = []  # the tests share one Ray
     monkeypatch.setattr(runtime, "stop_ray", lambda: stopped.append(1))
@@ -315,7 +332,7 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
 
 
 def test_what_workers_get_does_not_stay_in_the_drivers_environment(monkeypatch):
-    from agentrl.cluster.runtime import _environment
+    from agentrl.cluster.ray_cluster import _environment
 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("AGENTRL_PATH", raising=False)

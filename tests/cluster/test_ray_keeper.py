@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster import ray_keeper
-from agentrl.cluster.runtime import MARK
+from agentrl.cluster.ray_cluster import MARK
 from tests.conftest import proof
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 
 DRIVER = """
 import time
-from agentrl.cluster.runtime import start_ray
+from agentrl.cluster.ray_cluster import start_ray
 from agentrl.config.schema import ClusterConfig
 
 start_ray(ClusterConfig(), object_store_bytes=100 << 20)
@@ -196,7 +196,7 @@ def test_a_run_from_python_that_ends_without_a_word_is_told_of(how: str, code: i
 HOLDER = """
 import json, os, subprocess, sys, time
 import psutil
-from agentrl.backends.vllm.scratch import Scratch
+from agentrl.engines.vllm.options import Scratch
 
 scratch = Scratch()
 code = "import sys; sys.path.insert(0, {path!r}); import held; held.main()"
@@ -215,7 +215,7 @@ from multiprocessing import get_context
 
 
 def main():
-    from agentrl.backends.vllm.scratch import settle_scratch
+    from agentrl.engines.vllm.options import settle_scratch
 
     settle_scratch()
     lock = get_context("spawn").Lock()

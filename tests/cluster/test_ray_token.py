@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from agentrl.cluster import runtime
-from agentrl.cluster.checks import _reachable
+from agentrl.cluster import ray_cluster as runtime
+from agentrl.cluster.doctor import _reachable
 from agentrl.config.schema import ClusterConfig
 from tests.conftest import proof
 

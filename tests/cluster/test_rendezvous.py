@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from agentrl.cluster.rendezvous import _listeners, listen
+from agentrl.cluster.machine import _listeners, listen
 
 
 @pytest.mark.parametrize(("host", "bound", "warned"), [("127.0.0.1", "127.0.0.1", False), ("192.0.2.1", "0.0.0.0", True)])

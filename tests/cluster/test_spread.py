@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.cluster.pool import ClusterNode, place
-from agentrl.cluster.spread import Unpooled, assign
+from agentrl.cluster.resources import ClusterNode, Unpooled, assign, place
 from agentrl.config.schema import PoolConfig
-from agentrl.errors import ResourceError
+from agentrl.utils.errors import ResourceError
 
 
 def nodes(*gpus: float, cpus: float = 64.0) -> list[ClusterNode]:

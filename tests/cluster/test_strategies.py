@@ -9,9 +9,9 @@ from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import lengths, select
 from agentrl.cluster.launch import launch
-from agentrl.errors import DispatchError, ModelError, WorkerError
+from agentrl.data.rows import lengths, select
+from agentrl.utils.errors import DispatchError, ModelError, WorkerError
 
 SIZES = {1: [5], 3: [4, 0, 9], 7: [1, 8, 3, 0, 2, 30, 6]}
 

@@ -21,15 +21,15 @@ cluster.add_node(num_cpus=2, object_store_memory=128 << 20)
 
 from cluster_batches import ragged_batch
 from cluster_workers import Plain, Summing
-from agentrl.backends.vllm import replicas as vllm_replicas
-from agentrl.catalog import EnvRef
-from agentrl.cluster.joining import check_join
+from agentrl.engines.vllm import replicas as vllm_replicas
+from agentrl.env.catalog import EnvRef
+from agentrl.cluster.ray_cluster import check_join
 from agentrl.cluster.placement import Pools
-from agentrl.cluster.reserve import cluster_nodes
-from agentrl.cluster.roles import launch_roles
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.placement import cluster_nodes
+from agentrl.cluster.launch import launch_roles
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, PoolConfig, VllmConfig
-from agentrl.errors import ResourceError
+from agentrl.utils.errors import ResourceError
 
 def config(**pool):
     return ClusterConfig(address=cluster.address, startup_timeout=90.0, pools={"train": PoolConfig(**pool)},

@@ -18,8 +18,8 @@ ROOT = Path(agentrl.__file__).parents[1]
 DRIVER = """
 import json, os, sys
 sys.path += {path!r}
-from agentrl.cluster.hosts import Hosts
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_group import Hosts
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
 
 {before}

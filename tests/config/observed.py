@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.config import TrainConfig
-from agentrl.errors import EngineError
+from agentrl.utils.errors import EngineError
 
 # -- models and environments -----------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ def built_model(config: TrainConfig, out: Path) -> Any:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from agentrl.train.init_model import init_model
+    from agentrl.trainer.pretrained import init_model
 
     assert config.model.init is not None
     folder = init_model(config.model.init, out / "model", seed=config.seed)
@@ -41,7 +41,7 @@ def built_model(config: TrainConfig, out: Path) -> Any:
 
 def architecture(config: TrainConfig, out: Path) -> str:
     """The class of the model that `model.init` makes, as its files name it."""
-    from agentrl.train.init_model import init_model
+    from agentrl.trainer.pretrained import init_model
 
     assert config.model.init is not None
     folder = init_model(config.model.init, out / "model", seed=config.seed)
@@ -61,7 +61,7 @@ def sizes(
 ) -> dict[str, Any]:
     """The same of a Qwen3 with tied embeddings, by hand: its parts are q, k, v, o, the norms of q and k, the three
     matrices of the MLP, two norms a layer and one at the end."""
-    from agentrl.train.tokenizer import packaged_tokenizer
+    from agentrl.trainer.pretrained import packaged_tokenizer
 
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
     parameters = len(packaged_tokenizer(64)) * hidden + layers * (attention + 3 * hidden * mlp + 2 * hidden) + hidden
@@ -79,7 +79,7 @@ def sizes(
 def environment(config: TrainConfig, out: Path) -> Any:
     """The environment's id, calls that its task needs at least, the reward spec's name, what wraps it, and how long its tools'
     answers may be."""
-    from agentrl.catalog import EnvRef
+    from agentrl.env.catalog import EnvRef
     from agentrl.run.assembly import scorer_of
 
     ref = EnvRef.of(config)
@@ -103,7 +103,7 @@ class Scribe:
     """In an engine's place: makes the same call in every turn, and writes down how it was asked."""
 
     def __init__(self, renderer: Any, fail: bool) -> None:
-        from agentrl.trajectory import Message, ToolCall
+        from agentrl.data.trajectory import Message, ToolCall
 
         self.ids = renderer.assistant(Message("assistant", tool_calls=(ToolCall("list", {}),)))
         self.fail, self.asked, self.running, self.most = fail, [], 0, 0  # type: ignore[var-annotated]
@@ -134,15 +134,15 @@ class Scribe:
 @cache
 def renderer() -> Any:
     from agentrl.render import make_renderer
-    from agentrl.train.tokenizer import packaged_tokenizer
+    from agentrl.trainer.pretrained import packaged_tokenizer
 
     return make_renderer(packaged_tokenizer(4096))
 
 
 def rollouts(config: TrainConfig, fail: bool = False) -> tuple[Any, Scribe, list[Any]]:
     """The collector of a session, its engine, and the episodes of its first group, as far as one comes together."""
-    from agentrl.catalog import EnvRef
-    from agentrl.rollout.sampler.base import TaskChoice
+    from agentrl.env.catalog import EnvRef
+    from agentrl.rollout.samplers import TaskChoice
     from agentrl.run.assembly import make_policy, scorer_of
     from tests.players import collector_of
 
@@ -212,8 +212,8 @@ def attempts(config: TrainConfig, out: Path) -> Any:
 
 def vllm_arguments(config: TrainConfig, out: Path) -> Any:
     """What the replica hands to vLLM's AsyncEngineArgs, and what its keeper was told."""
-    from agentrl.backends.vllm.actor import VllmActor
-    from agentrl.run import engines
+    from agentrl.engines.vllm.replica_actor import VllmActor
+    from agentrl.run import engine_choice as engines
 
     seen: dict[str, Any] = {}
 
@@ -242,8 +242,8 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         engine: Any = engines.make_engine("vllm", "model", config)
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
-        patch.setattr("agentrl.backends.vllm.actor.check_calls", lambda: None)
-        patch.setattr("agentrl.backends.vllm.actor.tells_versions", lambda: True)
+        patch.setattr("agentrl.engines.vllm.options.check_calls", lambda: None)
+        patch.setattr("agentrl.engines.vllm.options.tells_versions", lambda: True)
         asyncio.run(VllmActor(engine._replicas._options).start())
     keeper = engine._replicas
     return {
@@ -260,8 +260,8 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
 
 def sglang_client(config: TrainConfig, out: Path) -> Any:
     """The client of SGLang servers that a run makes, and why a server that ignores seeds is refused."""
-    from agentrl.backends.sglang.facts import Facts, check
-    from agentrl.run import engines
+    from agentrl.contrib.sglang.servers import Facts, check
+    from agentrl.run import engine_choice as engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTRL_TEST_A", "a")
@@ -289,13 +289,13 @@ def sglang_client(config: TrainConfig, out: Path) -> Any:
 def chosen_engine(config: TrainConfig, out: Path) -> Any:
     """The engine that a run makes, by its class."""
     # Before the patch, with which libraries would believe that every package is there.
-    import agentrl.backends.embedded.engine as embedded
-    from agentrl.run import engines
+    import agentrl.engines.embedded.embedded_engine as embedded
+    from agentrl.run import engine_choice as engines
 
     model = "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "model_context", lambda model, trust: 4096)
-        patch.setattr("agentrl.backends.vllm.make.importlib.util.find_spec", lambda name: object())
+        patch.setattr("agentrl.engines.vllm.vllm_maker.importlib.util.find_spec", lambda name: object())
         patch.setattr(embedded, "EmbeddedEngine", lambda *args, **options: SimpleNamespace(**options))
         return type(engines.make_engine(engines.resolve_engine(config), model, config)).__name__
 
@@ -307,12 +307,13 @@ class Course:
     """A session without models: what a phase of a run calls, in order. Every evaluation finds 0.5."""
 
     def __init__(self, config: TrainConfig, out: Path) -> None:
-        from agentrl.catalog import EnvRef
-        from agentrl.rollout.clock import Watch
-        from agentrl.rollout.ledger import GroupLedger
+        from agentrl.data.token_ledger import TokenLedger
+        from agentrl.data.trajectory import Group, Task, Trajectory
+        from agentrl.env.catalog import EnvRef
+        from agentrl.rollout.deadlines import Watch
+        from agentrl.rollout.group_ledger import GroupLedger
         from agentrl.run.display import Display
         from agentrl.run.tracing import Tracing
-        from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
 
         self.calls: list[tuple[str, Any]] = []
         ledger = GroupLedger(1, 0)
@@ -391,7 +392,7 @@ class Course:
         return {"loss": 1.0}
 
     async def evaluated(self, player: Any, env: str, *, tasks: int, seed: int, temperature: float, **more: Any) -> Any:
-        from agentrl.rollout.evaluate import Evaluation
+        from agentrl.rollout.player import Evaluation
 
         self.calls.append(
             (
@@ -416,7 +417,7 @@ def blocks_told(config: TrainConfig, out: Path) -> int:
     """Lines that `agentrl rollout` says of an environment whose setup keeps the loop from turning for 0.3 s."""
     import time
 
-    from agentrl.run import rollout
+    from agentrl.run import evaluate as rollout
 
     async def blocking(*args: Any, **kwargs: Any) -> list[Any]:
         time.sleep(0.3)
@@ -470,7 +471,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
     """The warm start: rows of each step and the number of its first transcript, after how many steps the gate
     was asked and with what, the transcripts' environment and teacher, and how it ended."""
     import agentrl.run.sft as module
-    from agentrl.errors import AgentrlError
+    from agentrl.utils.errors import AgentrlError
 
     course = Course(config, out)
 

@@ -11,18 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.cli.configs import find_config_file
 from agentrl.config import TrainConfig, load_config, to_toml
-from agentrl.config.differ import differing
 from agentrl.config.identity import identity_of
-from agentrl.config.keys import all_keys
-from agentrl.config.load import config_from
-from agentrl.config.origin import lines_of, read_origins
-from agentrl.config.paths import with_absolute_paths
-from agentrl.config.toml import inline
-from agentrl.errors import ConfigError
-from agentrl.python.configs import config_of
+from agentrl.config.keys import all_keys, inline
+from agentrl.config.load import config_from, with_absolute_paths
+from agentrl.config.origin import differing, lines_of, read_origins
+from agentrl.run.api.base import config_of
+from agentrl.run.config_file import find_config_file
 from agentrl.run.folder import RunFolder
+from agentrl.utils.errors import ConfigError
 from tests.config.test_identity import EVERY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig, load_config, to_toml
 from agentrl.config.envs import alone, each, eval_weights, longest_sample, warmed, weight_at, widest
 from agentrl.config.identity import differences, identity_of
-from agentrl.config.paths import with_absolute_paths
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.rollout.evaluate import Evaluation, together
-from agentrl.rollout.mixture.source import MixedTasks, parts_of
+from agentrl.config.load import with_absolute_paths
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.mixtures import MixedTasks, parts_of
+from agentrl.rollout.player import Evaluation, together
+from agentrl.utils.errors import ConfigError, ResourceError
 
 TWO = """
 name = "two"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from agentrl.config import keys
 from agentrl.config.keys import all_keys, find_keys
 from agentrl.config.schema.base import Frozen, Seconds, Unit
-from agentrl.errors import ConfigError
+from agentrl.utils.errors import ConfigError
 
 UNITS = {"timeout": "seconds", "max_wait": "seconds", "tokens": "tokens", "mib": "MiB", "usd": "USD", "lr": "1"}
 """What the end of a name says about the unit."""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cli.configs import find_config_file
 from agentrl.config import load_config, parse_overrides, to_toml
-from agentrl.errors import CatalogError, ConfigError
+from agentrl.run.config_file import find_config_file
+from agentrl.utils.errors import CatalogError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = 'name = "x"\n[env]\nid = "key_value"\n'

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import TrainConfig, load_config
-from agentrl.errors import ConfigError
+from agentrl.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.config.temperature import check_temperatures, one_temperature, scheduled, temperature_at
-from agentrl.errors import ConfigError
+from agentrl.config.envs import check_temperatures, one_temperature, scheduled, temperature_at
+from agentrl.utils.errors import ConfigError
 
 POINTS = [[2, 1.3], [8, 0.7]]
 

@@ -6,9 +6,9 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
-from agentrl.run.checks.data import _check_loss
-from agentrl.train.learner_checks import check_learner
+from agentrl.contrib.offline.checks import _check_loss
+from agentrl.trainer.learner import check_learner
+from agentrl.utils.errors import ConfigError
 
 
 def config(*words: str) -> TrainConfig:

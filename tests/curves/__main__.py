@@ -134,11 +134,10 @@ def process(out: Path, name: str, seed: int, updates: int) -> str:
 
 def one(out: Path, name: str, seed: int, updates: int) -> int:
     """Train a variant in this process and write its result.json."""
-    from agentrl.cli.configs import open_folder
-    from agentrl.config.layers import read_toml
-    from agentrl.config.load import config_from
+    from agentrl.config.load import config_from, read_toml
     from agentrl.run.checks import check_config
-    from agentrl.run.main import execute
+    from agentrl.run.config_file import open_folder
+    from agentrl.run.driver import execute
     from tests.curves.leak import episodes, z_score
     from tests.curves.rewards import FUNCTIONS, spec
 

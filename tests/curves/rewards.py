@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentrl.reward.view import View
-from agentrl.rollout.seeds import derive
+from agentrl.reward.leaf import View
+from agentrl.rollout.engine import derive
 
 TASK = Path(__file__).resolve().parents[2] / "rewards" / "key_value_exact.json"
 LEAK = 0.2

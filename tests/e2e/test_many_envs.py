@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.errors import ConfigError
-from agentrl.run.curve import EVALUATED, points
-from agentrl.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.outcomes import EVALUATED, points
+from agentrl.utils.errors import ConfigError
 from tests.e2e.inside import config_of, episodes, execute, numbers, rows, updates
 from tests.strict_json import read_strictly
 
@@ -138,7 +138,7 @@ def test_one_command_evaluates_all_environments(run: Path, tmp_path: Path, capsy
 
 def test_a_command_for_one_environment_says_so(tmp_path: Path) -> None:
     config = config_of(tmp_path, "two", ENVS, *SMALL)
-    from agentrl.catalog import EnvRef
+    from agentrl.env.catalog import EnvRef
 
     with pytest.raises(ConfigError, match="this takes one environment, and the config has 2: sums, calls"):
         EnvRef.of(config)

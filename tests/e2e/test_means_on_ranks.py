@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.cluster.runtime import stop_ray
+from agentrl.cluster.ray_cluster import stop_ray
 from agentrl.run import session
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates

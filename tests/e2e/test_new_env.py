@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef
+from agentrl.env.catalog import EnvRef
 from tests.e2e.runs import ROOT, Command, finish, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from agentrl import redaction
 from agentrl.cli.main import main
+from agentrl.utils import redaction
 from tests.conftest import proof
 from tests.e2e.inside import logging_kept
 from tests.rollout.loopback import LoopbackServer, completion

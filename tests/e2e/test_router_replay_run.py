@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.vllm.make import check_replay
-from agentrl.errors import ConfigError
-from agentrl.experts import RouterWatch
-from agentrl.run.checks.routing import check_router_replay
-from agentrl.train.engine import TRAIN_ENGINES
-from agentrl.train.engines import check_train_engine
+from agentrl.data.expert_routing import RouterWatch
+from agentrl.engines.vllm.vllm_maker import check_replay
+from agentrl.run.checks.model_checks import check_router_replay
+from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine
+from agentrl.utils.errors import ConfigError
 from tests import moe
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.tiny_families import EXPERTS, build_family

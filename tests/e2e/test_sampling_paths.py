@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from agentrl.catalog import make_env
-from agentrl.trajectory import TokenLedger
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.env.catalog import make_env
 from tests.conftest import proof
 from tests.e2e.runs import rows, train
 

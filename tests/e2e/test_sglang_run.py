@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
 from tests.backends.sglang_stand_in.server import Settings, StandIn
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, logging_kept, updates

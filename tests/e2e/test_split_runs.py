@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.runtime import stop_ray
+from agentrl.cluster.ray_cluster import stop_ray
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, updates
 from tests.tiny_families import build_family

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.train.checkpoint import Checkpoints
+from agentrl.trainer.checkpoint import Checkpoints
 from tests.conftest import PROOFS
 from tests.e2e.runs import Command, finish, rows, train
 from tests.rollout.loopback import Loopback

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from agentrl.run.token_file import token_columns
-from agentrl.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.reader import token_columns
 from tests.conftest import proof
 from tests.e2e.runs import Command, finish, numbers, rows, small, start, train, wait_for_step
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from agentrl.rollout import collect
-from agentrl.run.checks import sizes
+from agentrl.data.trajectory import Trajectory
+from agentrl.rollout import collector as collect
+from agentrl.run.checks import size_checks as sizes
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker
-from agentrl.train import layout
-from agentrl.trajectory import Trajectory
+from agentrl.trainer import train_engine as layout
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
 from tests.run.test_tracing import check_update, inside, read

@@ -10,10 +10,10 @@ import transformers
 from torch.utils.tensorboard.writer import SummaryWriter
 from transformers.models.qwen3 import modeling_qwen3
 
-import agentrl.backends.embedded.engine
 import agentrl.cli.train
-import agentrl.run.main
-import agentrl.train.actor
+import agentrl.engines.embedded.embedded_engine
+import agentrl.run.driver
+import agentrl.trainer.actor
 
 # Else each run looks through all that was imported, half a second a time, and its pages become its own by that.
 gc.freeze()

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.tool import tool
 from agentrl.env.users import Parting, ScriptedUser
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.utils.errors import ToolError
 
 
 def line_of(item: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import list_envs
+from agentrl.env.catalog import list_envs
 
 
 def shelf() -> list[Any]:

@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.data.trajectory import Json, StopReason
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.tool import Tool, tool
 from agentrl.reward import Context, compile_spec
-from agentrl.tool import Tool, tool
-from agentrl.trajectory import Json, StopReason
 
 LOOSE = {"type": "object", "properties": {"items": {}, "at": {}}, "additionalProperties": True}
 json_values = st.recursive(

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from agentrl.env.branch import BranchDict, branch, changes, looking
-from agentrl.env.copying import PickleCopier
-from agentrl.trajectory import Task
+from agentrl.data.trajectory import Task
+from agentrl.env.copying import BranchDict, PickleCopier, branch, changes, looking
 
 from toyenvs import Notes  # isort: skip
 

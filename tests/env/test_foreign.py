@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from agentrl.env.foreign import Foreign, foreign, python_of
-from agentrl.errors import ConfigError, EnvError
+from agentrl.contrib.suites.foreign import Foreign, foreign, python_of
+from agentrl.utils.errors import ConfigError, EnvError
 
 SCRIPT = """
 import os, sys, time
@@ -178,7 +178,7 @@ def test_a_call_that_hangs_takes_no_process_from_the_next_if_it_is_cancelled(poo
 
 
 def test_a_blocking_call_that_hangs_has_an_end(pool: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.env.foreign.ANSWERS_S", 0.3)
+    monkeypatch.setattr("agentrl.contrib.suites.foreign.ANSWERS_S", 0.3)
     with pytest.raises(EnvError, match=r"the benchmark's process ended with exit code -9 in spin"):
         pool.ask("spin")
     monkeypatch.undo()
@@ -211,7 +211,7 @@ def test_nothing_is_left_of_a_process_that_was_killed_from_outside_while_somebod
 def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = (
-        "import os, sys, threading, time\nfrom pathlib import Path\nfrom agentrl.env.foreign import foreign\n"
+        "import os, sys, threading, time\nfrom pathlib import Path\nfrom agentrl.contrib.suites.foreign import foreign\n"
         f"process = foreign(sys.executable, Path({str(tmp_path / 'script.py')!r})).take()\n"
         "print(*process.ask('holds', {}), process._process.pid, flush=True)\n"
         "threading.Thread(target=process.ask, args=('spin', {}), daemon=True).start()\n"

@@ -11,9 +11,10 @@ import gymnasium
 import pytest
 from gymnasium import spaces
 
-from agentrl.env.check import Subject, check_all
-from agentrl.env.integrations.gymtext import GymTextEnv
-from agentrl.errors import CatalogError
+from agentrl.contrib.suites.gymtext import GymTextEnv
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.utils.errors import CatalogError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyenvs import call

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config.schema import McpServerConfig, ToolsConfig
+from agentrl.data.images import Image
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env import Task, ToolEnv
-from agentrl.errors import CatalogError, ConfigError, EnvError
-from agentrl.images import Image
-from agentrl.tool import tool
-from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import Message, StopReason, ToolCall
+from agentrl.env.catalog import EnvRef
+from agentrl.env.mcp import McpSource
+from agentrl.env.tool import tool
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyenvs import Notes, call
@@ -144,7 +144,7 @@ IN_A_NOTEBOOK = """
 import asyncio, io, sys
 sys.stderr = io.StringIO()  # as a notebook has it, from the SDK's import on
 from agentrl.config.schema import McpServerConfig
-from agentrl.tool.mcp import McpSource
+from agentrl.env.mcp import McpSource
 
 async def main():
     session = McpSource("shop", McpServerConfig(command=sys.argv[1:])).session()
@@ -225,7 +225,7 @@ def children() -> set[str]:
 
 @pytest.mark.slow
 async def test_servers_that_do_not_start_say_why_and_are_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.tool.mcp._CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("agentrl.env.mcp._CLOSE_SECONDS", 60.0)
     began = time.monotonic()
     cases = [
         (McpServerConfig(command=["no-such-program-here"]), "no-such-program-here"),
@@ -429,7 +429,7 @@ def shade(value: int) -> Image:
 async def test_a_served_opening_shows_its_pictures_and_a_fault_ends_the_episode_only() -> None:
     from mcp import Client
 
-    from agentrl.env.serve import Served, build_server, opening
+    from agentrl.env.mcp import Served, build_server, opening
 
     served = Served(Gallery(), 3, "train")
     async with Client(build_server(served, await opening(served))) as client:

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from agentrl.catalog import make_env
 from agentrl.config.schema import McpServerConfig
-from agentrl.errors import EnvError
-from agentrl.tool.mcp import McpSource
-from agentrl.trajectory import StopReason, ToolResult
+from agentrl.data.trajectory import StopReason, ToolResult
+from agentrl.env.catalog import make_env
+from agentrl.env.mcp import McpSource
+from agentrl.utils.errors import EnvError
 from tests.strict_json import strict
 
 pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'agentrl[mcp]'")
@@ -354,7 +354,7 @@ async def test_a_server_that_does_not_end_by_itself_is_ended(hostile: Callable[.
 HOLDS = """
 import asyncio, sys
 from agentrl.config.schema import McpServerConfig
-from agentrl.tool.mcp import McpSource
+from agentrl.env.mcp import McpSource
 
 async def main():
     session = McpSource("shop", McpServerConfig(command=sys.argv[1:])).session()
@@ -585,8 +585,8 @@ async def test_two_servers_with_one_name_are_both_named() -> None:
 async def test_an_agent_is_answered_with_the_pictures_of_its_tools() -> None:
     from mcp import Client
 
-    from agentrl.harness.tools import ToolServer
-    from agentrl.images import Image
+    from agentrl.contrib.agents.tools import ToolServer
+    from agentrl.data.images import Image
 
     picture = Image.read(png())
 

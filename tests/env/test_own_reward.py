@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_env, make_env
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.errors import CatalogError
-from agentrl.shelves import load_module
+from agentrl.env.catalog import EnvRef, find_env, make_env
+from agentrl.utils.errors import CatalogError
+from agentrl.utils.search_path import load_module
 
 REPLAY = {
     "agentrl_reward": 1,

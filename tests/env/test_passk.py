@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.env.passk import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.env.official import mean_with_interval, pass_at_k, pass_hat_k
 
 
 @given(st.integers(1, 7), st.data())

@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter
 
-from agentrl.env.patterns import Unsupported, sample_pattern
-from agentrl.env.sample import sample_arguments, sample_value
+from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
 from agentrl.env.taskdata import load_tasks
-from agentrl.errors import TaskDataError
-from agentrl.render.schema_values import typed_value
-from agentrl.tool import Tool
+from agentrl.env.tool import Tool
+from agentrl.render.tool_calls import typed_value
+from agentrl.utils.errors import TaskDataError
 
 RNG = np.random.default_rng(0)
 PATTERNS = [

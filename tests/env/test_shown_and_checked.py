@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.offer import EnvOffer
 from agentrl.cli.env import _called_as
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.data.trajectory import Json, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.check import Subject, check_all
-from agentrl.env.remote import wire
+from agentrl.env.call_options import MAX_OUTPUT, Options, Problem
+from agentrl.env.catalog import EnvRef
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.tool import Tool
 from agentrl.env.wrappers import ToolFaults
 from agentrl.reward import compile_spec
-from agentrl.tool import Options, Problem, Tool
-from agentrl.tool.options import MAX_OUTPUT
-from agentrl.trajectory import Json, Trajectory
 
 AMOUNT = {"type": "dict", "properties": {"amount": {"type": "float"}}, "required": ["amount"]}
 

@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_env
 from agentrl.cli.main import build_parser
-from agentrl.cluster.shipping import shipped_env
-from agentrl.env.families import held_out_families
-from agentrl.env.install import source_fingerprint, source_notes
-from agentrl.env.seeds import content_split
-from agentrl.env.source import SOURCES, read_record, record_file
-from agentrl.env.suite import SuiteEnv, SuiteTask, by_split
-from agentrl.errors import CatalogError, ConfigError, TaskDataError, UserError
-from agentrl.run.contents import suite_env
+from agentrl.cluster.ray_cluster import shipped_env
+from agentrl.env.authoring import content_split, held_out_families
+from agentrl.env.catalog import EnvRef, find_env
+from agentrl.env.suites import SOURCES, SuiteEnv, SuiteTask, by_split, read_record, record_file, source_fingerprint, source_notes
+from agentrl.run.digests import suite_env
+from agentrl.utils.errors import CatalogError, ConfigError, TaskDataError, UserError
 from tests.env.toysuite import ENV, write_source, write_suite
 
 
@@ -65,7 +62,7 @@ def test_a_suite_without_source_is_listed_and_every_error_says_what_helps(
 def test_check_all_passes_over_what_is_not_installed(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.catalog.list_envs", lambda: [find_env("sums")])
+    monkeypatch.setattr("agentrl.env.catalog.list_envs", lambda: [find_env("sums")])
     assert run("check", "--all", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"failed": 0, "environments": {}, "not_installed": ["toys/Sums-v0"]}
 

@@ -15,20 +15,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.env.foreign import foreign
-from agentrl.env.foreign_suite import HeldWorld
-from agentrl.env.inplace import PackageInPlace, named_if_missing
-from agentrl.env.means import AS_ZERO, MeansTable, spread_rows
+from agentrl.contrib.suites.benchmarks import (
+    AS_ZERO,
+    AskedUser,
+    CallsTogether,
+    MeansTable,
+    PackageInPlace,
+    answer_of,
+    calling,
+    message_of,
+    named_if_missing,
+    public_methods,
+    round_turns,
+    spread_rows,
+    two_sided_turns,
+)
+from agentrl.contrib.suites.foreign import HeldWorld, foreign
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env.official import groups, in_percent, pass_hat_table, whole_row
-from agentrl.env.python_api import answer_of, public_methods
-from agentrl.env.scenario import AskedUser, calling, message_of, round_turns, two_sided_turns
-from agentrl.env.source import found_version, need
-from agentrl.env.suite import Played
-from agentrl.env.together import CallsTogether
-from agentrl.errors import ConfigError, known_word, members, within
-from agentrl.tool import Tool
-from agentrl.tool.written import as_json, as_python, as_verbose_xml, as_xml, with_json_types
-from agentrl.trajectory import Message, StopReason, ToolCall
+from agentrl.env.suites import Played, found_version, need
+from agentrl.env.tool import Tool
+from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml, with_json_types
+from agentrl.utils.errors import ConfigError, known_word, members, within
 
 ROOT = Path(__file__).resolve().parents[2]
 

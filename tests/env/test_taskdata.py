@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.env.families import held_out_families
+from agentrl.env.authoring import held_out_families
 from agentrl.env.taskdata import ROW_SCHEMA, TaskSet, load_tasks
-from agentrl.errors import TaskDataError
+from agentrl.utils.errors import TaskDataError
 
 
 def row(n: int, **more: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_env, make_env
+from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
-from agentrl.env.teachers import GIVES_UP, GoldTeacher
-from agentrl.errors import ConfigError
-from agentrl.trajectory import Message
-from agentrl.warm_start import Transcripts
+from agentrl.env.authoring import GIVES_UP, GoldTeacher
+from agentrl.env.catalog import EnvRef, find_env, make_env
+from agentrl.rollout.warm_start import Transcripts
+from agentrl.utils.errors import ConfigError
 
 TURNS = [Message("assistant", text) for text in ("one", "two", "three")]
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.background import background
-from agentrl.catalog import make_env
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.budgets import TurnLimit
-from agentrl.errors import EnvError, ToolTimeoutError
-from agentrl.tool import Hidden, tool
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.env.catalog import make_env
+from agentrl.env.tool import Hidden, tool
+from agentrl.env.wrappers import TurnLimit
+from agentrl.utils.errors import EnvError, ToolTimeoutError
+from agentrl.utils.threads import background
 from tests.env.shelf import shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -261,7 +261,7 @@ def test_an_episode_cut_from_outside_is_not_judged_one_cut_from_inside_is() -> N
     task = make_env("key_value", calls=2)
     task.reset(seed=3)
     turns = task.gold_turns(task.task)[:1]
-    outside = gymnasium.make("agentrl.gym:KeyValue-v0", calls=2, max_episode_steps=1)
+    outside = gymnasium.make("agentrl.env.gym:KeyValue-v0", calls=2, max_episode_steps=1)
     outside.reset(seed=3)
     assert outside.step(turns[0])[1:4] == (0.0, False, True)
     core = outside.unwrapped

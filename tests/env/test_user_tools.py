@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.env.users import ModelUser, SilentUser
-from agentrl.env.userside import RecordedUser, heard
+from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.env.users import ModelUser, RecordedUser, SilentUser, heard
 from agentrl.env.wrappers import SystemPrompt
-from agentrl.errors import EnvError, ToolTimeoutError
-from agentrl.reward.course import turn_places
-from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.reward.values import turn_places
+from agentrl.utils.errors import EnvError, ToolTimeoutError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from phone import Phone

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from agentrl.data.trajectory import Message, StopReason
 from agentrl.env import Task
 from agentrl.env.users import ModelUser, RuleUser, ScriptedUser, User
-from agentrl.errors import EnvError
-from agentrl.trajectory import Message, StopReason
+from agentrl.utils.errors import EnvError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyenvs import Notes, call

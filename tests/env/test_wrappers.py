@@ -13,22 +13,25 @@ from typing import Any
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from agentrl.catalog import EnvRef
+from agentrl.data.trajectory import Message, StopReason, Task
 from agentrl.env import ToolEnv
-from agentrl.env.budgets import TimeBudget, TokenLimit, TurnLimit
-from agentrl.env.check import Subject, check_all
-from agentrl.env.wrapper import ToolWrapper
+from agentrl.env.catalog import EnvRef
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.tool import tool
 from agentrl.env.wrappers import (
     ObservationLimit,
     SystemPrompt,
+    TimeBudget,
+    TokenLimit,
     ToolFaults,
     ToolSchedule,
     ToolSubset,
+    ToolWrapper,
+    TurnLimit,
 )
-from agentrl.errors import ConfigError
 from agentrl.reward import compile_spec, load_spec
-from agentrl.tool import tool
-from agentrl.trajectory import Message, StopReason, Task
+from agentrl.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from toyenvs import Notes, call
@@ -224,7 +227,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
     import pickle
 
     from agentrl.config import load_config
-    from agentrl.env.wrapping import WRAPPERS
+    from agentrl.env.wrappers import WRAPPERS
 
     path = tmp_path / "run.toml"
     head = '[env]\nid = "key_value"\n'
@@ -258,7 +261,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
 def test_training_refuses_a_budget_of_wall_time() -> None:
     """It leaves whom it cuts unscored: slowness would be a way out of a bad reward."""
     from agentrl.config.schema import Choice, EnvConfig, TrainConfig
-    from agentrl.run.checks.rollout import check_trainable
+    from agentrl.run.checks.rollout_checks import check_trainable
 
     wrappers = [Choice(name="time_budget", args={"seconds": 5.0})]
     with pytest.raises(ConfigError, match=r"env\.wrappers: time_budget .* use rollout\.episode_timeout"):

@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 
 class Notes(ToolEnv):

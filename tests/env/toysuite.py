@@ -8,8 +8,8 @@ from pathlib import Path
 ENV = '''
 import json
 from agentrl.env import Message, ToolCall
-from agentrl.env.suite import OfficialRow, SuiteEnv, SuiteTask
-from agentrl.errors import ConfigError
+from agentrl.env.suites import OfficialRow, SuiteEnv, SuiteTask
+from agentrl.utils.errors import ConfigError
 from agentrl.tool import tool
 
 

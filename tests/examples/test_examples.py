@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithm import AdvantageInput, advantages
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec
-from agentrl.cli.configs import find_config_file
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.reward.probes import gold_episode
+from agentrl.env.catalog import EnvRef, find_spec
+from agentrl.reward.lint import gold_episode
+from agentrl.run.config_file import find_config_file
 from agentrl.run.metrics import unknown_keys
+from agentrl.trainer.algorithms import advantages
+from agentrl.trainer.algorithms.base import AdvantageInput
 from tests.conftest import PROOFS, proof
 
 ROOT = Path(__file__).resolve().parents[2]

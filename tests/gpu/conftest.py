@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentrl.cluster.rendezvous import join_group
+from agentrl.cluster.machine import join_group
 from agentrl.config.schema import InitModelConfig
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
 
 REHEARSAL = os.environ.get("AGENTRL_GPU_REHEARSAL") == "1"
 HERE = Path(__file__).parent

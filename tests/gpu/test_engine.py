@@ -13,18 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
-from agentrl.errors import ConfigError
+from agentrl.data.collate import collate
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.weights.base import Offer, open_receiver
 from agentrl.rollout.engine import Sampling
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import TokenLedger
-from agentrl.weights.route import Offer
-from agentrl.weights.routes import open_receiver
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.publish import Publisher
+from agentrl.utils.errors import ConfigError
 from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 pytestmark = pytest.mark.gpus(1, timeout=540)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.batch.rows import Ragged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
-from agentrl.train import attention
-from agentrl.train.actor import Actor
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.update import Pack
+from agentrl.data.rows import Ragged
+from agentrl.engines.exact_attention import AttentionForm
+from agentrl.trainer import attention
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.update import Pack
 from tests.publishing import weights_of
 from tests.train.train_batches import make_batch, toy_optim
 

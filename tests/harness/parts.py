@@ -11,20 +11,19 @@ from typing import Any
 import httpx
 
 from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.episode import Harness
+from agentrl.contrib.agents.programs import Episode
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.tool import tool
 from agentrl.env.users import ScriptedUser
-from agentrl.errors import EngineError, EnvError, ToolError
-from agentrl.harness.play import Harness
-from agentrl.harness.programs import Episode
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.tool import tool
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import EngineError, EnvError, ToolError
 from tests.lazily import openai
 
 STOCK = {"tea": "3", "rice": "1", "milk": "2"}

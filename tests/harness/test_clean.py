@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import AgentConfig
-from agentrl.harness import programs
-from agentrl.harness.brief import Brief, Outcome
-from agentrl.harness.process import Output
-from agentrl.harness.programs import Command, Episode, Remote
-from agentrl.trajectory import StopReason
+from agentrl.contrib.agents import programs
+from agentrl.contrib.agents.programs import Command, Episode, Output, Remote
+from agentrl.contrib.agents.record import Brief, Outcome
+from agentrl.data.trajectory import StopReason
 from tests.harness.parts import FUNCTION, Script, client_of, play, says
 from tests.harness.test_episode import ask
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from agentrl.config.schema import AgentConfig
-from agentrl.errors import AgentrlError
-from agentrl.harness.programs import Episode
+from agentrl.contrib.agents.programs import Episode
+from agentrl.data.trajectory import Message, StopReason, Trajectory
+from agentrl.env.tool import tool
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.spans import TracePlace, TraceSpan, at, listen
-from agentrl.tool import tool
-from agentrl.trajectory import Message, StopReason, Trajectory
+from agentrl.utils.errors import AgentrlError
+from agentrl.utils.spans import TracePlace, TraceSpan, at, listen
 from tests.harness.parts import (
     FUNCTION,
     LIMITS,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import AgentConfig
-from agentrl.trajectory import StopReason
+from agentrl.data.trajectory import StopReason
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 from tests.harness.parts import LIMITS, RENDERER, Script, call, play, says

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.harness.process import AgentProcess, Output
+from agentrl.contrib.agents.programs import AgentProcess, Output
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -125,7 +125,7 @@ def test_no_process_of_a_command_outlives_it(how: str, tmp_path: Path) -> None:
 def _kill_a_starter(command: list[str]) -> None:
     starter = textwrap.dedent(f"""
         import asyncio
-        from agentrl.harness.process import AgentProcess
+        from agentrl.contrib.agents.programs import AgentProcess
         async def body():
             process = await AgentProcess.start({command!r}, {ENV!r})
             while "ready" not in process.stdout.text():

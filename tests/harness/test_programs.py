@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from agentrl.config.schema import AgentConfig
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.harness.play import Harness
-from agentrl.harness.programs import Episode, program_of
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import Policy
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.contrib.agents.episode import Harness
+from agentrl.contrib.agents.programs import Episode, program_of
+from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.episode import Policy
+from agentrl.utils.errors import ConfigError, ResourceError
 from tests.harness.parts import (
     FUNCTION,
     LIMITS,

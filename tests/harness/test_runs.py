@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, numbers, updates
 from tests.e2e.runs import Command

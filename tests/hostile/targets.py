@@ -22,32 +22,30 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from agentrl.backends.endpoint.anthropic import read_anthropic
-from agentrl.backends.endpoint.chat import read_chat
-from agentrl.backends.endpoint.errors import RequestError
-from agentrl.backends.endpoint.responses import read_responses
-from agentrl.backends.endpoint.wire import Exchange
-from agentrl.catalog import EnvRef
-from agentrl.catalog.offer import EnvOffer
 from agentrl.config import load_config
-from agentrl.env.remote.app import EnvApp
-from agentrl.env.remote.secret import Secret
-from agentrl.env.remote.wire import Asked
-from agentrl.errors import CatalogError, CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
-from agentrl.executors import TooLongError
-from agentrl.matching import compile_pattern, within_seconds
-from agentrl.plain_data import json_text, read_json
-from agentrl.redaction import references
-from agentrl.render.parsers import SYNTAXES, ForTools
-from agentrl.render.streaming import ProseReader
+from agentrl.contrib.agents.protocols import Exchange, read_anthropic, read_chat, read_responses
+from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.server import EnvApp
+from agentrl.contrib.remote_envs.sessions import Secret
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import Message, Task, Trajectory
+from agentrl.engines.chat_format import RequestError
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import Toolbox
+from agentrl.render.base import ProseReader
+from agentrl.render.syntaxes import SYNTAXES
+from agentrl.render.tool_calls import ForTools
 from agentrl.reward import compile_spec
 from agentrl.run.reader import RunRecord, episode_of, overview
 from agentrl.run.record_folder import RecordFolder
-from agentrl.shown import console, safe
-from agentrl.tool import Tool
-from agentrl.tool.toolbox import Toolbox
-from agentrl.train.seal import MANIFEST, check_intact, is_whole
-from agentrl.trajectory import Message, Task, Trajectory
+from agentrl.trainer.checkpoint import MANIFEST, check_intact, is_whole
+from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.redaction import references
+from agentrl.utils.schemas import compile_pattern, within_seconds
+from agentrl.utils.terminal import console, safe
+from agentrl.utils.threads import TooLongError
 from tests.strict_json import strict
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/parts"))

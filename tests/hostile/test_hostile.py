@@ -15,21 +15,27 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.cli.env import _print_table
-from agentrl.env.check import CheckFinding
-from agentrl.errors import EnvError
-from agentrl.executors import at_once
-from agentrl.matching import TextTooLongError, compile_pattern, within_seconds
-from agentrl.plain_data import json_text
-from agentrl.redaction import guarded_output
-from agentrl.render.parsers import SYNTAXES
-from agentrl.run.official import print_official, print_side_by_side
-from agentrl.run.report import print_report, print_reports
-from agentrl.schemas import BadSchemaError, check_schema, checked_validator, first_fault
-from agentrl.tool import Tool
-from agentrl.tool.output import shaped
-from agentrl.tool.toolbox import Toolbox
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
-from agentrl.view.terminal import table
+from agentrl.contrib.view.terminal import table
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.env.check_tools import CheckFinding
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import Toolbox, shaped
+from agentrl.render.syntaxes import SYNTAXES
+from agentrl.run.compare import print_official, print_side_by_side
+from agentrl.run.evaluate import print_report, print_reports
+from agentrl.utils.errors import EnvError
+from agentrl.utils.parsing import json_text
+from agentrl.utils.redaction import guarded_output
+from agentrl.utils.schemas import (
+    BadSchemaError,
+    TextTooLongError,
+    check_schema,
+    checked_validator,
+    compile_pattern,
+    first_fault,
+    within_seconds,
+)
+from agentrl.utils.threads import at_once
 from tests.hostile import fuzz, targets
 from tests.hostile.fuzz import CORPUS, TooSlowError, fuzz_here, limited, text_of
 from tests.strict_json import strict
@@ -120,7 +126,7 @@ def test_a_schema_that_calls_itself_below_a_property_is_checked_as_deep_as_the_v
 
 def test_a_value_is_checked_for_one_second_in_all(monkeypatch):
     """One pattern that stays under the limit, on 50 texts: their sum does not."""
-    monkeypatch.setattr("agentrl.schemas.SCHEMA_S", 0.2)
+    monkeypatch.setattr("agentrl.utils.schemas.SCHEMA_S", 0.2)
     slow = checked_validator({"items": {"pattern": "^(a|aa)+$"}})
     began = time.perf_counter()
     with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The public JSON Schema test suite against `agentrl.schemas`: make peers.
+"""The public JSON Schema test suite against `agentrl.utils.schemas`: make peers.
 
 npm's `@json-schema-org/tests` has no tests itself (it installs them from GitHub); the sdist of Python's jsonschema carries the
 same suite, with the newer drafts. A case is equal, refused by name (BadSchemaError), or not offered; anything else fails.
@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from agentrl import schemas
-from agentrl.schemas import BadSchemaError, checked_validator, first_fault
+from agentrl.utils import schemas
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTS = {

@@ -84,8 +84,8 @@ ENV = '''
 from typing import Any
 
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.errors import ToolError
-from agentrl.images import Image
+from agentrl.utils.errors import ToolError
+from agentrl.data.images import Image
 from agentrl.tool import Tool, tool
 
 SCHEMA = {
@@ -143,8 +143,8 @@ class Conformance(ToolEnv):
 PLAYS = """
 import asyncio, sys
 from agentrl.config.schema import McpServerConfig
-from agentrl.errors import EnvError, ToolError
-from agentrl.tool.mcp import McpSource
+from agentrl.utils.errors import EnvError, ToolError
+from agentrl.env.mcp import McpSource
 
 async def main():
     session = McpSource("suite", McpServerConfig(url=sys.argv[-1], timeout=20.0)).session()

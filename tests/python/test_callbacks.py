@@ -9,16 +9,16 @@ import pytest
 
 import agentrl
 from agentrl.config import Choice
-from agentrl.errors import CallbackError, ConfigError, StalledError
-from agentrl.python.configs import config_of
-from agentrl.rollout.accept import Acceptance
+from agentrl.rollout.collector import Acceptance
+from agentrl.run.api.base import config_of
 from agentrl.run.callbacks import Callbacks, Functions
 from agentrl.run.checks import check_config
+from agentrl.utils.errors import CallbackError, ConfigError, StalledError
 from tests.conftest import proof
 from tests.python import table
 
 PLUGIN = """
-from agentrl.rollout.accept import FILTERS
+from agentrl.rollout.collector import FILTERS
 from agentrl.run.callbacks import CALLBACKS, Callback
 
 @FILTERS.register("above")

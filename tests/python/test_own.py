@@ -16,12 +16,11 @@ import pytest
 
 import agentrl
 from agentrl.config.load import load_config
-from agentrl.errors import CallbackError, CatalogError, ConfigError
-from agentrl.given import give, packed, unpack
-from agentrl.python.background import blocked
-from agentrl.python.configs import config_of
-from agentrl.run.checks.workers import check_workers
-from agentrl.run.contents import code_of, contents_of
+from agentrl.run.api.base import blocked, config_of
+from agentrl.run.checks.size_checks import check_workers
+from agentrl.run.digests import code_of, contents_of
+from agentrl.utils.errors import CallbackError, CatalogError, ConfigError
+from agentrl.utils.search_path import give, packed, unpack
 from tests.conftest import proof
 from tests.python import Pick, share_of_low_ids, table
 
@@ -133,7 +132,7 @@ def test_a_table_becomes_a_config_with_names_for_what_is_python(tmp_path: Path) 
 def test_what_is_sent_by_value_is_there_in_another_process(tmp_path: Path) -> None:
     """A class of a cell (`__main__`), and its reward, in a process that has no such file."""
     code = (
-        "import sys, agentrl\nfrom agentrl.given import packed, used\nfrom agentrl.env import Message, Task, ToolEnv\n"
+        "import sys, agentrl\nfrom agentrl.utils.search_path import packed, used\nfrom agentrl.env import Message, Task, ToolEnv\n"
         "class Cell(ToolEnv):\n"
         "    def reward(episode):\n        return len(episode.messages) > LEAST\n"
         "    def make_task(self, rng_seed, split): return Task(f't{rng_seed}', rng_seed, split)\n"

@@ -21,7 +21,7 @@ heavy = [name for name in ("torch", "ray", "vllm", "transformers", "numpy", "pyd
 names = sorted(set(agentrl.__all__) - set(dir(agentrl)))
 from agentrl import Message, load_run
 light = [name for name in ("torch", "ray", "vllm", "transformers") if name in sys.modules]
-import agentrl.rollout.seeds  # the room, which is a call as well
+import agentrl.rollout.engine  # the room, which is a call as well
 call = callable(agentrl.rollout) and callable(agentrl.train)
 print(json.dumps({"heavy": heavy, "missing": names, "ms": ms, "light": light, "call": call}))
 """
@@ -40,7 +40,7 @@ def public() -> dict[str, Any]:
     for name in sorted(set(agentrl.__all__) - {"__version__"}):
         value = getattr(agentrl, name)
         found[name] = "room" if name == "env" else signature(value)
-        if isinstance(value, type) and value.__module__.startswith(("agentrl.python", "agentrl.run")):
+        if isinstance(value, type) and value.__module__.startswith(("agentrl.run.api", "agentrl.run")):
             for member in sorted(vars(value)):
                 if not member.startswith("_"):
                     held = getattr(value, member)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import agentrl
-from agentrl.errors import CheckpointError, ConfigError, StepOrderError
+from agentrl.utils.errors import CheckpointError, ConfigError, StepOrderError
 from tests.python import table
 
 
@@ -164,7 +164,7 @@ async def blocking(loop: agentrl.StepLoop) -> None:
 
 
 def background_loop() -> asyncio.AbstractEventLoop:
-    from agentrl.background import background
+    from agentrl.utils.threads import background
 
     return background().loop
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from render_tokenizers import build_tokenizer
 
-from agentrl.render.chat_templates import CHAT_TEMPLATES, TURN_TOKENS
+from agentrl.render.chatml import CHAT_TEMPLATES, TURN_TOKENS
 
 ROOT = Path(os.environ.get("AGENTRL_TEMPLATES") or Path(sys.prefix) / "templates")
 SOURCES = {

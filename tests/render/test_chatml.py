@@ -4,10 +4,10 @@ from hypothesis import strategies as st
 from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
 from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
-from agentrl.errors import ModelError, RenderError
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.errors import ModelError, RenderError
 
 quick = settings(max_examples=60, deadline=None)
 

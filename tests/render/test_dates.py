@@ -12,12 +12,12 @@ import transformers.utils.chat_template_utils as templates
 from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, RenderError
+from agentrl.data.trajectory import Message
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
+from agentrl.run.evaluate import RolloutRequest, dated_as
 from agentrl.run.folder import RunFolder
-from agentrl.run.rollout import RolloutRequest, dated_as
-from agentrl.trajectory import Message
+from agentrl.utils.errors import ConfigError, RenderError
 
 CLOCK = "{{ '<|im_start|>system\\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + CHATML_TEMPLATE
 LLAMA = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}" + CLOCK.replace(

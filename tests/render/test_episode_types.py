@@ -5,13 +5,12 @@ import asyncio
 from families import FAMILIES
 from render_tokenizers import build_tokenizer
 
-from agentrl.catalog import EnvRef
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation
-from agentrl.rollout.episode import run_episode
-from agentrl.trajectory import Message, ToolCall
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 
 
 class Scripted(Engine):

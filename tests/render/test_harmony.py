@@ -8,9 +8,9 @@ import json
 import pytest
 from real_templates import REAL, tokenizer_of
 
-from agentrl.render.parsers.harmony import harmony_parts
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.render.syntaxes import harmony_parts
 from agentrl.render.template import TemplateRenderer
-from agentrl.trajectory import Message, ToolCall
 
 REAL_ONE = next(real for real in REAL if real.file == "gptoss")
 if not REAL_ONE.path.is_file():

@@ -7,16 +7,15 @@ import pytest
 from families import IM, QWEN3, QWEN25
 from render_tokenizers import build_tokenizer
 
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Task, ToolEnv
+from agentrl.env.tool import tool
 from agentrl.render import make_renderer
-from agentrl.render.skeleton import shape_of, skeleton
+from agentrl.render.template_text import shape_of, skeleton
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation
-from agentrl.rollout.episode import run_episode
-from agentrl.tool import tool
-from agentrl.trajectory import Message, ToolCall
-from agentrl.warm_start import transcript
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.warm_start import transcript
 
 CALL = ToolCall("get", {"key": "a"}, id="abcdefghi")
 ANSWER = Message("tool", "7", tool_call_id="abcdefghi", name="get")

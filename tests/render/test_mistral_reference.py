@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_templates import REAL
 
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.template import TemplateRenderer
-from agentrl.trajectory import Message, ToolCall
 from tests.conftest import proof
 
 TEMPLATE = next(real for real in REAL if real.file == "mistral_v3_tekken").path

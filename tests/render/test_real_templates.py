@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from real_templates import OURS, REAL, ROOT, Real, tokenizer_of
 from report_templates import RECORD, found
 
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Task, ToolEnv
-from agentrl.errors import RenderError
+from agentrl.env.tool import tool
 from agentrl.render.template import TemplateRenderer
-from agentrl.tool import tool
-from agentrl.trajectory import Message, ToolCall
-from agentrl.warm_start import transcript
+from agentrl.rollout.warm_start import transcript
+from agentrl.utils.errors import RenderError
 
 PUBLIC = [real for real in REAL if real.path.is_file()]
 HERE = [*PUBLIC, *OURS]

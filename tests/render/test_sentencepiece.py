@@ -11,8 +11,8 @@ from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, pla
 from render_tokenizers import SENTENCEPIECE, build_sentencepiece
 from test_template import with_ids
 
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
-from agentrl.trajectory import Message, ToolCall
 
 quick = settings(max_examples=15, deadline=None)
 CASES = [*((kind, "mistral") for kind in SENTENCEPIECE), ("first", "qwen2.5"), ("prepend", "llama3")]

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer
 
 from agentrl.render import make_renderer
+from agentrl.render.base import Codec, ProseReader, SettledText
 from agentrl.render.chatml import CHATML_TEMPLATE
-from agentrl.render.parsers import PARSERS, SYNTAXES, ForTools
-from agentrl.render.streaming import ProseReader, SettledText
+from agentrl.render.syntaxes import PARSERS, SYNTAXES
 from agentrl.render.template_text import Marks
-from agentrl.render.text import Codec
+from agentrl.render.tool_calls import ForTools
 from tests.conftest import PROOFS
 
 TOKENIZERS = {

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.render.parsers import SYNTAXES, ForTools, syntax_asked, syntax_of
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.render.syntaxes import SYNTAXES, syntax_asked, syntax_of
+from agentrl.render.tool_calls import ForTools
 
 quick = settings(max_examples=20, deadline=None)
 KINDS = {"s": "string", "n": "integer", "b": "boolean", "l": "array", "o": "object"}
@@ -301,7 +302,7 @@ def test_mistral_takes_its_id_from_the_call():
 
 
 def test_harmony_tells_reasoning_from_what_is_said():
-    from agentrl.render.parsers.harmony import harmony_parts
+    from agentrl.render.syntaxes import harmony_parts
 
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     assert harmony_parts(text) == ("hm", "Yes.", ())

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
 from render_tokenizers import build_tokenizer
 
-from agentrl.errors import ModelError, RenderError
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.template import TemplateRenderer
-from agentrl.trajectory import Message, TokenLedger, ToolCall
+from agentrl.utils.errors import ModelError, RenderError
 
 quick = settings(max_examples=25, deadline=None)
 

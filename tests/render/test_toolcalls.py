@@ -3,8 +3,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.render.toolcalls import CLOSE, OPEN, parse_tool_calls, render_tool_calls
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.render.tool_calls import CLOSE, OPEN, parse_tool_calls, render_tool_calls
 
 json_values = st.recursive(
     st.none()

@@ -1,8 +1,8 @@
 """An id that the tokenizer has no token for is seen in the text."""
 
 from agentrl.render import make_renderer
-from agentrl.render.text import Codec
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.render.base import Codec
+from agentrl.trainer.pretrained import packaged_tokenizer
 
 
 def test_an_id_without_a_token_is_a_replacement_character() -> None:

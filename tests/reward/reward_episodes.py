@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Context, compile_spec
-from agentrl.trajectory import Message, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 
 SHELF = Path(__file__).parents[2] / "rewards"
 

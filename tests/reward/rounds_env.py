@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.tool import tool
 from agentrl.env.users import ModelUser
-from agentrl.errors import ToolError
 from agentrl.reward import Context, Scorer, compile_spec
-from agentrl.tool import tool
-from agentrl.trajectory import Trajectory
+from agentrl.utils.errors import ToolError
 
 BY_ROUND = {"replay": {"$": "/task/gold/rounds"}}
 

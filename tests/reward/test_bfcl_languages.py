@@ -12,8 +12,7 @@ import pytest
 from reward_episodes import episode
 
 from agentrl.reward import compile_spec
-from agentrl.reward.literals import LANGUAGES
-from agentrl.reward.possible import possible_call, solvable
+from agentrl.reward.bfcl import LANGUAGES, possible_call, solvable
 
 JAVA = [
     ("-7", "integer", None, -7),

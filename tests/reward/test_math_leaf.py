@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from reward_episodes import call, episode, leaf, spec, value
 
-from agentrl.errors import DependencyError, RewardSpecError
 from agentrl.reward import compile_spec, equality
+from agentrl.utils.errors import DependencyError, RewardSpecError
 from tests.conftest import proof
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.reward import Scorer, assign, bfcl, compile_spec
-from agentrl.reward.gold import ARGUMENTS, CallRule, declared, gold_calls
-from agentrl.reward.leaves import calls_match, toolrl
-from agentrl.reward.pairing import parts
+from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
+from agentrl.reward import Scorer, bfcl, compile_spec
+from agentrl.reward import call_matching as assign
+from agentrl.reward.call_matching import ARGUMENTS, CallRule, declared, gold_calls, parts
+from agentrl.reward.leaves import calls as calls_match
+from agentrl.reward.leaves import calls as toolrl
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same
-from agentrl.trajectory import Message, Task, ToolCall, Trajectory, Turn
 
 VALUES = st.one_of(
     st.sampled_from([0, 1, 1.0, True, None, "a", "A", " a", float("nan")]),

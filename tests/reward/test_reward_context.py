@@ -9,10 +9,10 @@ import pytest
 from reward_episodes import Counter, episode, gold, leaf, spec
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
-from agentrl.errors import ConfigError, RewardSpecError
 from agentrl.reward import compile_spec, make_context
-from agentrl.reward.context import judge_settings
+from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import JudgeSettings
+from agentrl.utils.errors import ConfigError, RewardSpecError
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec, token_rewards
-from agentrl.trajectory import Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 
 SPEC = Path(__file__).parents[2] / "rewards" / "key_value.json"
 

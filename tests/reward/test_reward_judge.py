@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import pytest
 from reward_episodes import SHELF, call, episode, leaf, spec
 
-from agentrl import litellm_calls
 from agentrl.config.schema import JudgeConfig
-from agentrl.errors import JudgeBudgetError, RewardSpecError
+from agentrl.render import litellm_calls
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.context import judge_settings
-from agentrl.reward.judge import Judge
-from agentrl.reward.judge.client import VerdictRequest
+from agentrl.reward.compile import judge_settings
+from agentrl.reward.judge import Judge, VerdictRequest
+from agentrl.utils.errors import JudgeBudgetError, RewardSpecError
 from tests.rollout.loopback import LoopbackServer
 
 MODEL = "openai/test-judge-2026-01-01"

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 from reward_episodes import SHELF, call, episode, gold, leaf, spec, tool_schema, value
 
-from agentrl.errors import RewardSpecError
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec
-from agentrl.reward.pointer import parse_pointer
-from agentrl.reward.values import as_number
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.reward.values import as_number, parse_pointer
+from agentrl.utils.errors import RewardSpecError
 
 
 def why(kind, args, trajectory, context=None):

@@ -8,9 +8,9 @@ import pytest
 from reward_episodes import SHELF, Counter, call, episode, gold, tool_schema
 
 from agentrl.cli.main import main
+from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.reward import Context, compile_spec, load_spec
-from agentrl.reward.schema import published_schema
-from agentrl.trajectory import Message, StopReason, ToolCall
+from agentrl.reward.spec import published_schema
 
 WITH_REPLAY = Context(replay_env=Counter)
 

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from reward_episodes import call, episode, gold, leaf, spec
 from reward_reference import reference, whole
 
-from agentrl.errors import RewardSpecError
-from agentrl.reward import assign, compile_spec, token_rewards
-from agentrl.reward.schema import published_schema
+from agentrl.data.trajectory import ToolCall
+from agentrl.reward import call_matching as assign
+from agentrl.reward import compile_spec, token_rewards
+from agentrl.reward.leaf import episode_view
+from agentrl.reward.spec import published_schema
 from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
-from agentrl.reward.view import episode_view
-from agentrl.trajectory import ToolCall
+from agentrl.utils.errors import RewardSpecError
 from tests.conftest import examples
 
 names = st.sampled_from(["f", "g"])

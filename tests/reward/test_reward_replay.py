@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 from reward_episodes import Counter, call, episode, gold, leaf, spec, value
 
+from agentrl.data.trajectory import Task, ToolResult, Turn
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.twins import Twins
-from agentrl.trajectory import Task, ToolResult, Turn
 
 REPLAY = {"replay": {"$": "/task/gold/calls"}}
 WANT = {"calls": gold(call("add", x=2), call("add", x=3))}

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
-from agentrl.env.branch import branch
-from agentrl.env.copying import ForkCopier, PickleCopier
+from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.env.copying import ForkCopier, PickleCopier, branch
+from agentrl.env.tool import Tool, tool
 from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.course import course_of
-from agentrl.reward.replay import replay, replay_answers
-from agentrl.reward.view import episode_view
-from agentrl.tool import Tool, tool
-from agentrl.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.reward.leaf import episode_view
+from agentrl.reward.leaves.state import replay, replay_answers
+from agentrl.reward.values import course_of
 
 
 def test_tools_that_arrive_with_a_users_turn_are_there_on_the_twin() -> None:

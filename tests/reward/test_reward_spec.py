@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 from reward_episodes import SHELF, call, episode, leaf, spec
 
-from agentrl.errors import RewardSpecError
 from agentrl.reward import Context, compile_spec, load_spec
-from agentrl.reward.schema import published_schema
+from agentrl.reward.spec import published_schema
+from agentrl.utils.errors import RewardSpecError
 
 FINE = leaf("episode.stopped")
 

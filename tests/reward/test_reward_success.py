@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from reward_episodes import SHELF, call, episode, gold, leaf, spec
 from test_reward_properties import episodes, leaves, nodes
 
-from agentrl.catalog import EnvRef, find_reward
-from agentrl.errors import RewardSpecError
+from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.env.catalog import EnvRef, find_reward
 from agentrl.reward import Scorer, compile_spec, make_context
-from agentrl.reward.probes import probe_episodes
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.reward.lint import probe_episodes
+from agentrl.utils.errors import RewardSpecError
 from tests.conftest import examples
 
 RIGHT = leaf("number.close", {"expect": {"$": "/task/gold/answer"}})

@@ -7,10 +7,10 @@ import itertools
 import pytest
 from reward_episodes import call, episode, gold, leaf, spec, value
 
-from agentrl.errors import RewardSpecError
+from agentrl.data.trajectory import ToolCall, ToolResult, UserCall
 from agentrl.reward import compile_spec
-from agentrl.reward.view import episode_view
-from agentrl.trajectory import ToolCall, ToolResult, UserCall
+from agentrl.reward.leaf import episode_view
+from agentrl.utils.errors import RewardSpecError
 
 
 def user_call(turn, name, step=0, answer="ok", error=None, **arguments):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentrl.errors import EngineError
+from agentrl.data.trajectory import Group
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
-from agentrl.rollout import tally
-from agentrl.rollout.collect import Collector
+from agentrl.rollout import stats as tally
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Group
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import EngineError
 from tests.publishing import VersionOnly, exchange
 
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
-from agentrl.rollout.workers.core import WorkerCore
-from agentrl.rollout.workers.engine import DriverEngine
-from agentrl.rollout.workers.pool import WorkerPool
-from agentrl.rollout.workers.seats import Seat, Seats
+from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
+from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
 
 Make = Callable[[Engine], Sequence[RunEnv]]
 

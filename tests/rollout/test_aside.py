@@ -13,25 +13,24 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from agentrl import schemas
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import ToolEnv
+from agentrl.env.tool import Tool, tool
+from agentrl.env.toolbox import MARK, Toolbox, estimate_tokens, fit
 from agentrl.env.users import RuleUser
-from agentrl.executors import LONG_TEXT, TooLongError, at_once, size_of
-from agentrl.matching import within_seconds
-from agentrl.render import make_renderer, text
-from agentrl.render.base import Renderer
-from agentrl.render.text import Codec
+from agentrl.render import base as text
+from agentrl.render import make_renderer
+from agentrl.render.base import Codec, Renderer
 from agentrl.reward import Context, compile_spec
+from agentrl.reward.leaves.answer import TextEquals
 from agentrl.reward.leaves.state import StateMatch
-from agentrl.reward.leaves.text import TextEquals
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.tool import Tool, Toolbox, tool
-from agentrl.tool.output import MARK, estimate_tokens, fit
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils import schemas
+from agentrl.utils.schemas import within_seconds
+from agentrl.utils.threads import LONG_TEXT, TooLongError, at_once, size_of
 from tests.rollout.conftest import FaultyEngine
 
 LONG = 1_000_000

@@ -15,20 +15,18 @@ from typing import Any
 
 import pytest
 
-from agentrl import deadline
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
-from agentrl.errors import StalledError
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, compile_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Limits, Policy
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.replay.play import Replayer
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded, content_of
-from agentrl.rollout.scoring import score_group
-from agentrl.trajectory import Message, StopReason, Task, ToolCall, Trajectory
+from agentrl.rollout.episode import Limits, Policy, score_group
+from agentrl.rollout.replay import Recorder, Replayer
+from agentrl.rollout.tape import Recorded, content_of
+from agentrl.utils import event_loop as deadline
+from agentrl.utils.errors import StalledError
 from tests.players import collector_of, run_tasks
 from tests.rollout.conftest import FaultyEngine
 

@@ -11,26 +11,24 @@ from typing import Any
 
 import pytest
 
-from agentrl.batch import collate
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.env import ToolEnv
-from agentrl.errors import ConfigError, EngineError
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.base import Renderer
-from agentrl.render.make import make_renderer
+from agentrl.render.template import make_renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.context.base import make_context_policy
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import make_context_policy
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.forest import planted
-from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.run.checks.branch import check_branch
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.player import Job, LocalPlayer, RunEnv, planted
+from agentrl.run.checks.env_checks import check_branch
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError, EngineError
 from tests.rollout import test_workers as workers
 
 RENDERER = make_renderer(packaged_tokenizer(4096))

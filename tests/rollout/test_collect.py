@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
-from agentrl.errors import EngineError, NothingScoredError, StalledError
+from agentrl.data.trajectory import Group, StopReason
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Policy
+from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.ledger import GroupState
-from agentrl.trajectory import Group, StopReason
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.group_ledger import GroupState
+from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine

@@ -14,26 +14,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import collate
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, TrainConfig
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.errors import ConfigError
+from agentrl.env.catalog import EnvRef
+from agentrl.env.tool import tool
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.base import Moment, Stop, make_context_policy
-from agentrl.rollout.context.compact import ASK, HEAD, Compact
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.context.truncate import Truncate
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import ASK, HEAD, Compact, KeepRecent, Moment, Stop, Truncate, make_context_policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.assembly import make_policy
-from agentrl.run.checks.rollout import check_rollout
-from agentrl.tool import tool
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.run.checks.rollout_checks import check_rollout
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 from tests.rollout.conftest import FaultyEngine
 
 TURNS = {"agentrl_reward": 1, "name": "n", "root": {"use": "cost.turns", "id": "n", "args": {"max": 100}}}

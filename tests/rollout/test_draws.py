@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from agentrl.errors import EngineError
+from agentrl.data.trajectory import Group, Message, ToolCall
 from agentrl.render.base import Renderer
-from agentrl.rollout.course import Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.trajectory import Group, Message, ToolCall
+from agentrl.rollout.episode import Policy
+from agentrl.utils.errors import EngineError
 from tests.players import collector_of
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine

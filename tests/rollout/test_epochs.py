@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
+from agentrl.data.trajectory import Group
+from agentrl.env.catalog import EnvRef
 from agentrl.env.taskdata import load_tasks
-from agentrl.errors import EnvError
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Policy
-from agentrl.rollout.sampler.base import make_sampler
-from agentrl.rollout.sampler.source import TaskSource
-from agentrl.rollout.seeds import derive
-from agentrl.trajectory import Group
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.mixtures import TaskSource
+from agentrl.rollout.samplers import make_sampler
+from agentrl.utils.errors import EnvError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine, steps

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import EpisodeSpec
-from agentrl.rollout.forest import EpisodeSlots, Trees, forest
-from agentrl.rollout.player import Job, Player
-from agentrl.trajectory import StopReason, Task, Trajectory
+from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.episode import EpisodeSpec
+from agentrl.rollout.player import EpisodeSlots, Job, Player, Trees, forest
 
 
 def ended(spec: EpisodeSpec, failed: bool = False) -> Trajectory:

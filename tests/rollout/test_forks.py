@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from agentrl.catalog import EnvRef
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, ToolCall, Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
 from tests.rollout.conftest import FaultyEngine
 
 REF = EnvRef("key_value", {"calls": 4, "set_share": 0.0})

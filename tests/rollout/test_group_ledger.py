@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.rollout.ledger import GroupLedger, GroupState
-from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.rollout.group_ledger import GroupLedger, GroupState
 
 
 def group_of(index: int, versions: list[int]) -> Group:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.data.trajectory import Group, StopReason, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.course import Policy
-from agentrl.trajectory import Group, StopReason, Trajectory
+from agentrl.rollout.episode import Policy
 from tests.players import collector_of
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine

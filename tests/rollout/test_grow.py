@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
+from agentrl.data.trajectory import Group
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
-from agentrl.rollout.group import alike
-from agentrl.run.checks.rollout import check_rollout
+from agentrl.rollout.group_ledger import alike
+from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.loop import make_batch
 from agentrl.run.plan import batches_of
-from agentrl.trajectory import Group
+from agentrl.utils.errors import ConfigError
 from tests.publishing import exchange
 from tests.rollout.test_spent import made
 

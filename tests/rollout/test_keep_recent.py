@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.catalog import EnvRef
+from agentrl.data.trajectory import Message, StopReason
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.render.toolcalls import render_tool_calls
+from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import KeepRecent
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
 
 
 class ScriptedEngine(Engine):

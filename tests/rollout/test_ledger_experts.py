@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, pack, select
-from agentrl.experts import FREE
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.expert_routing import FREE
+from agentrl.data.rows import Ragged, pack, select
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
 
 SHAPE = (3, 2)
 

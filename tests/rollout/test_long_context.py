@@ -14,24 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch import collate
-from agentrl.catalog import EnvRef, add_tool_set, find_reward
 from agentrl.config.schema import ToolsConfig
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env.catalog import EnvRef, add_tool_set, find_reward
+from agentrl.env.tool import tool
 from agentrl.render.base import Renderer
-from agentrl.render.toolcalls import render_tool_calls
+from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
-from agentrl.reward.credit import reward_spots
-from agentrl.rollout.context.base import ContextPolicy, Stop
-from agentrl.rollout.context.compact import HEAD, Compact
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.context.truncate import Truncate
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.reward.score import reward_spots
+from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Stop, Truncate
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.tool import tool
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.trainer.pretrained import packaged_tokenizer
 from tests.conftest import PROOFS
 
 CONTEXT, TURN = 4096, 96

@@ -11,22 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config import TrainConfig
 from agentrl.config.schema import InitModelConfig
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.base import ContextPolicy, Stop
-from agentrl.rollout.context.compact import Compact
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import Compact, ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.assembly import context_length
-from agentrl.run.engines import make_engine
-from agentrl.train.init_model import init_model
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import StopReason, TokenLedger, Trajectory
+from agentrl.run.engine_choice import make_engine
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from tests.rollout.test_context_policies import TURNS, Endless, replayed
 
 pytestmark = pytest.mark.slow

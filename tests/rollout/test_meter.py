@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import EngineStats, Sampling
-from agentrl.rollout.meter import EngineMeter
-from agentrl.run.rows import shown_of, train_row
+from agentrl.rollout.stats import EngineMeter
+from agentrl.run.run_log import shown_of, train_row
 
 pytestmark = pytest.mark.asyncio
 

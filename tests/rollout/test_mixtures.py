@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
-from agentrl.errors import ConfigError, NothingScoredError, StalledError
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Limits, Policy
-from agentrl.rollout.mixture.base import EnvOutcome, make_mixture, pick
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.mixtures import EnvOutcome, MixedTasks, Part, make_mixture, pick
 from agentrl.rollout.player import LocalPlayer, RunEnv
-from agentrl.trajectory import Group, Trajectory
+from agentrl.utils.errors import ConfigError, NothingScoredError, StalledError
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine, steps
 from tests.rollout.test_samplers import LENGTH
@@ -274,6 +273,6 @@ def test_older_groups_and_trajectories_have_no_name() -> None:
 
 
 def _task() -> Any:
-    from agentrl.trajectory import Task
+    from agentrl.data.trajectory import Task
 
     return Task("t", 0)

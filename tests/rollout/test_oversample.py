@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import StalledError
+from agentrl.data.trajectory import Group
 from agentrl.render.base import Renderer
-from agentrl.rollout.collect import Collector
-from agentrl.trajectory import Group
+from agentrl.rollout.collector import Collector
+from agentrl.utils.errors import StalledError
 from tests.rollout.conftest import FaultyEngine
 from tests.rollout.test_collect import batches_of, collector
 

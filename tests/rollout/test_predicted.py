@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, load_config
-from agentrl.errors import ConfigError
-from agentrl.rollout.mixture.source import MixedTasks, parts_of
-from agentrl.rollout.sampler.base import GroupOutcome, TaskSampler, make_sampler
-from agentrl.run.checks.rollout import check_rollout
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.mixtures import MixedTasks, parts_of
+from agentrl.rollout.samplers import GroupOutcome, TaskSampler, make_sampler
+from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.metrics import info_of
+from agentrl.utils.errors import ConfigError
 
 RANGES = {"calls": [2, 12], "keys": [14, 14], "max_value": [3, 5]}
 CONFIG = """

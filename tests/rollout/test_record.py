@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.errors import ReplayError
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Context, Scorer, compile_spec
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.course import Limits, Policy
+from agentrl.rollout.context import KeepRecent
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.replay.io import EpisodeIO
-from agentrl.rollout.replay.play import Replayer
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded
-from agentrl.trajectory import Message, ToolCall
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.replay import Recorder, Replayer
+from agentrl.rollout.tape import EpisodeIO, Recorded
+from agentrl.utils.errors import ReplayError
 from tests.players import run_tasks
 from tests.rollout.conftest import FaultyEngine
 
@@ -31,7 +29,7 @@ ENV = '''
 import asyncio
 
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.errors import ToolTimeoutError
+from agentrl.utils.errors import ToolTimeoutError
 from agentrl.tool import tool
 
 BUMP = {"name": "bump", "arguments": {}}

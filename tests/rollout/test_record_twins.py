@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall
-from agentrl.errors import ReplayError
 from agentrl.reward import Context
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.replay.io import EpisodeIO
-from agentrl.rollout.replay.play import Replayer
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded, RecordWriter, digest, in_episode
-from agentrl.rollout.scoring import score_episode
-from agentrl.trajectory import Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.episode import score_episode
+from agentrl.rollout.replay import Recorder, Replayer
+from agentrl.rollout.tape import EpisodeIO, Recorded, RecordWriter, digest, in_episode
+from agentrl.utils.errors import ReplayError
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 Scored = list[tuple[float | None, str]]

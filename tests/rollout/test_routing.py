@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.rollout.routing import BLOCK, MOVE, SHED, SLACK, Need, Placed, RequestRouter, block_names
+from agentrl.rollout.engine import BLOCK, MOVE, SHED, SLACK, Need, Placed, RequestRouter, block_names
 
 
 def need(key: str, prompt: int = 100, expected: float = 10.0, group: Any = None) -> Need:

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.backends.vllm.make import VllmMaker
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig, TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.data.trajectory import Group
+from agentrl.engines.vllm.vllm_maker import VllmMaker
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Policy
-from agentrl.rollout.sampler.base import GroupOutcome, TaskChoice, TaskSampler, make_sampler
-from agentrl.rollout.sampler.source import TaskSource
-from agentrl.rollout.seeds import derive
-from agentrl.run.checks.rollout import check_rollout
-from agentrl.trajectory import Group
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.mixtures import TaskSource
+from agentrl.rollout.samplers import GroupOutcome, TaskChoice, TaskSampler, make_sampler
+from agentrl.run.checks.rollout_checks import check_rollout
+from agentrl.utils.errors import ConfigError
 from tests.players import collector_of, only, tasks_of
 from tests.publishing import exchange, publish
 from tests.rollout.conftest import FaultyEngine, steps

@@ -14,22 +14,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import agentrl
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.accept import Acceptance
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.collector import Acceptance, Collector
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Generation, Sampling
-from agentrl.rollout.ledger import GroupState
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.group_ledger import GroupState
+from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.spent import Spent
+from agentrl.rollout.stats import Spent
 from agentrl.run.metrics import info_of
-from agentrl.run.rows import shown_of, thrown_away
-from agentrl.trajectory import Group, Message, Task, TokenLedger, ToolCall, Trajectory
+from agentrl.run.run_log import shown_of, thrown_away
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
 from tests.rollout.in_process import pool_in_process
@@ -198,7 +198,7 @@ def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: 
 async def test_a_worker_tells_what_an_episode_that_is_cancelled_had_sampled(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.workers.core.BEAT_S", 0.02)
+    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.BEAT_S", 0.02)
     engine = Counting(renderer.stop_token_ids[0])
     engine.first, engine.held = renderer.assistant(CALL), ("g0.",)
     limits = Limits.of(RolloutConfig(max_turns=3), 2048)

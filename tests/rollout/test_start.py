@@ -10,26 +10,24 @@ from typing import Any
 
 import pytest
 
-from agentrl.batch import collate
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.cli.main import main
 from agentrl.config import Choice
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig, StartConfig
-from agentrl.errors import ConfigError
-from agentrl.render.make import make_renderer
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
+from agentrl.render.template import make_renderer
 from agentrl.reward import Scorer
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job
-from agentrl.rollout.start import GoldStart, StartOutcome, prefix_of
-from agentrl.rollout.workers.wire import job_fields, job_of
-from agentrl.run.checks.start import check_start
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.rollout.starts import GoldStart, StartOutcome, prefix_of
+from agentrl.rollout.workers.channel import job_fields, job_of
+from agentrl.run.checks.env_checks import check_start
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 
 REF = EnvRef("key_value", {"calls": 6, "set_share": 0.0})
 WIDE = Limits(20, 64, 900, 60, 60, 4096)

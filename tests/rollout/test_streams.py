@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.context.compact import Compact
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import Compact
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.episode import run_episode
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from tests.players import collector_of, run_tasks
 from tests.publishing import exchange
 from tests.rollout.test_blame import DONE, Actor

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice, RolloutConfig
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.course import Limits, Policy
-from agentrl.rollout.evaluate import evaluate, success_rate, summarize
-from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.rollout.seeds import derive
-from agentrl.run.report import make_report
-from agentrl.trajectory import Task, Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv, evaluate, success_rate, summarize
+from agentrl.run.evaluate import make_report
 from tests.players import collector_of
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch.collate import collate
-from agentrl.catalog import EnvRef
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, token_rewards
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.trajectory import Message, ToolCall, Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from tests.rollout.conftest import FaultyEngine
 
 REF = EnvRef("key_value", {"calls": 4, "set_share": 0.0})

@@ -17,15 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef
-from agentrl.columns import MAX_TURN
 from agentrl.config import RolloutConfig
+from agentrl.data.token_ledger import MAX_TURN, TokenLedger
+from agentrl.data.trajectory import Group, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, load_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from tests.rollout.conftest import FaultyEngine
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=90)

@@ -13,22 +13,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import RolloutConfig
-from agentrl.errors import ModelError, RenderError, WorkerDiedError, WorkerError
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, Generation, Sampling, Usage
-from agentrl.rollout.mixture.source import MixedTasks, Part
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.workers.channel import Channel, Door, Hub, dial
-from agentrl.rollout.workers.core import WorkerCore
-from agentrl.rollout.workers.wire import fault_fields, fault_of, generation_frame, generation_of, trajectory_frame, trajectory_of
+from agentrl.rollout.workers.channel import (
+    Channel,
+    Door,
+    Hub,
+    dial,
+    fault_fields,
+    fault_of,
+    generation_frame,
+    generation_of,
+    trajectory_frame,
+    trajectory_of,
+)
+from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.run.folder import lines
-from agentrl.trajectory import Group, TokenLedger, Trajectory
+from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError
 from tests.publishing import exchange
 from tests.rollout.conftest import FaultyEngine
 from tests.rollout.in_process import Make, pool_in_process
@@ -352,7 +363,7 @@ async def test_a_cancelled_episode_is_torn_down_there_before_its_caller_goes_on(
 async def test_what_episodes_elsewhere_wait_for_and_that_they_move_is_known_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.workers.core.BEAT_S", 0.02)
+    monkeypatch.setattr("agentrl.rollout.workers.rollout_worker.BEAT_S", 0.02)
     engine = SeededEngine(renderer.stop_token_ids[0])
     engine.gate.clear()
     pool, seats = pool_in_process(engine, envs(renderer), 2)
@@ -475,7 +486,7 @@ def test_a_trajectory_arrives_as_it_was() -> None:
     routed.append_context([5, 6, 7], 1)
     routed.append_sampled([8], [-2.0], [4], 1)
     routed.add_experts(0, rng.integers(0, 300, (3, 2, 2)).astype(np.int16))
-    from agentrl.trajectory import Task
+    from agentrl.data.trajectory import Task
 
     sent = Trajectory("e", Task("t", 3, data={"a": "ü\ud800"}), ledgers=[long, TokenLedger(), routed], reward=0.1 + 0.2)
     record = sent.record_text()

@@ -30,8 +30,8 @@ CODES = {"ctrl-c": 130}
 def begun(out: str, name: str, overrides: list[str], way: str, step: int, code_file: str) -> None:
     """Begin the run; at update `step` it ends as `way` says."""
     from agentrl.run.checks import check_train
+    from agentrl.run.driver import execute
     from agentrl.run.folder import RunFolder
-    from agentrl.run.main import execute
     from agentrl.run.provenance import write_provenance
 
     break_off(way, step)
@@ -53,7 +53,7 @@ def command(words: list[str], code_file: str) -> None:
 def break_off(way: str, step: int) -> None:
     """Arrange that this process gets Ctrl-C, or kills itself, at update `step`."""
     from agentrl.run.folder import RunFolder
-    from agentrl.train.checkpoint import Checkpoints
+    from agentrl.trainer.checkpoint import Checkpoints
 
     commit, append, publish = Checkpoints.commit, RunFolder.append_metrics, Checkpoints._publish
 

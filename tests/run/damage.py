@@ -230,9 +230,9 @@ def evaluate(run: Path) -> Outcome:
 
 def view(run: Path) -> Outcome:
     """All questions of the page, as `agentrl view` answers them."""
-    from agentrl.errors import AgentrlError
-    from agentrl.view.api import Api
-    from agentrl.view.library import Library
+    from agentrl.contrib.view.api import Api
+    from agentrl.contrib.view.library import Library
+    from agentrl.utils.errors import AgentrlError
 
     said: list[str] = []
     try:

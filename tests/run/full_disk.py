@@ -35,29 +35,29 @@ TRAIN = {
     "provenance.json": Writer("agentrl.run.provenance:write_provenance", ("provenance.json",)),
     "horizons.json": Writer("agentrl.run.session:run_bins", ("horizons.json",)),
     "token of the shared folder": Writer("agentrl.run.session:check_shared", (".agentrl-shared-*",)),
-    "log.txt": Writer("agentrl.run.log_file:LogFile.emit", ("log.txt",)),
-    ".lock": Writer("agentrl.run.lock:_note", (".lock",)),
+    "log.txt": Writer("agentrl.run.folder:LogFile.emit", ("log.txt",)),
+    ".lock": Writer("agentrl.run.folder:_note", (".lock",)),
     "model": Writer("agentrl.run.session:init_model", ("model/*",)),
     "model's manifest": Writer("agentrl.run.session:seal", ("model/manifest.json",)),
-    "warm_start": Writer("agentrl.train.actor:Actor.end_sft", ("warm_start/*",)),
+    "warm_start": Writer("agentrl.trainer.actor:Actor.end_sft", ("warm_start/*",)),
     "warm start's manifest": Writer("agentrl.run.sft:seal", ("warm_start/manifest.json",)),
     "metrics.jsonl": Writer("agentrl.run.folder:RunFolder.append_metrics", ("metrics.jsonl",), 5),
     "trajectories": Writer("agentrl.run.folder:RunFolder.write_trajectories", ("trajectories/*.jsonl",), 3),
     "tokens": Writer("agentrl.run.folder:RunFolder.write_tokens", ("tokens/*.jsonl",), 3),
-    "tensorboard": Writer("agentrl.run.trackers.tensorboard:TensorBoard.row", ("tensorboard/*",), 3),
-    "profile": Writer("agentrl.run.timeline:Timeline.write", ("profile/step_*.json.gz", "profile/.parts/*")),
-    "checkpoint's folder": Writer("agentrl.train.checkpoint:Checkpoints.begin", (), 3),
-    "checkpoint's actor": Writer("agentrl.train.actor:Actor.begin_save", ("checkpoints/*/actor/*",), 3),
-    "checkpoint's critic": Writer("agentrl.train.critic:Critic.begin_save", ("checkpoints/*/critic/*",), 3),
-    "checkpoint's learner.json": Writer("agentrl.train.coefficients:json_text", ("checkpoints/*/learner.json",), 3),
+    "tensorboard": Writer("agentrl.run.trackers:TensorBoard.row", ("tensorboard/*",), 3),
+    "profile": Writer("agentrl.run.tracing:Timeline.write", ("profile/step_*.json.gz", "profile/.parts/*")),
+    "checkpoint's folder": Writer("agentrl.trainer.checkpoint:Checkpoints.begin", (), 3),
+    "checkpoint's actor": Writer("agentrl.trainer.actor:Actor.begin_save", ("checkpoints/*/actor/*",), 3),
+    "checkpoint's critic": Writer("agentrl.trainer.roles:Critic.begin_save", ("checkpoints/*/critic/*",), 3),
+    "checkpoint's learner.json": Writer("agentrl.trainer.learner:json_text", ("checkpoints/*/learner.json",), 3),
     "checkpoint's driver.json": Writer(
-        "agentrl.run.checkpoint:_write_driver", ("checkpoints/*/driver.json", "checkpoints/*/groups.jsonl"), 3
+        "agentrl.run.session:_write_driver", ("checkpoints/*/driver.json", "checkpoints/*/groups.jsonl"), 3
     ),
-    "checkpoint's manifest.json": Writer("agentrl.train.checkpoint:seal", ("checkpoints/*/manifest.json",), 3),
-    "checkpoint's score": Writer("agentrl.train.checkpoint:Checkpoints.rate", ("checkpoints/*/manifest.json",)),
-    "final": Writer("agentrl.train.actor:Actor.export_hf", ("final/*",)),
-    "final's manifest": Writer("agentrl.run.main:seal", ("final/manifest.json",)),
-    "curve.png": Writer("agentrl.run.main:draw_curve", ("curve.png",)),
+    "checkpoint's manifest.json": Writer("agentrl.trainer.checkpoint:seal", ("checkpoints/*/manifest.json",), 3),
+    "checkpoint's score": Writer("agentrl.trainer.checkpoint:Checkpoints.rate", ("checkpoints/*/manifest.json",)),
+    "final": Writer("agentrl.trainer.actor:Actor.export_hf", ("final/*",)),
+    "final's manifest": Writer("agentrl.run.driver:seal", ("final/manifest.json",)),
+    "curve.png": Writer("agentrl.run.driver:draw_curve", ("curve.png",)),
     "summary.json": Writer("agentrl.run.folder:RunFolder.write_summary", ("summary.json", ".reserved")),
 }
 """Of `agentrl train`."""
@@ -66,19 +66,19 @@ RESUME = {
     "rewound metrics.jsonl": Writer("agentrl.run.folder:RunFolder.rewind", ("metrics.jsonl",)),
 }
 """Of a resume with another setting."""
-PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.pool:WorkerPool.play", ("trajectories/.parts/*",), 30)}
+PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.worker_pool:WorkerPool.play", ("trajectories/.parts/*",), 30)}
 """Of rollout workers, in their own processes: full when the driver hands out an episode."""
 EVAL = {
-    "exports": Writer("agentrl.run.of_run:_exported", ("exports/*",)),
+    "exports": Writer("agentrl.run.provenance:_exported", ("exports/*",)),
     "record's folder": Writer("agentrl.run.record_folder:RecordFolder.open", ()),
-    "record": Writer("agentrl.rollout.replay.tape:RecordWriter.add", (), 9),
-    "evaluation's episodes": Writer("agentrl.run.rollout:_sort", ()),
-    "evaluation's report": Writer("agentrl.run.eval:redacted", ()),
+    "record": Writer("agentrl.rollout.tape:RecordWriter.add", (), 9),
+    "evaluation's episodes": Writer("agentrl.run.evaluate:_sort", ()),
+    "evaluation's report": Writer("agentrl.run.evaluate:redacted", ()),
 }
 """Of `agentrl eval --run RUN --record`."""
 EXPORT = {
-    "export": Writer("agentrl.train.export:save_model", ()),
-    "export's tokenizer": Writer("agentrl.train.saving:load_tokenizer", ()),
+    "export": Writer("agentrl.trainer.model_folder:save_model", ()),
+    "export's tokenizer": Writer("agentrl.trainer.model_folder:load_tokenizer", ()),
 }
 """Of `agentrl export`."""
 ALL = {**TRAIN, **RESUME, **PARTS, **EVAL, **EXPORT}
@@ -136,7 +136,7 @@ def commanded(words: list[str], writer: str, disk: str, said: str, opened: str, 
     os.dup2(out, 1)
     os.dup2(out, 2)
     from agentrl.cli.main import main
-    from agentrl.run.checks import capacity
+    from agentrl.run.checks import size_checks as capacity
 
     capacity.MIN_DISK_MIB = 1
     found: set[str] = set()

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import InitModelConfig
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
 
 
 def build(folder: Path, seed: int) -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from agentrl.cluster.strategy import Broadcast, Strategy
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class IdleActor(Worker):

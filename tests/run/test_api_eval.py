@@ -15,22 +15,21 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.api.engine import LiteLlmEngine, Transcript, retry_after
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.endpoint.server import Endpoint
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig, Choice, EnvConfig, InitModelConfig, TrainConfig
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.data.trajectory import Message
+from agentrl.engines.api_models import LiteLlmEngine, Transcript, retry_after
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env.users import ModelUser
-from agentrl.errors import ConfigError, EngineError, ResourceError
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Sampling
 from agentrl.run.display import Display
-from agentrl.run.engines import make_api_engine
-from agentrl.run.rollout import RolloutRequest, run_rollout
-from agentrl.train.init_model import init_model
-from agentrl.train.pretrained import load_tokenizer
-from agentrl.trajectory import Message
+from agentrl.run.engine_choice import make_api_engine
+from agentrl.run.evaluate import RolloutRequest, run_rollout
+from agentrl.trainer.pretrained import init_model, load_tokenizer
+from agentrl.utils.errors import ConfigError, EngineError, ResourceError
 from tests.env.toysuite import write_source, write_suite
 from tests.rollout.loopback import Loopback, solve
 from tests.run.preflighted import preflight, with_spec

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.api.engine import LiteLlmEngine
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import ApiConfig
+from agentrl.data.trajectory import Message
+from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env.users import ModelUser
-from agentrl.errors import ConfigError, EnvError
-from agentrl.reward.context import judge_settings
+from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
-from agentrl.trajectory import Message
+from agentrl.utils.errors import ConfigError, EnvError
 from tests.rollout.loopback import Loopback, LoopbackServer, solve
 from tests.run.preflighted import preflight, with_spec
 

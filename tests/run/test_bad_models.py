@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
-from agentrl.errors import ModelError
 from agentrl.run import assembly
-from agentrl.run.checks import model as check
-from agentrl.train import pretrained
-from agentrl.train.model_files import Header, check_tensors
+from agentrl.run.checks import model_checks as check
+from agentrl.trainer import pretrained
+from agentrl.trainer.weight_files import Header, check_tensors
+from agentrl.utils.errors import ModelError
 
 Change = Callable[[Path], object]
 SMALL = ["cluster.backend=inline", "rollout.max_episode_tokens=512", "optim.micro_tokens=512", "optim.lr=1e-6"]
@@ -34,7 +34,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was started")
 
     monkeypatch.setattr(assembly, "make_engine", started)
-    monkeypatch.setattr("agentrl.run.main.open_session", started)
+    monkeypatch.setattr("agentrl.run.session.open_session", started)
 
 
 @pytest.fixture

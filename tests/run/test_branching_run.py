@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from agentrl.run.token_file import token_columns
-from agentrl.trajectory import Trajectory
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.reader import token_columns
 from tests.backends.vllm_parts import skip_without_vllm
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates

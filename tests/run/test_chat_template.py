@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig, load_config
-from agentrl.config.paths import with_absolute_paths
-from agentrl.errors import ConfigError, ModelError
-from agentrl.render.chat_templates import CHAT_TEMPLATES
+from agentrl.config.load import with_absolute_paths
+from agentrl.data.trajectory import Message
+from agentrl.render.chatml import CHAT_TEMPLATES
 from agentrl.run.assembly import renderer_of, tokenizer_of
 from agentrl.run.checks import check_assembly
-from agentrl.run.checks.model import check_tokenizer
-from agentrl.train.pretrained import load_model_config
-from agentrl.train.saving import save_model
-from agentrl.trajectory import Message
+from agentrl.run.checks.model_checks import check_tokenizer
+from agentrl.trainer.model_folder import save_model
+from agentrl.trainer.pretrained import load_model_config
+from agentrl.utils.errors import ConfigError, ModelError
 from tests.run.test_tool_parser import NO_TOOLS
 from tests.tiny import build
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.config.load import config_from, load_config
-from agentrl.config.paths import with_absolute_paths
-from agentrl.errors import ConfigError, ResourceError, UserError
-from agentrl.run.checks.agent import check_agent, rehearse
+from agentrl.config.load import config_from, load_config, with_absolute_paths
+from agentrl.env.catalog import EnvRef
+from agentrl.run.checks.env_checks import check_agent, rehearse
+from agentrl.utils.errors import ConfigError, ResourceError, UserError
 
 AGENT = str(Path(__file__).resolve().parents[1] / "harness" / "agent_over_http.py")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec
 from agentrl.run import checks
-from agentrl.run.checks.gold import check_gold
+from agentrl.run.checks.reward_checks import check_gold
+from agentrl.utils.errors import ConfigError
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
 

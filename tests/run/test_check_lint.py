@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.env.catalog import EnvRef
 from agentrl.run.assembly import scorer_of
-from agentrl.run.checks import check_config, lint
-from agentrl.run.checks.lint import check_lint
-from agentrl.run.checks.reward import check_success
+from agentrl.run.checks import check_config
+from agentrl.run.checks import reward_checks as lint
+from agentrl.run.checks.reward_checks import check_lint, check_success
+from agentrl.utils.errors import ConfigError
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 TYPO = {"use": "number.close", "args": {"expect": {"$": "/task/gold/anwser"}}}
@@ -82,7 +82,7 @@ def test_what_is_suspicious_is_said_and_not_refused(tmp_path: Path) -> None:
 
 def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said holds if the judge says the best of everything and if it says the worst; it is not asked."""
-    monkeypatch.setattr("agentrl.reward.judge.client.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
+    monkeypatch.setattr("agentrl.reward.judge.Judge.ask", lambda *_: pytest.fail("a judge was asked"))
     judged = "not judged, since that would call a model; what else is said holds in any case"
     assert notes(made(tmp_path, {"op": "all", "of": [RIGHT, MARK]})) == [f"reward spec 'mine' at /root/of/1: {judged}"]
     with pytest.raises(ConfigError, match=r"'mine': the gold solution of task .* is not a success"):
@@ -109,7 +109,7 @@ def notes_of_remote(folder: Path) -> str:
 
 
 def test_no_probe_is_begun_after_the_time_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lint, "SECONDS", -1.0)
+    monkeypatch.setattr(lint, "LINT_SECONDS", -1.0)
     assert notes(made(tmp_path, TYPO)) == []  # what gold is paid is then for `check_success` alone
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config, check_eval
-from agentrl.run.checks.model import check_prompts, longest_prompt
-from agentrl.run.checks.reward import Questions, check_judge, check_success, questions
+from agentrl.run.checks.model_checks import check_prompts, longest_prompt
+from agentrl.run.checks.reward_checks import Questions, check_judge, check_success, questions
+from agentrl.utils.errors import ConfigError
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}
 NEVER = {"use": "text.equals", "args": {"expect": "never"}}
@@ -129,7 +129,7 @@ def test_a_spec_in_which_nothing_decides_is_refused_for_training_and_for_evaluat
 def test_an_environment_without_gold_is_said_and_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import agentrl.run.checks.reward as module
+    import agentrl.run.checks.reward_checks as module
 
     def without(build: Any, seed: int, split: str) -> Any:
         raise NotImplementedError("key_value has no scripted gold policy")

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.vllm import make
-from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, ModelError
+from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.engines.vllm import vllm_maker as make
+from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.episode import run_episode
-from agentrl.run.checks import sizes
-from agentrl.train.pretrained import count_parameters, model_context
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run.checks import size_checks as sizes
+from agentrl.trainer.pretrained import count_parameters, model_context
+from agentrl.utils.errors import ConfigError, ModelError
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 
 BASE: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "cluster": {"backend": "inline"}}
@@ -89,7 +88,7 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
         said = rf"model.path = {re.escape(str(folder))}: its attention heads have size {derived}"
         with nullcontext() if derived is None else pytest.raises(ConfigError, match=said):
             sizes.check_heads(config, "vllm")
-    monkeypatch.setattr("agentrl.run.engines.has_gpus", lambda cluster, role: role == "rollout")
+    monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role: role == "rollout")
     sizes.check_heads(config_of(model={"init": {"head_dim": 16}}), "vllm")
 
 
@@ -189,8 +188,8 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
 def test_vllm_is_asked_for_no_longer_sequences_than_the_model_takes(
     asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import agentrl.backends.vllm.engine as backend
-    from agentrl.run.engines import make_engine
+    import agentrl.engines.vllm.vllm_engine as backend
+    from agentrl.run.engine_choice import make_engine
 
     seen: dict[str, Any] = {}
     monkeypatch.setattr(backend, "VllmEngine", lambda model, cfg, **options: seen.update(cfg))

@@ -12,21 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.batch.rows import Ragged
-from agentrl.batch.schedule import Mode, token_ratio
-from agentrl.catalog import EnvRef
 from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig
-from agentrl.errors import ConfigError
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import Mode, token_ratio
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
+from agentrl.rollout.warm_start import TRIES, Transcripts
 from agentrl.run.assembly import longest_row
-from agentrl.run.checks.warm_start import check_warm_start
+from agentrl.run.checks.rollout_checks import check_warm_start
 from agentrl.run.sft import steps_batch
-from agentrl.train.actor import Actor
-from agentrl.train.init_model import init_model
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.warm_start import TRIES, Transcripts
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.pretrained import init_model, packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 
 SEED = 3
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from agentrl.cli.main import main
-from agentrl.env.passk import difference_with_interval
-from agentrl.errors import ConfigError
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.env.official import difference_with_interval
 from agentrl.run.compare import compare, compare_all, print_comparison, read_results
-from agentrl.trajectory import Task, Trajectory
+from agentrl.utils.errors import ConfigError
 
 
 def evaluation(

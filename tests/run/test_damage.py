@@ -13,14 +13,12 @@ import pytest
 from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.schema import KeepConfig
-from agentrl.errors import CheckpointError, ConfigError, RunFolderError
-from agentrl.files import read_plain
-from agentrl.run.folder import RunFolder
-from agentrl.run.log_file import LogFile
+from agentrl.contrib.view import index as index_place
+from agentrl.run.folder import LogFile, RunFolder
 from agentrl.run.provenance import _check_own_config, origin_hint
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.seal import check_model, seal
-from agentrl.view import index_place
+from agentrl.trainer.checkpoint import Checkpoints, check_model, seal
+from agentrl.utils.errors import CheckpointError, ConfigError, RunFolderError
+from agentrl.utils.files import read_plain
 from tests.conftest import PROOFS, proof
 from tests.run import damage
 from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed

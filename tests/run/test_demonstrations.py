@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from agentrl.batch.origin import ORIGIN, SHOWN
-from agentrl.catalog import EnvRef
 from agentrl.config import Choice
 from agentrl.config.load import config_from
+from agentrl.data.schedule import ORIGIN, SHOWN
+from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.env import ToolEnv
-from agentrl.errors import ConfigError
-from agentrl.python.steps import session
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.rollout.context.base import Stop
-from agentrl.rollout.course import Policy
-from agentrl.rollout.sampler.base import TaskChoice
-from agentrl.run.checks.demonstrations import check_demonstrations
-from agentrl.run.demonstrations import MEMBER, Demonstrations
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Group, Task, Trajectory
-from agentrl.warm_start import gold_transcript
+from agentrl.rollout.context import Stop
+from agentrl.rollout.episode import Policy
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.rollout.warm_start import gold_transcript
+from agentrl.run.api.steps import session
+from agentrl.run.checks.env_checks import check_demonstrations
+from agentrl.run.session import MEMBER, Demonstrations
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 from tests.e2e.inside import config_of as run_of
 from tests.e2e.inside import execute, updates
 

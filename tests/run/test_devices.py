@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.cluster import devices, runtime
+from agentrl.cluster import ray_cluster as runtime
+from agentrl.cluster import resources as devices
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.processor import HostMemory
-from agentrl.run import engines
-from agentrl.run.checks import capacity, sizes
-from agentrl.run.checks.placement import check_placement
+from agentrl.run import engine_choice as engines
+from agentrl.run.checks import size_checks as capacity
+from agentrl.run.checks import size_checks as sizes
+from agentrl.run.checks.size_checks import check_placement
+from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.utils.processor import HostMemory
 
 BASE = {"env": {"id": "key_value"}, "cluster": {"address": "head:6379"}, "model": {"init": {"head_dim": 16}}}
 

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.run import display as module
-from agentrl.run.display import Display, animates
-from agentrl.run.frame import Activity, Count, Shown, frame
+from agentrl.run.display import Activity, Count, Display, Shown, animates, frame
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,7 +228,7 @@ def test_frames_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
 CHILD = """
 import time
 from agentrl.run.display import Display
-from agentrl.run.frame import Count
+from agentrl.run.display import Count
 with Display() as display:
     display.say("begins")
     display.phase("train", 9)

@@ -13,14 +13,14 @@ import pytest
 import ray
 
 from agentrl.cli.main import main
-from agentrl.cluster.devices import planned_elsewhere
-from agentrl.cluster.runtime import stop_ray
+from agentrl.cluster.ray_cluster import stop_ray
+from agentrl.cluster.resources import planned_elsewhere
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, ModelError
-from agentrl.run.dry_run import dry_run, environments
-from agentrl.run.memory import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
-from agentrl.train import by_size
-from agentrl.train.memory import RoleMemory
+from agentrl.run.plan import dry_run, environments
+from agentrl.run.role_placement import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting
+from agentrl.trainer import memory as by_size
+from agentrl.trainer.memory import RoleMemory
+from agentrl.utils.errors import ConfigError, ModelError
 
 LAYERS, HIDDEN, MLP, HEADS, KV, SIZE, WORDS = 4, 64, 96, 4, 2, 16, 1000
 LAYER = HIDDEN * (2 * HEADS * SIZE + 2 * KV * SIZE) + 3 * HIDDEN * MLP + 2 * HIDDEN + 2 * SIZE

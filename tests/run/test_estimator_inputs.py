@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.batch.rows import Ragged
 from agentrl.config import Choice, TrainConfig
-from agentrl.errors import ConfigError
-from agentrl.rollout.ledger import GroupLedger
+from agentrl.data.rows import Ragged
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.rollout.group_ledger import GroupLedger
 from agentrl.run.checks import check_config
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.loop import make_batch
 from agentrl.run.session import open_session
-from agentrl.train.estimator_inputs import with_advantages, with_estimator_inputs
-from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from agentrl.trainer.estimator_inputs import with_advantages, with_estimator_inputs
+from agentrl.utils.errors import ConfigError
 
 # What an untrained model says holds some letters and not others, so rewards differ within a group.
 EARLY: dict[str, Any] = {
@@ -121,7 +122,7 @@ def test_a_greedy_episode_that_fails_is_no_zero() -> None:
         return Trajectory("made-up", Task("t", 0), ledgers=[ledger], reward=reward)
 
     members = [played(1.0), played(0.0)]
-    from agentrl.batch import collate
+    from agentrl.data.collate import collate
 
     batch = collate(members, groups=[0, 0])
     with pytest.raises(ConfigError, match="no scored greedy episode"):

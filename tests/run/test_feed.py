@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import EngineError
 from agentrl.rollout.engine import EngineStats
-from agentrl.run import feed
+from agentrl.run import session as feed
+from agentrl.utils.errors import EngineError
 
 
 def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.origin import Origins, read_origins
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.files import atomic_write
-from agentrl.run.checks import capacity
-from agentrl.run.curve import draw_curve
+from agentrl.run.checks import size_checks as capacity
 from agentrl.run.folder import RunFolder
+from agentrl.run.outcomes import draw_curve
+from agentrl.utils.errors import ConfigError, ResourceError
+from agentrl.utils.files import atomic_write
 
 
 def config(out: Path, **more: object) -> TrainConfig:
@@ -95,7 +95,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     atomic_write(path, "old")
     script = (
-        "import resource, signal, sys\nfrom pathlib import Path\nfrom agentrl.files import atomic_write\n"
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom agentrl.utils.files import atomic_write\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "try: atomic_write(Path(sys.argv[1]), 'n' * 100000)\nexcept OSError: sys.exit(3)\n"
     )

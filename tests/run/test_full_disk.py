@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import to_toml
-from agentrl.errors import DiskFullError
-from agentrl.files import disk_full, full_disk_said
-from agentrl.rollout.replay.tape import RecordWriter
+from agentrl.rollout.tape import RecordWriter
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import warmed_up
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.seal import check_intact, seal
+from agentrl.trainer.checkpoint import Checkpoints, check_intact, seal
+from agentrl.utils.errors import DiskFullError
+from agentrl.utils.files import disk_full, full_disk_said
 from tests.conftest import proof
 from tests.e2e.inside import config_of
 from tests.run import full_disk

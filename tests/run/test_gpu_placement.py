@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.vllm import replicas
-from agentrl.backends.vllm.make import VllmMaker
-from agentrl.catalog import find_config
 from agentrl.cli.main import main
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config import TrainConfig, load_config
-from agentrl.errors import ConfigError, ResourceError
+from agentrl.engines.vllm import replicas
+from agentrl.engines.vllm.vllm_maker import VllmMaker
+from agentrl.env.catalog import find_config
 from agentrl.run import judges as judges_of_run
-from agentrl.run import placement
-from agentrl.run.checks import capacity
-from agentrl.run.checks.placement import check_placement
-from agentrl.run.engines import make_engine
-from agentrl.train.shapes import SHAPES
+from agentrl.run import role_placement as placement
+from agentrl.run.checks import size_checks as capacity
+from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.engine_choice import make_engine
+from agentrl.trainer.pretrained import SHAPES
+from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
 from tests.run.stand_ins import IdleActor, IdleReplica
 

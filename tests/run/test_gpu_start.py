@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import find_config
-from agentrl.cluster import devices
-from agentrl.cluster.devices import planned_elsewhere
-from agentrl.cluster.runtime import stop_ray
+from agentrl.cluster import resources as devices
+from agentrl.cluster.ray_cluster import stop_ray
+from agentrl.cluster.resources import planned_elsewhere
 from agentrl.config import InitModelConfig, TrainConfig, load_config
 from agentrl.config.load import config_from
-from agentrl.errors import ResourceError
+from agentrl.env.catalog import find_config
 from agentrl.rollout.engine import Sampling
-from agentrl.run import memory
-from agentrl.run.checks import check_train, sizes
+from agentrl.run import role_placement as memory
+from agentrl.run.checks import check_train
+from agentrl.run.checks import size_checks as sizes
 from agentrl.run.display import Display
-from agentrl.run.dry_run import dry_run
 from agentrl.run.folder import RunFolder
-from agentrl.run.memory import FILL, GIB, memory_of
+from agentrl.run.plan import dry_run
+from agentrl.run.role_placement import FILL, GIB, memory_of
 from agentrl.run.session import open_session
-from agentrl.train.init_model import init_model
-from agentrl.train.shapes import SHAPES, shape_folder
+from agentrl.trainer.pretrained import SHAPES, init_model, shape_folder
+from agentrl.utils.errors import ResourceError
 from tests.conftest import proof
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

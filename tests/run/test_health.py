@@ -11,10 +11,10 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import NothingScoredError
-from agentrl.rollout.evaluate import Evaluation, summarize
-from agentrl.run.health import MOSTLY_UNSCORED, TRAINED_NOTHING, Health, check_any_scored
-from agentrl.trajectory import StopReason, Task, Trajectory
+from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.rollout.player import Evaluation, summarize
+from agentrl.run.run_log import MOSTLY_UNSCORED, TRAINED_NOTHING, Health, check_any_scored
+from agentrl.utils.errors import NothingScoredError
 
 
 def config(*overrides: str) -> TrainConfig:

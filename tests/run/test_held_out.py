@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
-from agentrl.run.checks.held_out import check_held_out
+from agentrl.run.checks.rollout_checks import check_held_out
+from agentrl.utils.errors import ConfigError
 from tests.env.toysuite import write_source, write_suite
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_config
 from agentrl.config import TrainConfig
 from agentrl.config.identity import identity_of
 from agentrl.config.load import load_config
-from agentrl.rollout.mixture.source import MixedTasks, parts_of
+from agentrl.env.catalog import EnvRef, find_config
+from agentrl.rollout.mixtures import MixedTasks, parts_of
 from agentrl.run.checks import check_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "horizon"

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl.catalog import make_env
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.rollout.evaluate import summarize, together
-from agentrl.run import horizon
-from agentrl.run.curve import draw_curve
-from agentrl.run.horizon import FILE, Bins, labels_of, order, run_bins, summary_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, StopReason, Task, Trajectory, Turn
+from agentrl.env.catalog import make_env
+from agentrl.rollout.player import summarize, together
+from agentrl.run import outcomes as horizon
+from agentrl.run.evaluate import make_report, print_report
 from agentrl.run.metrics import unknown_keys
-from agentrl.run.report import make_report, print_report
-from agentrl.run.rows import episodes_row, evaluation_row
-from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, Trajectory, Turn
+from agentrl.run.outcomes import FILE, Bins, draw_curve, labels_of, order, run_bins, summary_of
+from agentrl.run.run_log import episodes_row, evaluation_row
 
 
 def episode(calls: int | None, success: bool | None, *, env: str = "", turns: int = 1, tokens: int = 4, n: int = 0) -> Trajectory:

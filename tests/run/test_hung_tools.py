@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.cluster.inline import InlinePending
+from agentrl.cluster.launch import InlinePending
 from agentrl.config.schema import CheckpointConfig, ClusterConfig, WeightsConfig
+from agentrl.data.trajectory import Task, ToolCall, Trajectory
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.env.tool import tool
+from agentrl.env.toolbox import Toolbox
 from agentrl.reward import Scorer, compile_spec
-from agentrl.run.checkpoint import Saver
-from agentrl.tool import Toolbox, tool
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import Task, ToolCall, Trajectory
+from agentrl.run.session import Saver
+from agentrl.trainer.publish import Publisher
 from tests.weights.publish_parts import trained
 
 
@@ -92,9 +93,9 @@ def test_hung_tools_leave_commits_publishes_updates_and_replays_alone(tiny: str,
 def test_a_process_ends_although_its_tools_and_specs_hang() -> None:
     code = """
 import asyncio, threading
-from agentrl.executors import SCORING
+from agentrl.utils.threads import SCORING
 from agentrl.tool import Toolbox, tool
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
 
 @tool(timeout=0.1, on_timeout="answer")
 def hang() -> str:

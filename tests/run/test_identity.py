@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.config import to_toml
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
 from tests.env.test_mcp import SERVER
 from tests.rollout.loopback import Loopback, solve
 
@@ -185,8 +185,8 @@ def test_a_run_goes_on_by_its_own_config(
     Path("run").mkdir()
     Path("run/config.toml").write_text(to_toml(config_from(table)))
     gone_on = []
-    monkeypatch.setattr("agentrl.run.main.execute", lambda config, folder, **how: gone_on.append(config) or 0)
-    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
+    monkeypatch.setattr("agentrl.run.driver.execute", lambda config, folder, **how: gone_on.append(config) or 0)
+    monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
     code = main(["train", "--resume", "run", override])
     assert (code, len(gone_on)) == ((2, 0) if difference else (0, 1))
     if difference:

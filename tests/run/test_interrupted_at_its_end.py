@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.run import main
-from agentrl.run.checkpoint import Saver
+from agentrl.run import driver as main
 from agentrl.run.folder import RunFolder
+from agentrl.run.session import Saver
 from tests.e2e.inside import config_of, execute, numbers, updates
 from tests.e2e.runs import forked
 

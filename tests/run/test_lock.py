@@ -11,17 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.configs import open_folder
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
-from agentrl.run.folder import RunFolder
-from agentrl.run.lock import LOCK, locked
-from agentrl.run.main import execute
+from agentrl.run.config_file import open_folder
+from agentrl.run.driver import execute
+from agentrl.run.folder import LOCK, RunFolder, locked
+from agentrl.utils.errors import ConfigError
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from agentrl.run.lock import locked
+from agentrl.run.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.errors import ConfigError
 from agentrl.run.loop import staleness
+from agentrl.utils.errors import ConfigError
 
 
 def test_a_batch_without_a_token_of_the_policy_is_an_error_that_says_what_to_raise() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import asyncio, sys
-from agentrl.deadline import end, run_loop
+from agentrl.utils.event_loop import end, run_loop
 
 async def stubborn():
     while True:

@@ -15,23 +15,20 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-from agentrl.batch.origin import KEPT, ORIGIN
-from agentrl.catalog import EnvRef
-from agentrl.errors import ConfigError
+from agentrl.data.schedule import KEPT, ORIGIN
+from agentrl.data.trajectory import Message, Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.rollout.context.base import ContextPolicy, Moment, Stop
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.context.truncate import Truncate
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
+from agentrl.rollout.context import ContextPolicy, KeepRecent, Moment, Stop, Truncate
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.rollout.episode import run_episode
-from agentrl.rollout.start import written
-from agentrl.run.checks.demonstrations import check_demonstrations
-from agentrl.train import learner
-from agentrl.train.learner import Learner
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Message, Trajectory
-from agentrl.warm_start import gold_transcript
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.rollout.starts import written
+from agentrl.rollout.warm_start import gold_transcript
+from agentrl.run.checks.env_checks import check_demonstrations
+from agentrl.trainer import learner
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 

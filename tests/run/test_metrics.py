@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.algorithm import POLICY_LOSSES, LossInput, policy_loss
 from agentrl.cli.main import main
 from agentrl.run.metrics import PHASES, info_of, metrics_table, unknown_keys
+from agentrl.trainer.algorithms import policy_loss
+from agentrl.trainer.algorithms.base import LossInput
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "agentrl"

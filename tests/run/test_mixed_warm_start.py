@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
-from agentrl.processor import TINY
-from agentrl.rollout.evaluate import Evaluation, summarize
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.player import Evaluation, summarize
 from agentrl.run import sft
-from agentrl.trajectory import Task, Trajectory
+from agentrl.utils.processor import TINY
 from tests.config.observed import Course, renderer
 
 ENVS: list[dict[str, Any]] = [

@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 
 from agentrl.config import Choice, TrainConfig
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.ledger import GroupLedger
-from agentrl.run import checkpoint, loop
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.group_ledger import GroupLedger
+from agentrl.run import loop
+from agentrl.run import session as checkpoint
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.run.run_log import RunLog
+from agentrl.run.run_log import RunLog, Writes
 from agentrl.run.tracing import Tracing
-from agentrl.run.writes import Writes
-from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
-from agentrl.watchdog import LoopWatchdog
+from agentrl.utils.event_loop import LoopWatchdog
 
 
 class Pulse:
@@ -274,7 +275,7 @@ def test_the_loop_answers_while_a_batch_of_200_mb_is_collated() -> None:
     groups = [Group(index, 0, members[16 * index : 16 * index + 16]) for index in range(32)]
 
     async def body() -> None:
-        from agentrl.executors import in_thread
+        from agentrl.utils.threads import in_thread
 
         async with beating() as pulse:
             await asyncio.sleep(0.01)

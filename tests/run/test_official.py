@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.data.trajectory import StopReason
 from agentrl.env.official import mean_row, pass_hat_rows, pass_hat_table, weighted_row
-from agentrl.env.suite import OfficialRow, Played
-from agentrl.trajectory import StopReason
+from agentrl.env.suites import OfficialRow, Played
 
 
 def played(task: str, sample: int, success: bool | None, family: str = "a") -> Played:

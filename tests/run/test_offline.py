@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from agentrl.catalog import EnvRef
 from agentrl.cli.main import main
-from agentrl.data.prepare import Preparation
-from agentrl.data.store import RowStore
+from agentrl.contrib.offline.objectives import Supervised
+from agentrl.contrib.offline.prepare import Preparation
+from agentrl.contrib.offline.store import RowStore
+from agentrl.data.trajectory import Trajectory
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
-from agentrl.run.interrupt import Interrupt
-from agentrl.run.objectives import Supervised
+from agentrl.rollout.warm_start import transcript
+from agentrl.run.callbacks import Interrupt
 from agentrl.run.reader import load_run, overview
-from agentrl.train.export import export_run
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Trajectory
-from agentrl.warm_start import transcript
+from agentrl.trainer.model_folder import export_run
+from agentrl.trainer.pretrained import packaged_tokenizer
 from tests.conftest import proof
 from tests.data.test_layouts import ASKED, HERMES, TOOLS
 

@@ -11,10 +11,10 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.envs import longest_sample, own_advantages
-from agentrl.errors import ConfigError, UserError
 from agentrl.run.checks import check_config
 from agentrl.run.plan import batches_of
-from agentrl.train.learner_checks import fill_length_norm
+from agentrl.trainer.learner import fill_length_norm
+from agentrl.utils.errors import ConfigError, UserError
 from tests.env.toysuite import write_source, write_suite
 
 RIGHT = {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}}}

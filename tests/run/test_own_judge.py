@@ -18,21 +18,17 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import InitModelConfig
-from agentrl.errors import EngineError, UserError
-from agentrl.redaction import GONE, remember
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
-from agentrl.reward.judge import VerdictCache
-from agentrl.reward.judge.client import VerdictRequest
-from agentrl.reward.judge.own import form_of
+from agentrl.reward.judge import VerdictCache, VerdictRequest, form_of
 from agentrl.rollout.engine import Generation, Sampling
-from agentrl.rollout.judge import EngineJudge, JudgeLimits
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
-from agentrl.run.judges import Judges, judge_config
-from agentrl.train.init_model import init_model
-from agentrl.train.pretrained import load_tokenizer
+from agentrl.run.judges import EngineJudge, JudgeLimits, Judges, judge_config
+from agentrl.trainer.pretrained import init_model, load_tokenizer
+from agentrl.utils.errors import EngineError, UserError
+from agentrl.utils.redaction import GONE, remember
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import numbers, rows
 from tests.run.broken_off import TINY, told
@@ -210,7 +206,7 @@ async def test_as_many_verdicts_are_sampled_at_once_as_concurrency_says(judge: P
 async def test_a_fault_of_the_engine_is_tried_again_and_is_never_a_score(
     judge: Path, faults: int, retries: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.judge.BACKOFF", 0.0)
+    monkeypatch.setattr("agentrl.run.judges.BACKOFF", 0.0)
     given = {"fault": (faults, EngineError("the card fell off")), "retries": retries}
     [verdict], one, engine = await asked(judge, [request("a")], **given)
     assert engine.asked == attempts
@@ -227,7 +223,7 @@ async def test_a_slow_engine_is_given_up_after_the_timeout(judge: Path) -> None:
 
 
 async def test_a_verdict_that_was_aborted_is_asked_again(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.rollout.judge.BACKOFF", 0.0)
+    monkeypatch.setattr("agentrl.run.judges.BACKOFF", 0.0)
     whole = Counting.generate
 
     async def cut(self: Counting, *given: Any) -> Generation:

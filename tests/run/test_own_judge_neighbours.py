@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.errors import ConfigError, JudgeBudgetError
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, Task, Trajectory, Turn
 from agentrl.run.assembly import assemble, read_inputs
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import check_contents, write_provenance
-from agentrl.trajectory import Message, StopReason, Task, TokenLedger, Trajectory, Turn
+from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from tests import tiny
 from tests.e2e.inside import config_of, execute
 from tests.e2e.runs import rows

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.backends.vllm import replicas
 from agentrl.config.load import config_from
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -24,10 +23,12 @@ from agentrl.config.schema import (
     VllmConfig,
     WeightsConfig,
 )
-from agentrl.errors import ConfigError
-from agentrl.run import engines, placement
-from agentrl.run.checks.placement import check_placement
-from agentrl.train import learner
+from agentrl.engines.vllm import replicas
+from agentrl.run import engine_choice as engines
+from agentrl.run import role_placement as placement
+from agentrl.run.checks.size_checks import check_placement
+from agentrl.trainer import learner
+from agentrl.utils.errors import ConfigError
 from tests.train.train_batches import toy_critic
 
 
@@ -42,7 +43,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
 
         return SimpleNamespace(arun=arun, world_size=given["world_size"])
 
-    monkeypatch.setattr("agentrl.cluster.roles.launch", launch)
+    monkeypatch.setattr("agentrl.cluster.launch.launch", launch)
     monkeypatch.setattr(learner, "launch", launch)
     monkeypatch.setattr("agentrl.cluster.placement.Pools", lambda *args: args)
     cluster = ClusterConfig(backend="ray", actors=3, startup_timeout=7.0, call_timeout=9.0)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch.balance import portfolio
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
+from agentrl.data.packing import portfolio
 from agentrl.run.plan import RunPlan, batches_of, lines, plan_of
 
 BASE: dict[str, Any] = {

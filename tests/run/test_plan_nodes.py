@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import find_config
 from agentrl.cli.main import main
-from agentrl.cluster.devices import planned_elsewhere
+from agentrl.cluster.resources import planned_elsewhere
 from agentrl.config import load_config
-from agentrl.errors import ResourceError
-from agentrl.run.placement import locations_of_roles, placement_table
+from agentrl.env.catalog import find_config
+from agentrl.run.role_placement import locations_of_roles, placement_table
+from agentrl.utils.errors import ResourceError
 from tests.conftest import proof
 
 ROOT = Path(__file__).resolve().parents[2]

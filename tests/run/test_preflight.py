@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
-from agentrl.errors import ConfigError
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks.preflight import check_preflight
+from agentrl.utils.errors import ConfigError
 from tests.env.toysuite import write_source, write_suite
 from tests.run.preflighted import preflight, with_spec
 

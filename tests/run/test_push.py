@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from agentrl.catalog import make_env
 from agentrl.cli.main import main
-from agentrl.errors import RepositoryError, ResourceError
-from agentrl.run.push import pull, push
+from agentrl.contrib.hub.transfer import pull, push
+from agentrl.env.catalog import make_env
+from agentrl.utils.errors import RepositoryError, ResourceError
 from tests.run.hub import Hub, hub_on_loopback
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_an_environment_with_a_config_is_no_run(hub: Hub, tmp_path: Path) -> Non
 
 
 def test_secrets_links_and_pickles_are_refused_by_name(hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("agentrl.redaction._read", [])
+    monkeypatch.setattr("agentrl.utils.redaction._read", [])
     monkeypatch.setenv("SHOP_API_KEY", "planted-value-1234")
     env = environment(tmp_path / "a", "one\nkey is planted-value-1234\n")
     with pytest.raises(RepositoryError, match=r"notes.md:2: holds text that is, or looks like, a key or password"):

@@ -12,9 +12,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config.schema import InitModelConfig
-from agentrl.errors import ReplayError
-from agentrl.rollout.replay.tape import Recorded, RecordWriter, first_difference
-from agentrl.train.init_model import init_model
+from agentrl.rollout.tape import Recorded, RecordWriter, first_difference
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import ReplayError
 from tests.rollout.loopback import Loopback, solve
 from tests.strict_json import read_strictly
 from tests.view.folders import episode, run_folder
@@ -23,7 +23,7 @@ ENV = '''
 """A talk with a simulated user (a model), who is told a number by a tool of the environment."""
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.users import ModelUser
-from agentrl.errors import ToolError
+from agentrl.utils.errors import ToolError
 from agentrl.tool import tool
 
 

@@ -9,29 +9,28 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.identity import identity_of
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
-from agentrl.env.remote import link
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.errors import CatalogError, ConfigError, UserError
+from agentrl.contrib.remote_envs import client as link
+from agentrl.contrib.remote_envs.sessions import SessionLimits
+from agentrl.data.trajectory import StopReason
+from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
-from agentrl.rollout.course import Limits, Policy
-from agentrl.rollout.replay.play import Replayer
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded
+from agentrl.rollout.episode import Limits, Policy
+from agentrl.rollout.replay import Recorder, Replayer
+from agentrl.rollout.tape import Recorded
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_eval
-from agentrl.run.checks.remote import check_remote, remote_lines
-from agentrl.run.contents import contents_of
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import StopReason
+from agentrl.run.checks.env_checks import check_remote, remote_lines
+from agentrl.run.digests import contents_of
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.errors import CatalogError, ConfigError, UserError
 from tests.env.remote.served import TOKEN, VARIABLE, Running, served
 from tests.env.remote.test_equal_episodes import row_of
 from tests.players import collector_of, run_tasks
@@ -99,7 +98,7 @@ def test_the_dry_run_tells_what_the_server_says(server: Running) -> None:
 def test_what_cannot_be_played_there_is_refused_before_the_run(
     server: Running, overrides: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.env.remote.client.CHECK_PATIENCE", 0.1)
+    monkeypatch.setattr("agentrl.contrib.remote_envs.client.CHECK_PATIENCE", 0.1)
     with pytest.raises(UserError, match=why):
         check_remote(made(server, *overrides))
 
@@ -216,7 +215,7 @@ async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(
     config = made(first, "rollout.groups=1", "rollout.group_size=2", "rollout.max_turns=1", "rollout.retries=1")
     engine = Restarts(renderer.stop_token_ids[0])
     errors: list[str] = []
-    monkeypatch.setattr("agentrl.rollout.collect.log.warning", lambda text, *args: errors.append(text % args))
+    monkeypatch.setattr("agentrl.rollout.collector.log.warning", lambda text, *args: errors.append(text % args))
     collect = collector_of(EnvRef.of(config), Policy(engine, renderer), scorer_of(config), config.rollout, context=4096, seed=0)
     try:
         [group] = await collect.collect()
@@ -249,7 +248,7 @@ def test_the_command_serves_and_prints_how(capsys: pytest.CaptureFixture[str], m
         say(f"http://{host}:{port}")
         said.append(app.secret.token)
 
-    monkeypatch.setattr("agentrl.env.remote.serving.serve_http", serve)
+    monkeypatch.setattr("agentrl.contrib.remote_envs.server.serve_http", serve)
     assert main(["env", "serve", "key_value", "calls=3", "--http"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (

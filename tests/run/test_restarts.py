@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import ClusterConfig, EnvConfig, TrainConfig
-from agentrl.errors import WorkerDiedError, WorkerError
-from agentrl.run import main
+from agentrl.rollout.warm_start import Transcripts
+from agentrl.run import driver as main
+from agentrl.run.callbacks import Interrupt
 from agentrl.run.folder import RunFolder
-from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
-from agentrl.train.learner import Learner
-from agentrl.warm_start import Transcripts
+from agentrl.trainer.learner import Learner
+from agentrl.utils.errors import WorkerDiedError, WorkerError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
 

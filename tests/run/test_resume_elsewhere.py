@@ -12,8 +12,8 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import InitModelConfig
-from agentrl.errors import WorkerDiedError
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import WorkerDiedError
 
 TINY = InitModelConfig(layers=1, hidden=32, mlp=32, heads=2, kv_heads=1, head_dim=16, context=1024)
 Executed = list[tuple[TrainConfig, tuple[str, ...]]]
@@ -23,8 +23,10 @@ Executed = list[tuple[TrainConfig, tuple[str, ...]]]
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
     """The config and the notes of each run that would have been executed; the working folder is `there`."""
     runs: Executed = []
-    monkeypatch.setattr("agentrl.run.main.execute", lambda config, folder, *, notes=(), **how: runs.append((config, notes)) or 0)
-    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
+    monkeypatch.setattr(
+        "agentrl.run.driver.execute", lambda config, folder, *, notes=(), **how: runs.append((config, notes)) or 0
+    )
+    monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
     (tmp_path / "there").mkdir()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "there")
@@ -96,8 +98,8 @@ def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, mon
         write_spec("spec.json", 2.0)
         raise WorkerDiedError("actor 1 died")
 
-    monkeypatch.setattr("agentrl.run.main.open_session", attempt)
-    monkeypatch.setattr("agentrl.run.checks.check_capacity", lambda config: None)
+    monkeypatch.setattr("agentrl.run.session.open_session", attempt)
+    monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
     write_spec("spec.json", 1.0)
     assert train("model.init={}", "env.reward=spec.json", "cluster.max_restarts=2") == 2
     assert len(attempts) == 1

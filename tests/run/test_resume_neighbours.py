@@ -230,7 +230,7 @@ def begun_later(run: Path) -> None:
 
 def saved(checkpoint: Path) -> list[dict[str, Any]]:
     """The weights of the policy and of the reference, in float64."""
-    from agentrl.train.state import saved_tensors
+    from agentrl.trainer.train_state import saved_tensors
 
     parts = [saved_tensors(checkpoint / role) for role in ("actor", "reference")]
     return [{name: read(name).double() for name in names if name.startswith("model.")} for names, read in parts]

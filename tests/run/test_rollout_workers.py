@@ -17,20 +17,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.backends.vllm.make import VllmMaker
 from agentrl.cli.main import main
-from agentrl.cluster import checks as doctor
-from agentrl.cluster.pool import ClusterNode
+from agentrl.cluster import doctor
+from agentrl.cluster.resources import ClusterNode
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig
-from agentrl.errors import ConfigError, ResourceError
-from agentrl.run import placement
-from agentrl.run.checks.workers import check_workers
+from agentrl.engines.vllm.vllm_maker import VllmMaker
+from agentrl.run import role_placement as placement
+from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.display import Display
-from agentrl.run.engines import workers_apart
-from agentrl.run.rollout import RolloutRequest, run_rollout
-from agentrl.run.workers import is_kept, parts_folder, recipe_of
+from agentrl.run.engine_choice import workers_apart
+from agentrl.run.evaluate import RolloutRequest, run_rollout
+from agentrl.run.rollout_workers import is_kept, parts_folder, recipe_of
+from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, updates
 from tests.rollout.loopback import Loopback, solve
@@ -116,8 +116,8 @@ UNLUCKY = '''
 
 import zlib
 
-from agentrl.env.wrapper import WRAPPERS, ToolWrapper
-from agentrl.errors import EnvError
+from agentrl.env.wrappers import WRAPPERS, ToolWrapper
+from agentrl.utils.errors import EnvError
 
 
 @WRAPPERS.register("unlucky")

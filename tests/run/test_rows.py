@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec
-from agentrl.rollout.evaluate import summarize, together
-from agentrl.run.by_env import episode_values, group_values, kinds_of
-from agentrl.run.curve import draw_curve, points
+from agentrl.rollout.player import summarize, together
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
-from agentrl.run.rows import episodes_row, evaluation_row, shown_of, train_row
-from agentrl.run.run_log import RunLog
-from agentrl.trajectory import Group, Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.run.outcomes import draw_curve, episode_values, group_values, kinds_of, points
+from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
 
 SPEC = {
     "agentrl_reward": 1,

@@ -16,12 +16,11 @@ from agentrl.cli.eval import read_plans
 from agentrl.cli.main import _parse
 from agentrl.config.envs import alone
 from agentrl.config.load import config_from
-from agentrl.errors import CheckpointError, ConfigError
-from agentrl.run.checks.harder import check_next
+from agentrl.run.checks.rollout_checks import check_next
+from agentrl.run.driver import RunOutcome, _say_end
 from agentrl.run.folder import RunFolder
-from agentrl.run.main import RunOutcome, _say_end
-from agentrl.run.of_run import RunModel, model_of, run_folder
-from agentrl.run.provenance import FILE
+from agentrl.run.provenance import FILE, RunModel, model_of, run_folder
+from agentrl.utils.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE: dict[str, Any] = {

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 import httpx
 import pytest
 
-from agentrl import serving
 from agentrl.config.schema import PrometheusConfig
-from agentrl.run.scrape import MetricsEndpoint
+from agentrl.run.prometheus import MetricsEndpoint
+from agentrl.utils import network as serving
 
 pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
 

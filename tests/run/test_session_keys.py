@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
-from agentrl.rollout.collect import Collector
-from agentrl.rollout.course import Limits
-from agentrl.run.checks.rollout import check_rollout
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.collector import Collector
+from agentrl.rollout.episode import Limits
+from agentrl.run.checks.rollout_checks import check_rollout
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import model_folder, open_session
-from agentrl.train.init_model import init_model
-from agentrl.train.seal import seal
+from agentrl.trainer.checkpoint import seal
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import ConfigError
 
 SMALL = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
 KEYS = [

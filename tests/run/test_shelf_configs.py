@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agentrl.config import load_config
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_config
-from agentrl.trajectory import Message, Task, TokenLedger, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.cli.main import main
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
-from agentrl.rollout.course import EpisodeSpec, Limits, Policy
-from agentrl.rollout.episode import run_episode
-from agentrl.run import horizon
+from agentrl.data.trajectory import StopReason
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from agentrl.run import outcomes as horizon
 from agentrl.run.assembly import renderer_of, tokenizer_of
-from agentrl.run.checks import solvable
-from agentrl.run.checks.agent import Scripted
-from agentrl.run.checks.solvable import OFF, check_solvable, survey_lines, survey_of
-from agentrl.trajectory import StopReason
+from agentrl.run.checks import rollout_checks as solvable
+from agentrl.run.checks.env_checks import Scripted
+from agentrl.run.checks.rollout_checks import OFF, check_solvable, survey_lines, survey_of
+from agentrl.utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +29,7 @@ def _played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(OFF)
     monkeypatch.setattr(solvable, "_surveys", {})
     monkeypatch.setattr(horizon, "TASKS", 8)
-    monkeypatch.setattr(solvable, "SECONDS", 60.0)  # a busy machine must not leave tasks out
+    monkeypatch.setattr(solvable, "SOLVABLE_SECONDS", 60.0)  # a busy machine must not leave tasks out
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -134,7 +132,7 @@ def test_what_cannot_be_played_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
 
     assert "the environment is at http://127.0.0.1:9" in told(config(env={"url": "http://127.0.0.1:9"}))
     assert "an agent plays" in told(config(agent={"url": "http://127.0.0.1:9"}))
-    monkeypatch.setattr(solvable, "SECONDS", -1.0)
+    monkeypatch.setattr(solvable, "SOLVABLE_SECONDS", -1.0)
     assert "there was no time for one" in told(config(seed=3))
     monkeypatch.setenv(OFF, "0")
     assert f"{OFF} = 0" in told(config(seed=4))

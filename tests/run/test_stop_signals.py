@@ -36,7 +36,7 @@ def slow(*_, **__):
     time.sleep(120)
 class Slow:
     def find_spec(name, path=None, target=None):
-        if name != "agentrl.cluster.runtime":
+        if name != "agentrl.cluster.ray_cluster":
             return None
         sys.meta_path.remove(Slow)
         spec = importlib.util.find_spec(name)
@@ -145,7 +145,7 @@ def test_a_signal_while_ray_starts_is_answered_at_once(
     """The start of Ray blocks the event loop: for as long, the signal was not seen."""
     if words[0] == "eval":
         from agentrl.config.schema import InitModelConfig
-        from agentrl.train.init_model import init_model
+        from agentrl.trainer.pretrained import init_model
 
         init_model(InitModelConfig(layers=1, hidden=32, mlp=32, heads=1, kv_heads=1, head_dim=32), folder / "model", 0)
         words = (*words, "--out", "out", "engine=embedded", "-n", "4")

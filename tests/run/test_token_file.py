@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch import collate
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig
-from agentrl.run.token_file import token_columns, token_lines
-from agentrl.train.actor import Actor
-from agentrl.trajectory import TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Trajectory
+from agentrl.run.reader import token_columns, token_lines
+from agentrl.trainer.actor import Actor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from learners import config_of, opened

@@ -13,10 +13,10 @@ from render_tokenizers import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.config import ModelConfig, load_config
-from agentrl.errors import ConfigError, ModelError
 from agentrl.render.template import TemplateRenderer
 from agentrl.run.assembly import renderer_of
 from agentrl.run.checks import check_assembly
+from agentrl.utils.errors import ConfigError, ModelError
 from tests.tiny import build
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,22 +20,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from agentrl.cluster.dispatch import Broadcast, Shard, Strategy
+from agentrl.cluster.group import Shard
 from agentrl.cluster.launch import launch
-from agentrl.cluster.worker import Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 from agentrl.config.load import config_from
 from agentrl.config.schema import PrometheusConfig
-from agentrl.errors import ConfigError, DependencyError, ResourceError
-from agentrl.run import otel, scrape
-from agentrl.run.otel import attributes_of, check_traces, name_of
-from agentrl.run.profile import Profile, check_profile
+from agentrl.data.trajectory import Trajectory
+from agentrl.run import prometheus as scrape
+from agentrl.run import tracing as otel
+from agentrl.run.prometheus import MetricsEndpoint, check_prometheus, named
 from agentrl.run.run_log import RunLog
-from agentrl.run.scrape import MetricsEndpoint, check_prometheus, named
-from agentrl.run.timeline import Timeline, lanes
-from agentrl.run.tracing import Tracing
+from agentrl.run.tracing import Profile, Timeline, Tracing, attributes_of, check_profile, check_traces, lanes, name_of
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker
-from agentrl.spans import TraceSpan, here
-from agentrl.trajectory import Trajectory
+from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
+from agentrl.utils.spans import TraceSpan, here
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
 

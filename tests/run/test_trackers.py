@@ -13,12 +13,21 @@ from typing import Any
 import pytest
 
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, DependencyError
+from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.run.folder import RunFolder
-from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker, check_trackers, makers, voided
-from agentrl.run.trackers.outlet import LARGE, Outlet
-from agentrl.run.trackers.sample import CHARACTERS, sampled_rows
-from agentrl.trajectory import Message, Task, Trajectory, Turn
+from agentrl.run.trackers import (
+    CHARACTERS,
+    LARGE,
+    TRACKERS,
+    Outlet,
+    TrackedRun,
+    Tracker,
+    check_trackers,
+    makers,
+    sampled_rows,
+    voided,
+)
+from agentrl.utils.errors import ConfigError, DependencyError
 
 
 def tracked(out: Path, *trackers: dict[str, Any], resumed: bool = False, **sections: Any) -> TrackedRun:
@@ -186,14 +195,14 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 ) -> None:
     find = importlib.util.find_spec
     hidden = lambda package, *more: None if package == name else find(package, *more)  # noqa: E731
-    monkeypatch.setattr("agentrl.run.trackers.packages.find_spec", hidden)
+    monkeypatch.setattr("agentrl.contrib.trackers.services.find_spec", hidden)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     with pytest.raises(DependencyError, match=rf"pip install 'agentrl\[{name}\]'"):
         check_trackers(tracked(tmp_path, {"name": name}).config)
 
 
 def test_a_login_that_is_missing_is_refused_with_the_way_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.run.trackers.packages.find_spec", lambda package: True)
+    monkeypatch.setattr("agentrl.contrib.trackers.services.find_spec", lambda package: True)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

@@ -15,25 +15,24 @@ import torch
 from PIL import Image as Pictures
 from safetensors.torch import load_file
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
-from agentrl.errors import ConfigError, EngineError
-from agentrl.images import Image, PromptIds, images_in
-from agentrl.render.make import make_renderer
-from agentrl.rollout.context.base import ContextPolicy, Stop
-from agentrl.rollout.context.keep_recent import KeepRecent
-from agentrl.rollout.course import Limits, Policy
+from agentrl.data.images import Image, PromptIds, images_in
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
+from agentrl.render.template import make_renderer
+from agentrl.render.vision import Vision
+from agentrl.rollout.context import ContextPolicy, KeepRecent, Stop
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.episode import Limits, Policy
 from agentrl.run.assembly import renderer_of, tokenizer_of
-from agentrl.run.checks.vision import check_vision
-from agentrl.train.export import export_run
-from agentrl.train.families.choice import packing_of
-from agentrl.trajectory import Message, StopReason, TokenLedger, ToolCall, Trajectory
-from agentrl.vision import Vision
+from agentrl.run.checks.model_checks import check_vision
+from agentrl.trainer.families import packing_of
+from agentrl.trainer.model_folder import export_run
+from agentrl.utils.errors import ConfigError, EngineError
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import HERE, episodes, execute, updates
 from tests.players import run_tasks
@@ -84,7 +83,7 @@ def test_whatever_image_is_taken_has_tokens(size: tuple[int, int]) -> None:
 
 
 def _architecture() -> Any:
-    from agentrl.train.init_model import architecture
+    from agentrl.trainer.pretrained import architecture
 
     init = config().model.init
     assert init is not None
@@ -219,7 +218,7 @@ def test_what_does_not_go_with_images_is_refused_by_name(more: list[str], why: s
 
 
 def test_the_cache_and_shared_prefixes_are_refused() -> None:
-    from agentrl.run.engines import engine_name, maker_of
+    from agentrl.run.engine_choice import engine_name, maker_of
 
     made = config("engine_args={}")
     with pytest.raises(ConfigError, match=r"engine_args.cache: the model takes images.*cache = false"):

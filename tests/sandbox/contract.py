@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.errors import ConfigError, SandboxError
-from agentrl.sandbox import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
+from agentrl.sandbox.base import SANDBOXES, ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.sandbox.local import FolderSandbox
+from agentrl.utils.errors import ConfigError, SandboxError
 
 FILES = {"a.txt": b"one\n", "in/deep/b.bin": bytes(range(256))}
 

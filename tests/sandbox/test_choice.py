@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import SandboxConfig
-from agentrl.errors import ResourceError
-from agentrl.sandbox import SandboxSpec, bubblewrap, choice, chosen, local, provider_of, reach, require
+from agentrl.sandbox import bubblewrap, local
+from agentrl.sandbox import sandbox_pool as choice
+from agentrl.sandbox import sandbox_pool as reach
+from agentrl.sandbox.base import SandboxSpec
+from agentrl.sandbox.sandbox_pool import chosen, provider_of, require
+from agentrl.utils.errors import ResourceError
 
 BWRAP = shutil.which("bwrap")
 REASON = bubblewrap.unavailable()
@@ -42,7 +46,7 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "agentrl.sandbox.choice"]
+    return [record.getMessage() for record in caplog.records if record.name == "agentrl.sandbox.sandbox_pool"]
 
 
 @real

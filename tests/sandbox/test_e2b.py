@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ConfigError, SandboxError
-from agentrl.sandbox import SANDBOXES, SandboxSpec
-from agentrl.sandbox import e2b as adapter
+from agentrl.contrib.sandboxes import e2b as adapter
+from agentrl.sandbox.base import SANDBOXES, SandboxSpec
+from agentrl.utils.errors import ConfigError, SandboxError
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
 

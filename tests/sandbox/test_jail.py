@@ -15,12 +15,12 @@ from types import ModuleType
 import psutil
 import pytest
 
-from agentrl.catalog import find_env
-from agentrl.errors import EnvError, ResourceError
-from agentrl.sandbox import SANDBOXES, SandboxSpec, local
-from agentrl.sandbox.base import ExecResult
-from agentrl.sandbox.processes import Watched, run_group
-from agentrl.shelves import load_module
+from agentrl.env.catalog import find_env
+from agentrl.sandbox import local
+from agentrl.sandbox.base import SANDBOXES, ExecResult, SandboxSpec
+from agentrl.sandbox.process_group import Watched, run_group
+from agentrl.utils.errors import EnvError, ResourceError
+from agentrl.utils.search_path import load_module
 
 FOLDER = Path(str(find_env("python").path)).parent
 files = load_module(FOLDER / "files.py")

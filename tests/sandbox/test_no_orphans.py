@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.catalog import make_env
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.sandbox import SANDBOXES
-from agentrl.trajectory import StopReason
+from agentrl.env.catalog import make_env
+from agentrl.sandbox.base import SANDBOXES
 from tests.conftest import proof
 from tests.sandbox.test_providers import tiny_image
 

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
 from agentrl.config.load import config_from
 from agentrl.config.schema import SandboxConfig
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.errors import CatalogError, ConfigError, SandboxError
-from agentrl.rollout.clock import Watch
-from agentrl.rollout.waits import Waits
-from agentrl.sandbox import ExecResult, FileInfo, HeldSandbox, Sandbox, SandboxPool, SandboxProvider, SandboxSpec, pool_of
-from agentrl.sandbox import handle as handle_module
-from agentrl.sandbox import pool as pool_module
-from agentrl.sandbox.choice import preferred
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.deadlines import Waits, Watch
+from agentrl.sandbox import sandbox_pool as handle_module
+from agentrl.sandbox import sandbox_pool as pool_module
+from agentrl.sandbox.base import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
+from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred
+from agentrl.utils.errors import CatalogError, ConfigError, SandboxError
 
 
 class Counted(Sandbox):
@@ -307,7 +306,7 @@ def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provi
 
 
 def test_a_config_with_a_wrong_key_or_name_is_refused_with_what_is_near() -> None:
-    from agentrl.sandbox import chosen, provider_of
+    from agentrl.sandbox.sandbox_pool import chosen, provider_of
 
     with pytest.raises(ConfigError, match=r"sandbox\.provder.*did you mean 'provider'"):
         chosen({"provder": "local"})

@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.sandbox import SANDBOXES, SandboxSpec, local
-from agentrl.sandbox.base import ExecResult
+from agentrl.sandbox import local
+from agentrl.sandbox.base import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
 
 CODE = SandboxSpec(cpu_s=5, memory=512 << 20, processes=False, workdir="/")

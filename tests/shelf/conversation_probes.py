@@ -13,10 +13,10 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env
 from hypothesis import strategies as st
 
-from agentrl.catalog import make_env
+from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.env import Message, ToolEnv
-from agentrl.env.sample import sample_arguments
-from agentrl.trajectory import Task, ToolCall, Trajectory
+from agentrl.env.catalog import make_env
+from agentrl.env.spaces import sample_arguments
 
 MOST_TURNS = 90
 JSON = st.recursive(

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import find_env
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.env.suite import Played, SuiteEnv
-from agentrl.errors import ConfigError, EnvError
-from agentrl.trajectory import StopReason
+from agentrl.env.catalog import find_env
+from agentrl.env.suites import Played, SuiteEnv
+from agentrl.utils.errors import ConfigError, EnvError
 
 PYTHON = os.environ.get("AGENTRL_APPWORLD_PYTHON")
 SOURCE = os.environ.get("AGENTRL_APPWORLD_SOURCE")

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef, make_env
 from agentrl.config.schema import ToolsConfig
+from agentrl.contrib.suites.benchmarks import public_state, read_call
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.env.python_api import public_state, read_call
-from agentrl.env.suite import Played
-from agentrl.errors import ConfigError, EnvError
-from agentrl.trajectory import StopReason
+from agentrl.env.catalog import EnvRef, make_env
+from agentrl.env.suites import Played
+from agentrl.utils.errors import ConfigError, EnvError
 
 TOY = Path(__file__).parent / "bfcl_toy" / "bfcl_eval"
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def play(env: ToolEnv, *turns: Message, seed: int = 0) -> float:
     for message in turns:
         reward = env.step(message)[1]
     if env.is_open:
-        from agentrl.env.sync import run_sync
+        from agentrl.env.spaces import run_sync
 
         reward = run_sync(env.aend(StopReason.MAX_TURNS))
     return reward

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 from conversation_probes import play
 
-from agentrl.catalog import find_env, make_env
 from agentrl.cli.main import main
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.env.check import Subject, check_all
-from agentrl.env.families import held_out_families
-from agentrl.env.source import read_record
-from agentrl.errors import ConfigError, SandboxError, TaskDataError
+from agentrl.env.authoring import held_out_families
+from agentrl.env.catalog import find_env, make_env
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.suites import read_record
 from agentrl.reward import compile_spec, load_spec
-from agentrl.sandbox import SANDBOXES
+from agentrl.sandbox.base import SANDBOXES
 from agentrl.sandbox.bubblewrap import BubblewrapSandbox
 from agentrl.sandbox.local import LocalSandbox
-from agentrl.shelves import load_module
-from agentrl.trajectory import StopReason
+from agentrl.utils.errors import ConfigError, SandboxError, TaskDataError
+from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 from tests.harness.parts import FUNCTION, LIMITS, Script
 from tests.harness.parts import play as agents_play

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
+from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.trajectory import Message
+from agentrl.env.catalog import EnvRef
+from agentrl.utils.errors import ConfigError, TaskDataError
 
 
 def build(**params: Any) -> ToolEnv:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_env, list_envs, make_env
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.errors import ConfigError, DependencyError, EnvError, TaskDataError
-from agentrl.trajectory import StopReason
+from agentrl.env.catalog import EnvRef, find_env, list_envs, make_env
+from agentrl.utils.errors import ConfigError, DependencyError, EnvError, TaskDataError
 
 FOLDER = Path(str(find_env("mcp").path)).parent
 TOOLS = ("search", "count", "take", "add")
@@ -259,7 +259,7 @@ def test_a_changed_task_file_is_read_again(stdio: dict[str, Any], tmp_path: Path
 
 
 def test_without_the_sdk_listing_works_and_building_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.tool.mcp.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.env.mcp.find_spec", lambda name: None)
     assert "agentrl/Mcp-v0" in {entry.id for entry in list_envs()}
     with pytest.raises(DependencyError, match=r"agentrl\[mcp\]"):
         EnvRef("mcp").build()

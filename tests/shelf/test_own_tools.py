@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from agentrl.catalog import EnvRef, make_env
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, ToolCall
-from agentrl.errors import ConfigError, EnvError, TaskDataError
-from agentrl.trajectory import Trajectory
+from agentrl.env.catalog import EnvRef, make_env
+from agentrl.utils.errors import ConfigError, EnvError, TaskDataError
 from tests.conftest import proof
 from tests.view.test_api import client
 
@@ -97,7 +97,7 @@ def test_recorded_answers_in_their_order_with_errors_and_distractors(tmp_path: P
 
 
 FUNCTIONS = """
-from agentrl.errors import ToolError
+from agentrl.utils.errors import ToolError
 
 
 def age(name, task):

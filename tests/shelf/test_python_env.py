@@ -12,13 +12,14 @@ from conversation_probes import play
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import find_env, make_env
 from agentrl.env import Message, ToolCall
-from agentrl.env.check import Subject, check_all
-from agentrl.env.sync import run_sync
-from agentrl.errors import ConfigError
+from agentrl.env.catalog import find_env, make_env
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.spaces import run_sync
 from agentrl.reward import compile_spec, load_spec
-from agentrl.shelves import load_module
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.search_path import load_module
 
 FOLDER = Path(str(find_env("python").path)).parent
 

@@ -20,11 +20,11 @@ from conversation_probes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import find_env
+from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.env import Message, content_split
-from agentrl.errors import ConfigError, TaskDataError
-from agentrl.shelves import load_module
-from agentrl.tool.bm25 import Bm25
+from agentrl.env.catalog import find_env
+from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.search_path import load_module
 from tests.conftest import examples
 
 PATH = find_env("search").path

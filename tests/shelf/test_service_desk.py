@@ -21,10 +21,10 @@ from conversation_probes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import find_env
 from agentrl.env import Message, ToolCall
-from agentrl.errors import ConfigError
-from agentrl.shelves import load_module
+from agentrl.env.catalog import find_env
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.search_path import load_module
 from tests.conftest import examples, proof
 
 PATH = find_env("service_desk").path

@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 from tau2_source import TASKS, write_source
 
-from agentrl.catalog import EnvRef, find_env
-from agentrl.catalog.scoring import find_spec
 from agentrl.config.schema import ToolsConfig
+from agentrl.contrib.suites.benchmarks import import_in_place, text_constant
+from agentrl.data.trajectory import StopReason, Task
 from agentrl.env import Message, ToolCall
-from agentrl.env.branch import changed_texts
-from agentrl.env.inplace import import_in_place, text_constant
-from agentrl.env.suite import Played
+from agentrl.env.catalog import EnvRef, find_env, find_spec
+from agentrl.env.copying import changed_texts
+from agentrl.env.suites import Played
 from agentrl.env.users import ScriptedUser, UserModel
-from agentrl.errors import ConfigError, DependencyError, TaskDataError
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.judge.client import Judge, Verdict, VerdictRequest
-from agentrl.shelves import load_module
-from agentrl.trajectory import StopReason, Task
+from agentrl.reward.judge import Judge, Verdict, VerdictRequest
+from agentrl.utils.errors import ConfigError, DependencyError, TaskDataError
+from agentrl.utils.search_path import load_module
 from tests.conftest import proof
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef, find_env
-from agentrl.cli.env_subject import subject_of
+from agentrl.cli.env import subject_of
 from agentrl.config.schema import ToolsConfig
+from agentrl.data.trajectory import StopReason, ToolResult
 from agentrl.env import Message, ToolCall
-from agentrl.env.check.isolation import check_fork
-from agentrl.env.suite import Played
+from agentrl.env.catalog import EnvRef, find_env
+from agentrl.env.check import check_fork
+from agentrl.env.suites import Played
 from agentrl.env.users import UserModel
-from agentrl.errors import ConfigError
-from agentrl.trajectory import StopReason, ToolResult
+from agentrl.utils.errors import ConfigError
 
 SOURCE = os.environ.get("AGENTRL_TOOLSANDBOX_SOURCE")
 PYTHON = os.environ.get("AGENTRL_TOOLSANDBOX_PYTHON")

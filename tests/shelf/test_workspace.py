@@ -20,12 +20,12 @@ from conversation_probes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef, find_env, find_reward
 from agentrl.config.schema import ToolsConfig
 from agentrl.env import Message, ToolCall
-from agentrl.errors import ConfigError, ToolError
+from agentrl.env.catalog import EnvRef, find_env, find_reward
 from agentrl.reward import compile_spec
-from agentrl.shelves import load_module
+from agentrl.utils.errors import ConfigError, ToolError
+from agentrl.utils.search_path import load_module
 from tests.conftest import examples, proof
 
 PATH = find_env("workspace").path

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.testing.cards import CardMemory
-from agentrl.testing.pool import CardPool
-from agentrl.testing.scheduler import RunLimits, Running, Scheduler
-from agentrl.testing.session import FileJob
-from agentrl.testing.verdict import Case, FileResult
+from agentrl.contrib.gpu_tests.cards import CardMemory, CardPool
+from agentrl.contrib.gpu_tests.scheduler import RunLimits, Running, Scheduler
+from agentrl.contrib.gpu_tests.session import FileJob
+from agentrl.contrib.gpu_tests.verdict import Case, FileResult
 
 
 def job(name: str, gpus: int = 0, timeout: float = 1000.0, known: float | None = None) -> FileJob:

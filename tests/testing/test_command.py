@@ -131,7 +131,7 @@ def left_over() -> list[str]:
             words = (folder / "cmdline").read_text().replace("\0", " ") if folder.name.isdigit() else ""
         except OSError:
             continue
-        if "tests/testing/bad/" in words and "-m pytest -p agentrl.testing.plugin" in words:
+        if "tests/testing/bad/" in words and "-m pytest -p agentrl.contrib.gpu_tests.plugin" in words:
             found.append(words)
     return found
 

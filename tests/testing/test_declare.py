@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.testing.declare import Declaration, declared, listed_tests
+from agentrl.contrib.gpu_tests.declare import Declaration, declared, listed_tests
+from agentrl.utils.errors import ConfigError
 
 HEAD = "import torch_that_is_not_there\nimport pytest\nfrom pytest import mark\n"
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import ResourceError
-from agentrl.testing.cards import CardMemory
-from agentrl.testing.memory import Earlier, recall, remember
-from agentrl.testing.packing import Held, Queued, Reservation, choose, largest_first
-from agentrl.testing.pool import CardPool
-from agentrl.testing.run import read_jobs
-from agentrl.testing.session import child_env, own_path
-from agentrl.testing.verdict import Case, Ending, FileResult, JournalReader, Stacks, conclude
+from agentrl.contrib.gpu_tests.cards import CardMemory, CardPool
+from agentrl.contrib.gpu_tests.declare import Earlier, recall, remember
+from agentrl.contrib.gpu_tests.run import read_jobs
+from agentrl.contrib.gpu_tests.scheduler import Held, Queued, Reservation, choose, largest_first
+from agentrl.contrib.gpu_tests.session import child_env, own_path
+from agentrl.contrib.gpu_tests.verdict import Case, Ending, FileResult, JournalReader, Stacks, conclude
+from agentrl.utils.errors import ResourceError
 from tests.testing.made_up import MadeUpCards, NoLocks, World, job
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ResourceError
-from agentrl.testing import simulated
-from agentrl.testing.cards import CardLocks, CardMemory, NvidiaSmi, chosen
-from agentrl.testing.pool import CardPool
-from agentrl.testing.simulated import FOLDER, SimulatedCards
+from agentrl.contrib.gpu_tests import cards as simulated
+from agentrl.contrib.gpu_tests.cards import FOLDER, CardLocks, CardMemory, CardPool, NvidiaSmi, SimulatedCards, chosen
+from agentrl.utils.errors import ResourceError
 
 TWO = "0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 4, 81559\n1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 20480, 81559\n"
 

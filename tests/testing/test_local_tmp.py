@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ResourceError
-from agentrl.testing import run
-from agentrl.testing.local_tmp import local_folder, network_mount
-from agentrl.testing.report import Lines
+from agentrl.contrib.gpu_tests import run
+from agentrl.contrib.gpu_tests.declare import local_folder, network_mount
+from agentrl.contrib.gpu_tests.report import Lines
+from agentrl.utils.errors import ResourceError
 
 MOUNTS = """22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/root rw
 30 22 0:40 / /home rw,relatime shared:7 - nfs4 server:/export/home rw,vers=4.2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.testing.packing import Held, Queued, Reservation, choose, largest_first, time_left
+from agentrl.contrib.gpu_tests.scheduler import Held, Queued, Reservation, choose, largest_first, time_left
 
 needs = st.lists(st.tuples(st.integers(1, 5), st.one_of(st.none(), st.integers(1, 30))), max_size=12)
 

@@ -9,13 +9,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from agentrl.errors import RunFolderError, UserError
-from agentrl.testing.find import find_files
-from agentrl.testing.junit import junit
-from agentrl.testing.memory import Earlier, FolderLock, failed_before, recall, remember
-from agentrl.testing.report import as_json, clock, heartbeat, report
-from agentrl.testing.scheduler import exit_code
-from agentrl.testing.verdict import Case, Ending, FileResult, JournalReader, Stacks, conclude
+from agentrl.contrib.gpu_tests.declare import Earlier, FolderLock, failed_before, find_files, recall, remember
+from agentrl.contrib.gpu_tests.report import as_json, clock, heartbeat, junit, report
+from agentrl.contrib.gpu_tests.scheduler import exit_code
+from agentrl.contrib.gpu_tests.verdict import Case, Ending, FileResult, JournalReader, Stacks, conclude
+from agentrl.utils.errors import RunFolderError, UserError
 from tests.testing.made_up import World, job
 
 ERR = (("Captured stderr call", "oh\n"),)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.testing.scheduler import Scheduler, exit_code
+from agentrl.contrib.gpu_tests.scheduler import Scheduler, exit_code
 from tests.testing.made_up import World, job
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.testing.plugin import DUMP
-from agentrl.testing.session import FileJob, FileSession, SessionOptions, child_env, stacks_of
-from agentrl.testing.simulated import SimulatedCards
-from agentrl.testing.verdict import FileResult
+from agentrl.contrib.gpu_tests.cards import SimulatedCards
+from agentrl.contrib.gpu_tests.plugin import DUMP
+from agentrl.contrib.gpu_tests.session import FileJob, FileSession, SessionOptions, child_env, stacks_of
+from agentrl.contrib.gpu_tests.verdict import FileResult
 
 BAD = Path("tests/testing/bad")
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ import os
 import sys
 import time
 
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 
 @tool(process=True, timeout=20)

@@ -15,20 +15,16 @@ sys.path.append(str(Path(__file__).parent.parent / "render"))
 from families import IM, QWEN3
 from render_tokenizers import build_tokenizer
 
-from agentrl.backends.endpoint.anthropic import ANTHROPIC
-from agentrl.backends.endpoint.chat import CHAT
-from agentrl.backends.endpoint.responses import RESPONSES
-from agentrl.backends.endpoint.session import AgentSession
-from agentrl.backends.endpoint.wire import Exchange, Wire
-from agentrl.catalog import make_env
-from agentrl.data.chats import openai_chat
-from agentrl.data.preferences import preference
-from agentrl.data.rendered import rendered
-from agentrl.errors import BadRowError
+from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
+from agentrl.contrib.agents.session import AgentSession
+from agentrl.contrib.offline.layouts import openai_chat, preference
+from agentrl.contrib.offline.prepare import rendered
+from agentrl.data.chat_forms import FormError, calls_of, declaration, declarations, from_annotation, without_padding
+from agentrl.data.trajectory import Message
+from agentrl.env.catalog import make_env
+from agentrl.env.tool import tool
 from agentrl.render import make_renderer
-from agentrl.tool import tool
-from agentrl.tool.forms import FormError, calls_of, declaration, declarations, from_annotation, without_padding
-from agentrl.trajectory import Message
+from agentrl.utils.errors import BadRowError
 from tests.conftest import examples
 
 RENDERER = make_renderer(build_tokenizer([*IM, "<think>", "</think>"], QWEN3))
@@ -388,7 +384,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_a_table_keeps_the_null_that_a_tool_requires_and_no_other(tmp_path: Path) -> None:
-    from agentrl.data.files import rows_of
+    from agentrl.contrib.offline.store import rows_of
 
     tools = [{"type": "function", "function": {"name": "set", "parameters": NULLABLE}}, GET]
     called = [{"name": "set", "arguments": {"need": None}}, {"name": "get", "arguments": {"city": "Rome"}}]

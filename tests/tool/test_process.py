@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog.shelf import load_tools
-from agentrl.errors import EnvError, ToolTimeoutError
-from agentrl.executors import TOOLS
-from agentrl.tool import Tool, Toolbox, tool
-from agentrl.tool import process as children
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.env.catalog import load_tools
+from agentrl.env.tool import Tool, tool
+from agentrl.env.toolbox import Toolbox
+from agentrl.utils import child_process as children
+from agentrl.utils.errors import EnvError, ToolTimeoutError
+from agentrl.utils.threads import TOOLS
 from tests.tool.process_tools import die, leave, nap, refuse, sleep, spin, square, unfit
 
 

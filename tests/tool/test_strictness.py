@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl.errors import EnvError, ToolError
-from agentrl.tool import Hidden, Options, Problem, Tool, Toolbox, tool
-from agentrl.tool.validate import compile_validator
-from agentrl.trajectory import ToolCall, ToolResult
+from agentrl.data.trajectory import ToolCall, ToolResult
+from agentrl.env.call_options import Options, Problem, compile_validator
+from agentrl.env.tool import Hidden, Tool, tool
+from agentrl.env.toolbox import Toolbox
+from agentrl.utils.errors import EnvError, ToolError
 
 PUBLISHED = {
     "type": "dict",  # as a benchmark publishes it: no JSON Schema

@@ -11,9 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from agentrl.tool import Hidden, Toolbox, tool
-from agentrl.tool.schema import read_signature
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.env.tool import Hidden, read_signature, tool
+from agentrl.env.toolbox import Toolbox
 
 
 class Color(Enum):

@@ -15,20 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import EnvRef, find_tools
-from agentrl.catalog.shelf import load_set
 from agentrl.config import TrainConfig
-from agentrl.config.load import load_config
-from agentrl.config.paths import with_absolute_paths
+from agentrl.config.load import load_config, with_absolute_paths
 from agentrl.config.schema import ToolsConfig
+from agentrl.data.trajectory import ToolResult
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.check import Subject, check_all
-from agentrl.env.sync import run_sync
-from agentrl.errors import CatalogError, ConfigError, EnvError, ResourceError
+from agentrl.env.catalog import EnvRef, find_tools, load_set
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.spaces import run_sync
 from agentrl.reward import compile_spec
-from agentrl.run.contents import contents_of
-from agentrl.sandbox import SANDBOXES, SandboxProvider, bubblewrap, chosen, local, provider_of
-from agentrl.trajectory import ToolResult
+from agentrl.run.digests import contents_of
+from agentrl.sandbox import bubblewrap, local
+from agentrl.sandbox.base import SANDBOXES, SandboxProvider
+from agentrl.sandbox.sandbox_pool import chosen, provider_of
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ResourceError
 
 STATEFUL = ("files", "http", "notes", "retrieval", "shell", "sqlite")
 
@@ -463,7 +464,7 @@ class Kept(ToolEnv):
     arguments: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - set by the fixture
 
     def __init__(self, **base: Any) -> None:
-        from agentrl.catalog import add_tool_set
+        from agentrl.env.catalog import add_tool_set
 
         super().__init__(**base)
         for name in ("calculator", "dates", *STATEFUL[: 6 if provider_of(chosen(None)).unavailable() is None else 4]):

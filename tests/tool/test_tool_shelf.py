@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.catalog import find_tools
-from agentrl.catalog.shelf import load_tools
-from agentrl.tool import Toolbox
-from agentrl.trajectory import ToolCall
+from agentrl.data.trajectory import ToolCall
+from agentrl.env.catalog import find_tools, load_tools
+from agentrl.env.toolbox import Toolbox
 
 BOX = Toolbox([*load_tools(find_tools("calculator")), *load_tools(find_tools("dates"))])
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from agentrl.errors import EnvError, ToolError, ToolTimeoutError
-from agentrl.tool import Tool, Toolbox, estimate_tokens, tool
-from agentrl.tool.output import fit
-from agentrl.trajectory import ToolCall, ToolResult
+from agentrl.data.trajectory import ToolCall, ToolResult
+from agentrl.env.tool import Tool, tool
+from agentrl.env.toolbox import Toolbox, estimate_tokens, fit
+from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError
 from tests.strict_json import strict
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig
 
 

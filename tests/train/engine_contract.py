@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from train_batches import make_batch, toy_optim, toy_sft
 
-import agentrl.train.layout
-from agentrl.batch.rows import Ragged
+import agentrl.trainer.train_engine
 from agentrl.config.schema import LoraSection
-from agentrl.errors import ConfigError
-from agentrl.train.engine import BaseEngine
-from agentrl.train.modules import Micro
-from agentrl.train.rates import sft_optim
-from agentrl.train.state import load_state, save_state
-from agentrl.train.update import Pack
+from agentrl.data.rows import Ragged
+from agentrl.trainer.language_model import Micro
+from agentrl.trainer.optim import sft_optim
+from agentrl.trainer.train_engine import BaseEngine
+from agentrl.trainer.train_state import load_state, save_state
+from agentrl.trainer.update import Pack
+from agentrl.utils.errors import ConfigError
 
 Made = Callable[..., BaseEngine]
 ROWS = list(range(6))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.train.families.probe import perturb
-from agentrl.train.tokenizer import VOCABULARY, packaged_tokenizer
+from agentrl.trainer.families import perturb
+from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

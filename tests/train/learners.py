@@ -9,8 +9,8 @@ from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
-from agentrl.train.actor import Actor
-from agentrl.train.learner import Learner, policy_updates
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner, policy_updates
 
 
 def start(tiny: str, **optim: Any) -> Any:

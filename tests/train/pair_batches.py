@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.config.schema import ModelConfig
-from agentrl.train.classifier import classifier_of
-from agentrl.train.init_model import init_model
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer.pretrained import classifier_of, init_model
 from tests.tiny import SMALL
 
 PAIRS = 3

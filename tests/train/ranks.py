@@ -28,13 +28,8 @@ from family_models import build
 from tiny_families import VOCAB, micro_of, tiny_model
 from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
-import agentrl.train.layout
-from agentrl.batch import collate, select
-from agentrl.batch.origin import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
-from agentrl.batch.rows import jagged, offsets_of
-from agentrl.cluster.dispatch import Call
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import WorkerContext
+import agentrl.trainer.train_engine
+from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -44,18 +39,19 @@ from agentrl.config.schema import (
     ModelConfig,
     OptimConfig,
 )
-from agentrl.experts import FREE
-from agentrl.train.actor import Actor
-from agentrl.train.attention import PACKED, register_packed_attention
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.critic import Critic
-from agentrl.train.engine import TRAIN_ENGINES
-from agentrl.train.init_model import init_model
-from agentrl.train.modules import Micro, PolicyModule, shared
-from agentrl.train.reference import Reference
-from agentrl.train.role import ModelRole
-from agentrl.train.titan.library import require_torchtitan
-from agentrl.train.ulysses import Ulysses
+from agentrl.contrib.titan.engine import require_torchtitan
+from agentrl.data.collate import collate
+from agentrl.data.expert_routing import FREE
+from agentrl.data.rows import jagged, offsets_of, select
+from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.attention import PACKED, register_packed_attention
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.language_model import Micro, PolicyModule, shared
+from agentrl.trainer.parallel import Ulysses
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.roles import Critic, ModelRole, Reference
+from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests import moe
 from tests.train.test_vision import TINY, pictured
 

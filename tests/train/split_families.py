@@ -19,12 +19,12 @@ from ranks import forked, join
 from torch.distributed.tensor import DTensor
 from train_batches import make_batch
 
-from agentrl.batch.rows import Ragged
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import ModelConfig
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.plan_checks import EXPERT_FAMILIES
-from agentrl.train.update import Pack
+from agentrl.data.rows import Ragged
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.parallel import EXPERT_FAMILIES
+from agentrl.trainer.update import Pack
 from tests.tiny_families import EXPERTS, build_family
 
 SPECIAL: dict[str, dict[str, Any]] = {

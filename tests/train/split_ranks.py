@@ -20,12 +20,11 @@ from ranks import forked, join, mine, noisy, routed, weights_on
 from torch.distributed.tensor import DTensor
 from train_batches import sharing, toy_optim
 
-import agentrl.train.layout
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import WorkerContext
+import agentrl.trainer.train_engine
+from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests.tiny_families import EXPERTS, build_family
 
 ALGORITHM = AlgorithmConfig(minibatch=7)

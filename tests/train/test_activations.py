@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from train_batches import toy_optim
 
 from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
-from agentrl.train.activations import count_activations
-from agentrl.train.attention import packed_rows
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import init_model
-from agentrl.train.memory import count, shell, token_bytes
-from agentrl.train.modules import Micro, Role
+from agentrl.trainer.attention import packed_rows
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import Micro, Role
+from agentrl.trainer.memory import count, count_activations, shell, token_bytes
+from agentrl.trainer.pretrained import init_model
 from tests.conftest import proof
 from tests.tiny_families import build_family
 

@@ -9,12 +9,13 @@ import torch
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 from transformers import AutoModelForCausalLM
 
-from agentrl.batch import collate, select
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
-from agentrl.errors import CheckpointError, ConfigError, ModelError, WorkerError
-from agentrl.train.actor import Actor
+from agentrl.data.collate import collate
+from agentrl.data.rows import select
+from agentrl.trainer.actor import Actor
+from agentrl.utils.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from tests.publishing import weights_of as weights
 
 PLAIN = AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce"))

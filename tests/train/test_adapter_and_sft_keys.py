@@ -8,12 +8,11 @@ import pytest
 import torch
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
-from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.optim import muon
-from agentrl.train.rates import sft_optim
+from agentrl.data.collate import collate
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.optim import muon, sft_optim
 from tests.publishing import weights_of
 
 # -- the warm start --------------------------------------------------------------------------------

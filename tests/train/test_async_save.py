@@ -11,7 +11,7 @@ import pytest
 import torch
 from train_batches import make_batch, toy_optim
 
-from agentrl.cluster import shared_folder
+from agentrl.cluster import group as shared_folder
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -21,14 +21,14 @@ from agentrl.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from agentrl.errors import CheckpointError, ResourceError
-from agentrl.rollout.evaluate import Evaluation
-from agentrl.rollout.ledger import GroupLedger
-from agentrl.run.checkpoint import Saver
+from agentrl.rollout.group_ledger import GroupLedger
+from agentrl.rollout.player import Evaluation
 from agentrl.run.folder import RunFolder
-from agentrl.train.actor import Actor
-from agentrl.train.learner import Learner
-from agentrl.train.seal import MANIFEST
+from agentrl.run.session import Saver
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import MANIFEST
+from agentrl.trainer.learner import Learner
+from agentrl.utils.errors import CheckpointError, ResourceError
 from tests.publishing import weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=8)

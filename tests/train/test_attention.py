@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.attention_form import AttentionForm
-from agentrl.backends.embedded.attention import register_slot_attention
-from agentrl.backends.exact_attention import exact_attention
-from agentrl.errors import ModelError
-from agentrl.train.attention import PACKED, packed_attention, packed_rows, packed_trees, register_packed_attention
-from agentrl.train.modules import PolicyModule, positions
-from agentrl.train.varlen import Kernel, WithSinks, varlen_attention, varlen_takes
+from agentrl.engines.embedded.kv_cache import register_slot_attention
+from agentrl.engines.exact_attention import AttentionForm, exact_attention
+from agentrl.trainer.attention import (
+    PACKED,
+    Kernel,
+    WithSinks,
+    packed_attention,
+    packed_rows,
+    packed_trees,
+    register_packed_attention,
+    varlen_attention,
+    varlen_takes,
+)
+from agentrl.trainer.language_model import PolicyModule, positions
+from agentrl.utils.errors import ModelError
 
 
 def offsets_for(lengths: list[int]) -> torch.Tensor:
@@ -151,7 +159,7 @@ def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
     name: str, widths: tuple[int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows, or a prefix of 7 tokens with two suffixes and a row alone; 4 query heads over 2 key heads."""
-    monkeypatch.setattr("agentrl.backends.exact_attention.CELLS", 300)  # several pieces a block
+    monkeypatch.setattr("agentrl.engines.exact_attention.CELLS", 300)  # several pieces a block
     spans = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 31]] if shared else [[n, n, n, m] for n, m in ROWS]
     torch.manual_seed(0)
     sizes = [(31, 4, widths[0]), (31, 2, widths[0]), (31, 2, widths[1]), (4,)]
@@ -249,7 +257,7 @@ def test_the_varlen_operators_are_called_as_they_are_declared(
         return call
 
     fakes = SimpleNamespace(**{name: noted(name) for name in ("_varlen_attn", "_varlen_attn_backward")})
-    monkeypatch.setattr("agentrl.train.varlen.torch.ops", SimpleNamespace(torch_attn=fakes))
+    monkeypatch.setattr("agentrl.trainer.attention.torch.ops", SimpleNamespace(torch_attn=fakes))
     q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu = torch.tensor([0, 9], dtype=torch.int32)
     out = varlen_attention(q, k, v, cu, 9, AttentionForm(0.3, window=window, sinks=torch.zeros(4)))

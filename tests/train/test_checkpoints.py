@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import CheckpointError, ResourceError
-from agentrl.files import disk_full
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.seal import MANIFEST, check_intact, is_whole
+from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_intact, is_whole
+from agentrl.utils.errors import CheckpointError, ResourceError
+from agentrl.utils.files import disk_full
 
 
 def write(checkpoints: Checkpoints, step: int) -> None:
@@ -112,7 +111,7 @@ def test_equal_scores_keep_the_newer(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentrl.train.checkpoint import Checkpoints
+from agentrl.trainer.checkpoint import Checkpoints
 with Checkpoints(Path(sys.argv[1]), keep=1).writing(20) as folder:
     (folder / "half").write_text("x")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from train_batches import toy_optim, trajectories
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.batch import collate
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -26,9 +25,10 @@ from agentrl.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
-from agentrl.errors import AgentrlError
+from agentrl.data.collate import collate
 from agentrl.run.checks import check_config
-from agentrl.train.init_model import init_model
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import AgentrlError
 from tests.conftest import proof
 from tests.e2e import inside
 from tests.e2e.runs import numbers, rows

@@ -13,17 +13,18 @@ from tensordict import TensorDict
 from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
-from agentrl.algorithm import POLICY_LOSSES
-from agentrl.batch import collate, select
-from agentrl.batch.rows import Ragged, jagged, offsets_of
-from agentrl.batch.schedule import assign_ranks, cut_minibatches
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
-from agentrl.train import minibatch
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.minibatch import counted, counts_of, without_idle_rows
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.data.schedule import assign_ranks, cut_minibatches
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer import minibatch
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from agentrl.trainer.minibatch import counted, counts_of, without_idle_rows
+from agentrl.trainer.roles import Critic
 from tests.conftest import proof
 from tests.publishing import weights_of
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from engine_contract import Made, TrainEngineContract
 
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import DependencyError
-from agentrl.train.engine import TRAIN_ENGINES, BaseEngine
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
+from agentrl.utils.errors import DependencyError
 from tests.conftest import proof
 
 WAYS = [

@@ -11,12 +11,10 @@ import torch
 from learners import config_of, opened
 from train_batches import toy_critic, trajectories
 
-from agentrl.batch import collate
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.errors import ConfigError
-from agentrl.train.entropy import adapted_entropy_coef
-from agentrl.train.learner import Learner
-from agentrl.train.learner_checks import check_learner
+from agentrl.data.collate import collate
+from agentrl.trainer.learner import Learner, adapted_entropy_coef, check_learner
+from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of
 
 

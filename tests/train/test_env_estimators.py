@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged
 from agentrl.config import TrainConfig
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.errors import ConfigError
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.run.loop import make_batch
-from agentrl.train.estimator_inputs import valued, with_advantages
-from agentrl.train.finite import broken_rows
-from agentrl.train.learner_checks import check_learner, fill_length_norm
-from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from agentrl.trainer.estimator_inputs import valued, with_advantages
+from agentrl.trainer.learner import check_learner, fill_length_norm
+from agentrl.trainer.minibatch import broken_rows
+from agentrl.utils.errors import ConfigError
 
 GRPO, RLOO, PLUS = Choice(name="grpo"), Choice(name="rloo"), Choice(name="reinforce_pp")
 GAE, REMAX = Choice(name="gae", args={"whitened": False}), Choice(name="remax")

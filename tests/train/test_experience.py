@@ -14,11 +14,6 @@ from tensordict import TensorDict
 from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
-from agentrl.algorithm.loss.covariance import selection_of
-from agentrl.batch import collate
-from agentrl.batch.origin import KEPT, ORIGIN, SHOWN
-from agentrl.batch.rows import Ragged, jagged, offsets_of
-from agentrl.batch.schedule import cut_minibatches
 from agentrl.config.schema import (
     AlgorithmConfig,
     Choice,
@@ -27,12 +22,17 @@ from agentrl.config.schema import (
     KlConfig,
     RolloutConfig,
 )
-from agentrl.errors import CheckpointError, ConfigError
-from agentrl.experts import FREE
-from agentrl.train.experience import RARE, Experience, demonstrated, joined, with_rare
-from agentrl.train.learner_checks import check_learner
-from agentrl.train.minibatch import with_selection
-from agentrl.trajectory import Group, Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.expert_routing import FREE
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.schedule import KEPT, ORIGIN, SHOWN, cut_minibatches
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.trainer.algorithms.losses import selection_of
+from agentrl.trainer.experience import RARE, Experience, demonstrated, joined, with_rare
+from agentrl.trainer.learner import check_learner
+from agentrl.trainer.minibatch import with_selection
+from agentrl.utils.errors import CheckpointError, ConfigError
 
 CLIP = 0.2
 RLOO, PLAIN = Choice(name="rloo"), Choice(name="ppo_clip", args={"dual_clip": None})

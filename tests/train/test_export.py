@@ -17,13 +17,13 @@ from agentrl.cli.main import build_parser, main
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
-from agentrl.errors import CheckpointError, ModelError
-from agentrl.run.of_run import model_of
-from agentrl.run.of_run import run_folder as run_folder_of
-from agentrl.train import export
-from agentrl.train.actor import Actor
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.export import export_run
+from agentrl.run.provenance import model_of
+from agentrl.run.provenance import run_folder as run_folder_of
+from agentrl.trainer import model_folder as export
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.model_folder import export_run
+from agentrl.utils.errors import CheckpointError, ModelError
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_refused_and_what_is_half_written_is_removed(
         (target / "model.safetensors").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("agentrl.train.export.save_model", torn)
+    monkeypatch.setattr("agentrl.trainer.model_folder.save_model", torn)
     with pytest.raises(KeyboardInterrupt):
         export_run(run_folder, tmp_path / "again", 1)
     assert not (tmp_path / "again").exists(), "the command can be repeated"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config import ModelConfig
-from agentrl.train.attention import PACKED
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.trainer.attention import PACKED
+from agentrl.trainer.fsdp import FsdpEngine
 
 
 def test_an_export_does_not_switch_the_attention_of_the_live_model(tiny: str, tmp_path: Path) -> None:

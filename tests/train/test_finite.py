@@ -17,9 +17,6 @@ from learners import config_of, opened, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
-from agentrl.batch import collate, select
-from agentrl.batch.rows import Ragged, jagged, offsets_of
-from agentrl.batch.schedule import cut_minibatches
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -28,13 +25,16 @@ from agentrl.config.schema import (
     ModelConfig,
     SftConfig,
 )
-from agentrl.errors import NonFiniteError
-from agentrl.train.actor import Actor
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.critic import Critic
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.learner import MAX_SKIPPED, Learner
-from agentrl.train.update import Pack, Steps
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.data.schedule import cut_minibatches
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import MAX_SKIPPED, Learner
+from agentrl.trainer.roles import Critic
+from agentrl.trainer.update import Pack, Steps
+from agentrl.utils.errors import NonFiniteError
 from tests.config.observed import Course
 from tests.config.test_keys_flip import made
 from tests.conftest import proof

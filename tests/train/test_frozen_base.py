@@ -10,16 +10,16 @@ import torch
 from learners import config_of, opened
 from train_batches import make_batch, toy_optim, trajectories
 
-from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig
-from agentrl.errors import ConfigError
-from agentrl.run.checks.placement import check_placement
-from agentrl.run.placement import roles_of
-from agentrl.train import learner as learner_of
-from agentrl.train.actor import Actor
-from agentrl.train.reference import Reference
+from agentrl.data.collate import collate
+from agentrl.run.checks.size_checks import check_placement
+from agentrl.run.role_placement import roles_of
+from agentrl.trainer import learner as learner_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.roles import Reference
+from agentrl.utils.errors import ConfigError
 
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 

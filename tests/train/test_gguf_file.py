@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agentrl.cli.main import main
-from agentrl.errors import ConfigError, ModelError
-from agentrl.render.chat_templates import CHAT_TEMPLATES
-from agentrl.train.gguf_file import convert_gguf
-from agentrl.train.pretrained import check_path, load_tokenizer
-from agentrl.train.tokenizer import packaged_tokenizer
+from agentrl.render.chatml import CHAT_TEMPLATES
+from agentrl.trainer.model_folder import convert_gguf
+from agentrl.trainer.pretrained import check_path, load_tokenizer, packaged_tokenizer
+from agentrl.utils.errors import ConfigError, ModelError
 from tests.run.test_tool_parser import NO_TOOLS
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'agentrl[gguf]'")

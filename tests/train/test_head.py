@@ -10,9 +10,9 @@ from tiny_families import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from agentrl.config.schema import LoraSection
-from agentrl.errors import ModelError
-from agentrl.train.head import HeadRule, backbone, head_rule
-from agentrl.train.lora import inject
+from agentrl.trainer.language_model import HeadRule, backbone, head_rule
+from agentrl.trainer.layers import inject
+from agentrl.utils.errors import ModelError
 
 RULES = {
     "gemma2": HeadRule(cap=2.0),

@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import agentrl
-from agentrl.errors import CheckpointError
-from agentrl.train.plain_metadata import metadata_of
-from agentrl.train.seal import check_intact, seal
-from agentrl.train.state import load_state, save_state, saved_tensors
+from agentrl.trainer.checkpoint import check_intact, seal
+from agentrl.trainer.train_state import load_state, metadata_of, save_state, saved_tensors
+from agentrl.utils.errors import CheckpointError
 
 
 class Payload:

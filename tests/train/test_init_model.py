@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import build_parser
 from agentrl.config.schema import InitModelConfig
-from agentrl.errors import ConfigError
-from agentrl.train import tokenizer
-from agentrl.train.init_model import init_model
-from agentrl.train.tokenizer import SPECIAL_TOKENS, packaged_tokenizer
+from agentrl.trainer import pretrained as tokenizer
+from agentrl.trainer.pretrained import SPECIAL_TOKENS, init_model, packaged_tokenizer
+from agentrl.utils.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from train_batches import make_batch, toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.errors import ConfigError, DependencyError
-from agentrl.train import kernels
-from agentrl.train.actor import Actor
-from agentrl.train.logprobs import PLAIN, token_logprobs
+from agentrl.trainer import layers as kernels
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.language_model import PLAIN, token_logprobs
+from agentrl.utils.errors import ConfigError, DependencyError
 from tests.conftest import proof
 from tests.publishing import weights_of
 

@@ -13,8 +13,6 @@ from plain_trainer import Batch, PlainActor, PlainCritic
 from tensordict import TensorDict
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
-from agentrl.batch import collate
-from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -26,11 +24,13 @@ from agentrl.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.learner import Learner
-from agentrl.train.optim import rate
+from agentrl.data.collate import collate
+from agentrl.data.rows import jagged, offsets_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.optim import rate
+from agentrl.trainer.roles import Critic
 from tests.publishing import weights_of
 
 STEPS = 3

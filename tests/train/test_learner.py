@@ -12,10 +12,6 @@ import torch
 from learners import config_of, opened
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 
-from agentrl.algorithm.anchors import anchors_of
-from agentrl.algorithm.loss.covariance import Selection
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, jagged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -23,15 +19,17 @@ from agentrl.config.schema import (
     KlConfig,
     ModelConfig,
 )
-from agentrl.errors import ConfigError
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.estimator_inputs import with_advantages
-from agentrl.train.init_model import init_model
-from agentrl.train.kl import adapted_kl_coef
-from agentrl.train.learner import Learner
-from agentrl.train.learner_checks import check_learner
-from agentrl.train.minibatch import token_noise, with_selection
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms.base import anchors_of
+from agentrl.trainer.algorithms.losses import Selection
+from agentrl.trainer.estimator_inputs import with_advantages
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.minibatch import adapted_kl_coef, token_noise, with_selection
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.roles import Critic
+from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of
 from tests.tiny import SMALL
 
@@ -278,7 +276,7 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
 
 @pytest.mark.parametrize("selection", [Selection(0.25), Selection(0.25, 0.0, 99.0)])
 def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, selection: Selection) -> None:
-    from agentrl.batch import select
+    from agentrl.data.rows import select
 
     batch = make_batch(12)
     batch["old_logprobs"] = batch["logprobs"].clone()

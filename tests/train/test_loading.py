@@ -24,15 +24,13 @@ from train_batches import make_batch, toy_optim
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
-from agentrl.errors import ModelError
-from agentrl.train.actor import Actor
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.export import export_run
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.loading import local_of, region_of
-from agentrl.train.saving import save_model
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.train.weight_files import SINGLE
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.model_folder import export_run, local_of, region_of, save_model
+from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.trainer.weight_files import SINGLE
+from agentrl.utils.errors import ModelError
 
 COMMON: dict[str, Any] = {
     "vocab_size": 401,  # prime, so that no number of ranks divides it

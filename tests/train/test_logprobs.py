@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.train.head import HeadRule
-from agentrl.train.logprobs import HeadKernels, slope, token_logprobs
+from agentrl.trainer.language_model import HeadKernels, HeadRule, slope, token_logprobs
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])

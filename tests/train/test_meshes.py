@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from train_batches import make_batch
 
-from agentrl.backends.embedded import engine as embedded_engine
-from agentrl.backends.vllm import engine as vllm_engine
-from agentrl.batch.rows import Ragged
-from agentrl.cluster.rendezvous import join_group
+from agentrl.cluster.machine import join_group
 from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
-from agentrl.run import engines
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.role_layout import mesh_of
-from agentrl.train.update import Pack
+from agentrl.data.rows import Ragged
+from agentrl.engines.embedded import embedded_engine
+from agentrl.engines.vllm import vllm_engine
+from agentrl.run import engine_choice as engines
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.train_engine import mesh_of
+from agentrl.trainer.update import Pack
 
 
 @contextmanager

@@ -14,16 +14,15 @@ from torch import Tensor
 from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
-from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ClusterConfig, KlConfig, LoraSection, ModelConfig, PoolConfig
-from agentrl.errors import CheckpointError, ConfigError
-from agentrl.train.actor import Actor
-from agentrl.train.engines import check_train_engine
-from agentrl.train.learner import Learner
-from agentrl.train.learner_checks import check_learner
-from agentrl.train.reference import Reference
-from agentrl.train.state import saved_tensors
+from agentrl.data.collate import collate
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.roles import Reference
+from agentrl.trainer.train_engine import check_train_engine
+from agentrl.trainer.train_state import saved_tensors
+from agentrl.utils.errors import CheckpointError, ConfigError
 
 Weights = dict[str, Tensor]
 

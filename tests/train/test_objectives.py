@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import DataConfig, ModelConfig
-from agentrl.data.store import RowStore, RowWriter
-from agentrl.run.frame import Count
-from agentrl.run.objectives import Preferring, Scoring, Supervised
-from agentrl.train.actor import Actor
-from agentrl.train.reward_trainer import RewardTrainer
-from agentrl.trajectory import TokenLedger
+from agentrl.contrib.offline.objectives import Preferring, RewardTrainer, Scoring, Supervised
+from agentrl.contrib.offline.store import RowStore, RowWriter
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.run.display import Count
+from agentrl.trainer.actor import Actor
 
 BETA = 0.3
 CONFIG = DataConfig(path=["x"], beta=BETA)

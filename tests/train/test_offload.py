@@ -15,7 +15,6 @@ from learners import config_of, opened
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from agentrl.batch import collate
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -27,17 +26,16 @@ from agentrl.config.schema import (
     RewardModelConfig,
     WeightsConfig,
 )
-from agentrl.errors import AgentrlError, ConfigError
-from agentrl.train import layout, role
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.learner import Learner
-from agentrl.train.learner_checks import check_learner
-from agentrl.train.publish import Publisher
-from agentrl.train.reference import Reference
-from agentrl.train.reward_model import RewardModel
-from agentrl.train.role_layout import rests
-from agentrl.weights.target import WakeStage
+from agentrl.data.collate import collate
+from agentrl.engines.weights.base import WakeStage
+from agentrl.trainer import roles as role
+from agentrl.trainer import train_engine as layout
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.publish import Publisher
+from agentrl.trainer.roles import Critic, Reference, RewardModel
+from agentrl.trainer.train_engine import rests
+from agentrl.utils.errors import AgentrlError, ConfigError
 from tests.publishing import VersionOnly, weights_of
 
 ALGORITHM = AlgorithmConfig(minibatch=8)

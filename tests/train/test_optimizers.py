@@ -13,19 +13,18 @@ import torch
 from engine_contract import parameters_of, updated
 from train_batches import toy_critic, toy_optim, toy_sft
 
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import WorkerContext
+from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig, SftConfig
-from agentrl.errors import ConfigError, DependencyError
-from agentrl.run.derived import derived
-from agentrl.train import optim
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.memory import count, shell
-from agentrl.train.rates import check_optims, optim_of, optims_of, sft_optim
-from agentrl.train.state import load_state, save_state
+from agentrl.run.plan import derived
+from agentrl.trainer import optim
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.memory import count, shell
+from agentrl.trainer.optim import check_optims, optim_of, optims_of, sft_optim
+from agentrl.trainer.roles import Critic
+from agentrl.trainer.train_state import load_state, save_state
+from agentrl.utils.errors import ConfigError, DependencyError
 
 torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 KINDS = ["adamw", pytest.param("adamw_8bit", marks=torchao), "muon", "sgd"]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.config import ModelConfig
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.trainer.fsdp import FsdpEngine
 
 
 def test_no_digit_hangs_on_the_file_that_weights_come_from(tiny: str, tmp_path: Path) -> None:

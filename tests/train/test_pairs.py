@@ -11,14 +11,13 @@ import torch
 from pair_batches import PAIRS, episodes, models
 from train_batches import toy_optim
 
-from agentrl.batch.rows import Ragged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
+from agentrl.contrib.offline.objectives import RewardTrainer
+from agentrl.data.rows import Ragged
 from agentrl.run.sft import steps_batch
-from agentrl.train.actor import Actor
-from agentrl.train.pairs import Dpo
-from agentrl.train.reward_model import RewardModel
-from agentrl.train.reward_trainer import RewardTrainer
+from agentrl.trainer.actor import Actor, Dpo
+from agentrl.trainer.roles import RewardModel
 
 TRL = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.errors import ConfigError, ModelError
-from agentrl.train import by_size
-from agentrl.train.actor import Actor
-from agentrl.train.by_size import LARGE
-from agentrl.train.fsdp import FsdpEngine
+from agentrl.trainer import memory as by_size
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.memory import LARGE
+from agentrl.utils.errors import ConfigError, ModelError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
 
@@ -47,8 +47,8 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
 
 def test_activation_checkpointing_keeps_less(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what autograd saves during a forward pass."""
-    from agentrl.batch.rows import Ragged
-    from agentrl.train.update import Pack
+    from agentrl.data.rows import Ragged
+    from agentrl.trainer.update import Pack
 
     batch = make_batch(8)
     kept = []

@@ -12,8 +12,8 @@ from train_batches import make_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.errors import AgentrlError
-from agentrl.train.actor import Actor
+from agentrl.trainer.actor import Actor
+from agentrl.utils.errors import AgentrlError
 from tests.publishing import weights_of
 
 REINFORCE = Choice(name="reinforce")

@@ -10,9 +10,8 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError
-from agentrl.train.engines import check_train_engine
-from agentrl.train.role_layout import mesh_of
+from agentrl.trainer.train_engine import check_train_engine, mesh_of
+from agentrl.utils.errors import ConfigError
 
 DENSE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
 EXPERTS = {"moe_intermediate_size": 6, "num_experts": 6, "num_experts_per_tok": 2}

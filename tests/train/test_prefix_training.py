@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from train_batches import sharing, toy_critic, toy_optim
 
-from agentrl.batch import collate
-from agentrl.batch.rows import jagged, offsets_of
-from agentrl.batch.schedule import plan_ranks, shuffled
-from agentrl.cluster.dispatch import Call
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.mesh import Mesh
+from agentrl.cluster.worker import Call, Mesh
 from agentrl.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -27,11 +23,14 @@ from agentrl.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.learner import Learner
-from agentrl.train.reference import Reference
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.rows import jagged, offsets_of
+from agentrl.data.schedule import plan_ranks, shuffled
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.roles import Critic, Reference
 from tests.conftest import proof
 from tests.publishing import weights_of
 
@@ -156,7 +155,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
 def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors', not the driver's, which has none here."""
     for gpus, auto in ((True, "off"), (False, "auto")):
-        monkeypatch.setattr("agentrl.train.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
+        monkeypatch.setattr("agentrl.cluster.resources.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
         found = [
             Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
             for mode in ("off", "auto", "on")

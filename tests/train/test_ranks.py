@@ -13,9 +13,9 @@ from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.checkpoint import Checkpoints
-from agentrl.train.engine import TRAIN_ENGINES
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import Checkpoints
+from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of
 

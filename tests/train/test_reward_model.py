@@ -10,8 +10,6 @@ import torch
 from train_batches import make_batch, toy_optim, trajectories
 from transformers import AutoModelForSequenceClassification
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -22,10 +20,12 @@ from agentrl.config.schema import (
     RewardModelConfig,
     TrainConfig,
 )
-from agentrl.errors import ModelError
-from agentrl.train.actor import Actor
-from agentrl.train.learner import Learner
-from agentrl.train.reward_model import RewardModel, with_scores
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.roles import RewardModel, with_scores
+from agentrl.utils.errors import ModelError
 
 
 @pytest.fixture(scope="module")

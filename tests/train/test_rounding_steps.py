@@ -11,9 +11,9 @@ from learners import start
 from train_batches import make_batch, sharing
 from transformers import AutoModelForCausalLM
 
-from agentrl.batch.rows import jagged, offsets_of
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.train.actor import Actor
+from agentrl.data.rows import jagged, offsets_of
+from agentrl.trainer.actor import Actor
 from tests.publishing import weights_of
 
 COEF, LR = 0.1, 1e-3

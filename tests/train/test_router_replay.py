@@ -14,15 +14,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from train_batches import make_batch, sharing, toy_optim
 
-from agentrl.batch.rows import Ragged, jagged, offsets_of, select
-from agentrl.cluster.dispatch import Call
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import WorkerContext
+from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.errors import ModelError
-from agentrl.experts import FREE, Routers, RouterWatch, load_metrics
-from agentrl.train.actor import Actor
-from agentrl.train.reference import Reference
+from agentrl.data.expert_routing import FREE, Routers, RouterWatch, load_metrics
+from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.roles import Reference
+from agentrl.utils.errors import ModelError
 from tests import moe
 
 CONTEXT = WorkerContext("one", 0, Mesh.of({"dp": 1}, 1))

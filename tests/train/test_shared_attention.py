@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from agentrl.train.attention import packed_trees
-from agentrl.train.shared_attention import runs_after, shared_attention
+from agentrl.trainer.attention import packed_trees, runs_after, shared_attention
 
 SPANS = torch.tensor([[0, 0, 0, 30], [0, 30, 30, 41], [0, 30, 41, 60], [60, 60, 60, 70], [70, 70, 70, 75], [70, 75, 75, 76]])
 

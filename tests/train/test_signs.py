@@ -10,13 +10,13 @@ import pytest
 import torch
 from train_batches import make_batch, toy_optim
 
-from agentrl.batch.rows import jagged, offsets_of
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.engine import BaseEngine
-from agentrl.train.meter import Meter
+from agentrl.data.rows import jagged, offsets_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.train_engine import BaseEngine
+from agentrl.trainer.update import Meter
 from tests.publishing import weights_of as weights
 
 REINFORCE = AlgorithmConfig(minibatch=64, loss=Choice(name="reinforce"))

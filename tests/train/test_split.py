@@ -13,9 +13,9 @@ from split_ranks import CASES, SHORT, Case
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.memory import count, shell
-from agentrl.train.plan_checks import EXPERT_FAMILIES, FAMILIES
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.memory import count, shell
+from agentrl.trainer.parallel import EXPERT_FAMILIES, FAMILIES
 from tests.conftest import PROOFS, proof
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 from train_batches import make_batch, toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -25,16 +23,16 @@ from agentrl.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
-from agentrl.errors import ConfigError
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.estimator_inputs import with_advantages
-from agentrl.train.kl import kl_kind
-from agentrl.train.learner import policy_updates
-from agentrl.train.learner_checks import check_learner, fill_length_norm
-from agentrl.train.reference import Reference
-from agentrl.train.reward_model import with_scores
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.estimator_inputs import with_advantages
+from agentrl.trainer.learner import check_learner, fill_length_norm, policy_updates
+from agentrl.trainer.minibatch import kl_kind
+from agentrl.trainer.roles import Critic, Reference, with_scores
+from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of as named
 
 MODES = ["token_mean", "seq_mean_token_mean"]
@@ -261,7 +259,7 @@ def test_the_kl_in_the_reward_is_k1_of_the_proximal_policy_to_the_reference(tiny
         seen["returns"] = out.tokens("returns")
         return out, metrics
 
-    monkeypatch.setattr("agentrl.train.learner.with_advantages", watched)
+    monkeypatch.setattr("agentrl.trainer.estimator_inputs.with_advantages", watched)
     metrics = asyncio.run(learner.step(batch, 1))
     assert metrics["kl_reward"] == pytest.approx(distance.mean().item(), rel=1e-4, abs=1e-7)
     offsets = offsets_of(batch["token_ids"])

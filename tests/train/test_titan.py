@@ -25,15 +25,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentrl.batch.rows import Ragged
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ConfigError, DependencyError, ModelError
-from agentrl.train.export import export_run
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.modules import Micro
-from agentrl.train.state import load_state
-from agentrl.train.titan.engine import TitanEngine
-from agentrl.train.update import Pack
+from agentrl.contrib.titan.engine import TitanEngine
+from agentrl.data.rows import Ragged
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import Micro
+from agentrl.trainer.model_folder import export_run
+from agentrl.trainer.train_state import load_state
+from agentrl.trainer.update import Pack
+from agentrl.utils.errors import ConfigError, DependencyError, ModelError
 from tests import moe
 from tests.e2e.inside import config_of, execute, updates
 

@@ -10,10 +10,10 @@ import torch
 from learners import config_of, opened
 from train_batches import toy_critic, trajectories
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.train.learner import with_advantages
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged
+from agentrl.trainer.estimator_inputs import with_advantages
 
 
 def test_critic_and_actor_get_the_targets_and_advantages_of_turns(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_critic_and_actor_get_the_targets_and_advantages_of_turns(tiny: str, mon
         seen.append(out)
         return out, metrics
 
-    monkeypatch.setattr("agentrl.train.learner.with_advantages", watched)
+    monkeypatch.setattr("agentrl.trainer.estimator_inputs.with_advantages", watched)
     for step in range(2):
         asyncio.run(learner.step(collate(trajectories(16, seed=step)), step))
     view = seen[1]

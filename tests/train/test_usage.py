@@ -8,16 +8,16 @@ import pytest
 import torch
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
-from agentrl.batch import collate
-from agentrl.batch.rows import offsets_of
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection, ModelConfig
+from agentrl.data.collate import collate
+from agentrl.data.rows import offsets_of
 from agentrl.run.metrics import info_of
-from agentrl.train import usage
-from agentrl.train.actor import Actor
-from agentrl.train.init_model import init_model
-from agentrl.train.memory import shell
-from agentrl.train.usage import Card, flops_of, peak_of
+from agentrl.trainer import train_engine as usage
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.memory import shell
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.train_engine import Card, flops_of, peak_of
 
 SHAPE = InitModelConfig(layers=3, hidden=32, mlp=48, heads=4, kv_heads=2, head_dim=16, context=64)
 

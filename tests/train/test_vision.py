@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoConfig
 
-from agentrl.batch.collate import collate
-from agentrl.batch.rows import Ragged, jagged, offsets_of
 from agentrl.config.schema import InitModelConfig, ModelConfig
-from agentrl.images import Image, PromptIds
-from agentrl.train.forward import compute_logprobs
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.init_model import architecture, init_model
-from agentrl.train.tokenizer import packaged_tokenizer
-from agentrl.trajectory import Task, TokenLedger, Trajectory
-from agentrl.vision import Vision
+from agentrl.data.collate import collate
+from agentrl.data.images import Image, PromptIds
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.render.vision import Vision
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.pretrained import architecture, init_model, packaged_tokenizer
+from agentrl.trainer.update import compute_logprobs
 
 TINY = InitModelConfig(layers=2, heads=4, kv_heads=2, head_dim=16, hidden=64, vision=True, init_std=0.2)
 

@@ -12,16 +12,15 @@ import torch
 from train_batches import make_batch, toy_critic, toy_optim
 from transformers import masking_utils
 
-from agentrl.backends.embedded.attention import NAME
-from agentrl.backends.embedded.model import EmbeddedModel
-from agentrl.batch.device import on_device
-from agentrl.batch.rows import jagged
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
-from agentrl.train.actor import Actor
-from agentrl.train.critic import Critic
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.train.update import Pack
+from agentrl.data.rows import jagged, on_device
+from agentrl.engines.embedded.embedded_model import EmbeddedModel
+from agentrl.engines.embedded.kv_cache import NAME
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.roles import Critic
+from agentrl.trainer.update import Pack
 
 READS = {"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
 waits: Counter[str] = Counter()

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from test_optimizers import KINDS
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
-from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
-from agentrl.errors import WorkerError
-from agentrl.train.actor import Actor
+from agentrl.data.collate import collate
+from agentrl.trainer.actor import Actor
+from agentrl.utils.errors import WorkerError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
 

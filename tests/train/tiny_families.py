@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.train.attention import packed_rows, packed_trees
-from agentrl.train.modules import Micro
+from agentrl.trainer.attention import packed_rows, packed_trees
+from agentrl.trainer.language_model import Micro
 
 VOCAB = 64
 _PLAIN = {

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from agentrl.batch import collate
-from agentrl.batch.rows import Ragged, jagged, offsets_of
-from agentrl.batch.schedule import Mode, with_trees
 from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
-from agentrl.trajectory import Task, TokenLedger, Trajectory
+from agentrl.data.collate import collate
+from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.schedule import Mode, with_trees
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
 
 
 def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajectory]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.view.library import Library
-from agentrl.view.server import guarded, make_app
+from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.server import guarded, make_app
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 

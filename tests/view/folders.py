@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.run.folder import RunFolder
-from agentrl.trajectory import Message, StopReason, Task, TokenLedger, ToolCall, ToolResult, Trajectory, Turn
 
 CONFIG = 'name = "{name}"\nsteps = 4\n[env]\nid = "key_value"\n'
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from agentrl.view.library import Library
-from agentrl.view.server import guarded, make_app
+from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.server import guarded, make_app
 from tests.view.folders import episode, run_folder, unscored
 
 METRICS = [

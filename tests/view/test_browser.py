@@ -20,10 +20,11 @@ from PIL import Image as Pictures
 from tokenizers import Tokenizer
 
 import agentrl
-from agentrl.images import Image
+from agentrl.data.images import Image
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory, UserCall
 from agentrl.run.folder import RunFolder
-from agentrl.run.token_file import check_of
-from agentrl.trajectory import Message, StopReason, TokenLedger, ToolCall, ToolResult, Trajectory, UserCall
+from agentrl.run.reader import check_of
 from tests.conftest import proof
 from tests.view.chromium import Tab, browser_path, contrast, rgb, serving
 from tests.view.folders import episode, run_folder, unscored
@@ -99,7 +100,7 @@ def hostile_run(at: Path) -> None:
 
 
 def trained_on(one: Trajectory) -> dict[str, Any]:
-    """What training made of an episode's tokens, as agentrl/run/token_file.py says; of all episodes the same numbers."""
+    """What training made of an episode's tokens, as agentrl/run/reader.py says; of all episodes the same numbers."""
     if one.reward is None:
         return {"check": check_of(one.ledgers), "ledgers": None}
     ledgers = []

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import agentrl.view.index as module
-from agentrl.errors import RunFolderError
+import agentrl.contrib.view.index as module
+from agentrl.contrib.view.index import Index, cache_folder
 from agentrl.run.reader import RunRecord
-from agentrl.view.index import Index, cache_folder
+from agentrl.utils.errors import RunFolderError
 from tests.view.folders import episode, run_folder
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import agentrl.view.library as module
-from agentrl.files import atomic_write
-from agentrl.view.library import Library
-from agentrl.view.server import guarded, make_app
+import agentrl.contrib.view.library as module
+from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.server import guarded, make_app
+from agentrl.utils.files import atomic_write
 from tests.view.folders import episode, run_folder
 from tests.view.test_api import Asking
 

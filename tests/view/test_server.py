@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.view.server import KINDS, assets
+from agentrl.contrib.view.server import KINDS, assets
 from tests.view.folders import episode, run_folder
 from tests.view.test_api import Asking, client
 
@@ -74,7 +74,7 @@ def test_no_path_leads_out_of_the_page(asking: Asking, path: str) -> None:
 
 
 def test_assets_are_files_of_known_kinds_inside_the_package() -> None:
-    import agentrl.view
+    import agentrl.contrib.view
 
     inside = Path(agentrl.view.__file__).parent / "assets"
     assert "index.html" in assets()

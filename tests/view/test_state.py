@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.trajectory import Message, ToolCall, Trajectory
-from agentrl.view.state import differences
+from agentrl.contrib.view.api import differences
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
 from tests.view.folders import run_folder
 from tests.view.test_api import client
 

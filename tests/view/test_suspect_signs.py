@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.view.features import features_of, normal
-from agentrl.view.signs import gold_distances, judge_gap, repetition
+from agentrl.contrib.view.features import features_of, normal
+from agentrl.contrib.view.signs import gold_distances, judge_gap, repetition
 from tests.view.folders import episode, run_folder
 from tests.view.test_api import client
 

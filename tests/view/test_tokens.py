@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import agentrl.train
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import agentrl.train
-from agentrl.run.token_file import token_lines
-from agentrl.trajectory import TokenLedger
-from agentrl.view.api import Api
-from agentrl.view.library import Library
+from agentrl.contrib.view.api import Api
+from agentrl.contrib.view.library import Library
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.run.reader import token_lines
 from tests.run import damage
 from tests.view.folders import episode, run_folder, unscored
 from tests.view.test_api import client

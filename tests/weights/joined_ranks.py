@@ -26,11 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
-from agentrl.errors import ConfigError
-from agentrl.train.actor import Actor
-from agentrl.weights import joined
-from agentrl.weights.bucket import Bucket
-from agentrl.weights.routes import open_receiver
+from agentrl.engines.weights import host_routes as joined
+from agentrl.engines.weights.base import Bucket, open_receiver
+from agentrl.trainer.actor import Actor
+from agentrl.utils.errors import ConfigError
 from tests.train.train_batches import make_batch, toy_optim
 
 CFG = WeightsConfig(bucket_mib=0.06)

@@ -8,14 +8,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentrl.batch import collate
-from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
+from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
+from agentrl.data.collate import collate
+from agentrl.data.token_ledger import TokenLedger
 from agentrl.rollout.engine import Engine, Sampling
-from agentrl.train.actor import Actor
-from agentrl.trajectory import TokenLedger
+from agentrl.trainer.actor import Actor
 from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 PROMPT = list(range(20, 40))

@@ -15,15 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.backends.vllm.transfer import TRANSFERS, IpcTransfer, open_end
 from agentrl.config.load import config_from
 from agentrl.config.schema import RolloutConfig, WeightsConfig
-from agentrl.errors import ConfigError
-from agentrl.train import publish, source
-from agentrl.train.source import WeightSource
-from agentrl.weights import ipc, nccl, routes, shared
-from agentrl.weights.bucket import Bucket, Named, Stream
-from agentrl.weights.route import ROUTES, SLOTS, Sender, Silent
+from agentrl.engines.vllm.transfer import TRANSFERS, IpcTransfer, open_end
+from agentrl.engines.weights import base as routes
+from agentrl.engines.weights import distributed_routes as ipc
+from agentrl.engines.weights import distributed_routes as nccl
+from agentrl.engines.weights import host_routes as shared
+from agentrl.engines.weights.base import ROUTES, SLOTS, Bucket, Named, Sender, Silent, Stream
+from agentrl.trainer import actor as source
+from agentrl.trainer import publish
+from agentrl.trainer.actor import WeightSource
+from agentrl.utils.errors import ConfigError
 
 WEIGHTS: list[Named] = [
     (f"layers.{i}.weight", torch.randn(rows, 3, generator=torch.Generator().manual_seed(i)).bfloat16())
@@ -207,7 +210,7 @@ def test_vllms_engine_loads_what_is_broadcast(engines: None, cards: Cards, monke
         return Group(parallel.rank + info.rank_offset)
 
     real = torch.empty
-    monkeypatch.setattr(nccl, "_join", lambda *args: asked.append(args) or Group(0))
+    monkeypatch.setattr(nccl, "_join_nccl", lambda *args: asked.append(args) or Group(0))
     monkeypatch.setattr(nccl_engine, "worker_init_process_group", joined)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [torch.cuda.current_stream()] * count)
     monkeypatch.setattr(torch, "empty", lambda *args, device=None, **options: real(*args, **options))

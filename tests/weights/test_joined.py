@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.errors import ConfigError
-from agentrl.weights import joined, shared
-from agentrl.weights.joined import RowShard, join
+from agentrl.engines.weights import host_routes as joined
+from agentrl.engines.weights import host_routes as shared
+from agentrl.engines.weights.host_routes import RowShard, join
+from agentrl.utils.errors import ConfigError
 from tests.e2e.runs import run_script
 
 COUNTS = [3, 2] if os.environ.get("AGENTRL_PROOFS") else [3]

@@ -7,16 +7,16 @@ import asyncio
 import pytest
 import torch
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.batch import collate
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
+from agentrl.data.collate import collate
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.weights.base import open_receiver
 from agentrl.rollout.engine import Sampling
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import TokenLedger
-from agentrl.weights.routes import open_receiver
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.publish import Publisher
 from tests.publishing import weights_of
 from tests.train.train_batches import make_batch, toy_optim, trajectories
 

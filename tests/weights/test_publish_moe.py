@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.parameters import expected_parameters
 from agentrl.config.schema import ModelConfig, WeightsConfig
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.weights.parameters import Saving, expected_parameters
 from agentrl.rollout.engine import Sampling
-from agentrl.train.fsdp import FsdpEngine
-from agentrl.weights.conversions import Saving
+from agentrl.trainer.fsdp import FsdpEngine
 from tests import moe
 from tests.publishing import publish
 
@@ -91,8 +90,8 @@ def test_every_family_can_be_exported(tmp_path: Path) -> None:
 
 
 async def test_a_target_says_which_names_it_loads(tmp_path: Path) -> None:
-    from agentrl.backends.vllm.engine import VllmEngine
-    from agentrl.train.source import WeightSource
+    from agentrl.engines.vllm.vllm_engine import VllmEngine
+    from agentrl.trainer.actor import WeightSource
 
     path = moe.build("qwen3_moe", tmp_path)
     source = WeightSource(FsdpEngine(path, ModelConfig(), 1.0), 0)

@@ -11,14 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.cluster.dispatch import Broadcast, Strategy
 from agentrl.cluster.launch import launch
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
+from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import ClusterConfig, LoraSection, ModelConfig, VllmConfig, WeightsConfig
-from agentrl.errors import EngineError
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.publish import Publisher
+from agentrl.utils.errors import EngineError
 from tests import moe
 from tests.conftest import proof
 from tests.train.train_batches import toy_optim

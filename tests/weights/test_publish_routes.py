@@ -15,20 +15,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from agentrl.backends.api.engine import LiteLlmEngine
-from agentrl.backends.embedded.engine import EmbeddedEngine
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
-from agentrl.errors import ConfigError, EngineError
+from agentrl.engines.api_models import LiteLlmEngine
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.weights import (
+    base as routes,
+)
+from agentrl.engines.weights import (
+    distributed_routes as collective,
+)
+from agentrl.engines.weights import (
+    host_routes as disk,
+)
+from agentrl.engines.weights import (
+    host_routes as in_place,
+)
+from agentrl.engines.weights import (
+    host_routes as memory,
+)
+from agentrl.engines.weights import (
+    host_routes as shared,
+)
+from agentrl.engines.weights.base import (
+    ALIGN,
+    PACKED,
+    Adapter,
+    Bucket,
+    Lent,
+    MembersChangedError,
+    Named,
+    Offer,
+    Silent,
+    Stream,
+    fill,
+    tensor_in,
+)
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.replay.play import ReplayEngine
-from agentrl.rollout.replay.record import RecordingEngine
-from agentrl.train.actor import Actor
-from agentrl.train.publish import Publisher, check_takes_weights, check_weights
-from agentrl.train.source import WeightSource
-from agentrl.weights import collective, disk, in_place, memory, routes, shared
-from agentrl.weights.bucket import ALIGN, PACKED, Bucket, Lent, Named, Stream, fill, tensor_in
-from agentrl.weights.route import Offer, Silent
-from agentrl.weights.target import Adapter, MembersChangedError
+from agentrl.rollout.replay import RecordingEngine, ReplayEngine
+from agentrl.trainer.actor import Actor, WeightSource
+from agentrl.trainer.publish import Publisher, check_takes_weights, check_weights
+from agentrl.utils.errors import ConfigError, EngineError
 from tests.publishing import weights_of
 from tests.weights.publish_parts import gap, ledger_of, trained
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.vllm.engine import VllmEngine
-from agentrl.backends.vllm.version import tells_versions
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.runtime import start_ray, stop_ray
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config.schema import ClusterConfig, InitModelConfig, VllmConfig, WeightsConfig
-from agentrl.errors import ConfigError
-from agentrl.train.actor import Actor
-from agentrl.train.init_model import init_model
-from agentrl.train.publish import Publisher
-from agentrl.trajectory import TokenLedger
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.engines.vllm.options import tells_versions
+from agentrl.engines.vllm.vllm_engine import VllmEngine
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.publish import Publisher
+from agentrl.utils.errors import ConfigError
 from tests.conftest import proof
 from tests.weights.publish_parts import Counting, gap, ledger_of, trained
 

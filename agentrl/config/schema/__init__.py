@@ -5,26 +5,58 @@ with `[model.init]` carry its values themselves.
 """
 
 from agentrl.config.schema.base import Choice, Frozen, Weight
-from agentrl.config.schema.cluster import ClusterConfig, PoolConfig, Role
-from agentrl.config.schema.data import DataConfig
-from agentrl.config.schema.engines import ApiConfig, SglangConfig, VllmConfig, WeightsConfig
-from agentrl.config.schema.env import ONE, SEVERAL, EnvConfig, EnvEval, EnvLimits, EnvSft, Steps, WeightAt
+from agentrl.config.schema.episodes import (
+    ONE,
+    SEVERAL,
+    AgentConfig,
+    ApiConfig,
+    BranchConfig,
+    EnvConfig,
+    EnvEval,
+    EnvLimits,
+    EnvSft,
+    JudgeConfig,
+    JudgeEngineConfig,
+    McpServerConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SandboxConfig,
+    SglangConfig,
+    StartConfig,
+    Steps,
+    ToolsConfig,
+    VllmConfig,
+    WeightAt,
+    WeightsConfig,
+)
 from agentrl.config.schema.learning import (
     AlgorithmConfig,
     CriticConfig,
+    DataConfig,
     DemonstrationsConfig,
     DistillationConfig,
     ExperienceConfig,
+    InitModelConfig,
     KlConfig,
+    LoraSection,
+    ModelConfig,
     OptimConfig,
     SftConfig,
 )
-from agentrl.config.schema.model import InitModelConfig, LoraSection, ModelConfig
-from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
-from agentrl.config.schema.reward import JudgeConfig, JudgeEngineConfig, RewardConfig, RewardModelConfig
-from agentrl.config.schema.rollout import BranchConfig, RolloutConfig, StartConfig
-from agentrl.config.schema.run import CheckpointConfig, EvalConfig, HealthConfig, KeepConfig, TrainConfig
-from agentrl.config.schema.tools import AgentConfig, McpServerConfig, SandboxConfig, ToolsConfig
+from agentrl.config.schema.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    HealthConfig,
+    KeepConfig,
+    PoolConfig,
+    ProfileConfig,
+    PrometheusConfig,
+    Role,
+    TracesConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "ONE",

@@ -1,4 +1,4 @@
-"""The whole config of a run, and what it evaluates and keeps."""
+"""The whole config of a run: cluster, observation, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,20 +15,95 @@ from agentrl.config.schema.base import (
     NotNegativeInt,
     Positive,
     PositiveInt,
+    Ranks,
     Seconds,
     Temperature,
     Unit,
 )
-from agentrl.config.schema.cluster import ClusterConfig
-from agentrl.config.schema.data import DataConfig
-from agentrl.config.schema.engines import ApiConfig, SglangConfig, VllmConfig, WeightsConfig
-from agentrl.config.schema.env import BY_KIND, ONE, SEVERAL, EnvConfig
-from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, OptimConfig, SftConfig
-from agentrl.config.schema.model import ModelConfig
-from agentrl.config.schema.observe import ProfileConfig, PrometheusConfig, TracesConfig
-from agentrl.config.schema.reward import RewardConfig, RewardModelConfig
-from agentrl.config.schema.rollout import RolloutConfig
-from agentrl.config.schema.tools import AgentConfig, ToolsConfig
+from agentrl.config.schema.episodes import (
+    BY_KIND,
+    ONE,
+    SEVERAL,
+    AgentConfig,
+    ApiConfig,
+    EnvConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SglangConfig,
+    ToolsConfig,
+    VllmConfig,
+    WeightsConfig,
+)
+from agentrl.config.schema.learning import AlgorithmConfig, CriticConfig, DataConfig, ModelConfig, OptimConfig, SftConfig
+
+Role = Literal["actor", "rollout", "reference", "critic", "reward_model", "teacher", "judge"]
+
+
+class PoolConfig(Frozen):
+    """A named set of processes for roles."""
+
+    nodes: Annotated[PositiveInt, Unit("nodes")] = 1
+    """On how many nodes."""
+    per_node: Annotated[PositiveInt, Unit("processes")] = 1
+    """How many on each node."""
+    cpus: Annotated[Positive, Unit("CPU slots")] = 1.0
+    """CPU slots of each process."""
+    gpus: Annotated[NotNegative, Unit("GPUs")] = 0.0
+    """GPUs of each process."""
+
+
+class ClusterConfig(Frozen):
+    """Where the roles run (docs/cluster.md)."""
+
+    backend: Literal["ray", "inline"] = "ray"
+    """Roles are Ray actors, or all in the driver process ("inline"), for one device or a debugger."""
+    address: str | None = None
+    """Of the Ray cluster to join: HEAD:6379, or "auto" for the one that this machine belongs to; by default `RAY_ADDRESS`, else
+    this machine alone."""
+    actors: Ranks = 1
+    """Processes of a role that `roles` does not list."""
+    startup_timeout: Seconds = 180.0
+    """In which workers must be placed and started; a local Ray itself has as long to start."""
+    call_timeout: Seconds = 3600.0
+    """Limit of every call to a worker: one that hangs is reported by name, not waited for."""
+    max_restarts: Annotated[NotNegativeInt, Unit("restarts")] = 2
+    """How often the run starts again from the newest checkpoint after a worker died."""
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    """Sets of processes, by a name of your choice."""
+    roles: dict[Role, str] = Field(default_factory=dict)
+    """Which pool a role uses; roles in the same pool share its processes and take turns."""
+
+
+class TracesConfig(Frozen):
+    """OpenTelemetry traces, one a step (needs the extra `otel`). Where they go is said by the standard environment variables
+    OTEL_* (docs/observability.md)."""
+
+    every: Annotated[PositiveInt, Unit("updates")] = 1
+    """Of how many updates one is traced; evaluations outside of updates always are."""
+    episodes: Fraction = 1.0
+    """The share of a traced step's episodes whose spans are exported."""
+
+
+class PrometheusConfig(Frozen):
+    """An endpoint that Prometheus scrapes while the run goes on: http://HOST:PORT/metrics (needs the extra `prometheus`)."""
+
+    port: Annotated[int, Field(ge=0, le=65_535), Unit("1")] = 9464
+    """The port at which it listens; 0 is any that is free."""
+    host: str = "127.0.0.1"
+    """The address at which it listens. Nobody is asked who he is: leave it at this machine's own, unless the network is yours."""
+
+
+class ProfileConfig(Frozen):
+    """Timelines of single steps, `profile/step_NNNNNN.json.gz` in the run folder, for ui.perfetto.dev: episodes, calls of the
+    training roles, weights under way, and what torch computed on each rank."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=1), Unit("updates")]
+    """The updates, counted from 1. Each takes somewhat longer than it would."""
+    torch: bool = True
+    """Also record torch's operators and kernels on the ranks."""
+    max_events: Annotated[int, Field(ge=1000), Unit("events")] = 500_000
+    """The most events of a file: of torch's the longest are kept, and what is left out is counted in it."""
 
 
 class EvalConfig(Frozen):

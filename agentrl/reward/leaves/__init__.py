@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from agentrl.reward.judge import JudgeLeaf
 from agentrl.reward.leaf import Leaf
-from agentrl.reward.leaves.calls import CallsNone, CallsSchema
-from agentrl.reward.leaves.calls_match import CallsMatch
-from agentrl.reward.leaves.episode import (
+from agentrl.reward.leaves.answer import (
     CostCalls,
     CostSeconds,
     CostTokens,
     CostTurns,
     CostUsd,
     EpisodeStopped,
+    FormatRegex,
+    MathEqual,
+    NumberClose,
+    PythonFunction,
+    TextContains,
+    TextEquals,
 )
-from agentrl.reward.leaves.judge import JudgeLeaf
-from agentrl.reward.leaves.math import MathEqual
-from agentrl.reward.leaves.python import PythonFunction
-from agentrl.reward.leaves.results import ResultsContains
-from agentrl.reward.leaves.state import StateAssert, StateMatch, StateNumber
-from agentrl.reward.leaves.tests import CodeTests
-from agentrl.reward.leaves.text import FormatRegex, NumberClose, TextContains, TextEquals
+from agentrl.reward.leaves.calls import CallsMatch, CallsNone, CallsSchema
+from agentrl.reward.leaves.state import ResultsContains, StateAssert, StateMatch, StateNumber
+from agentrl.reward.unit_tests.grade import CodeTests
 
 LEAVES: Mapping[str, type[Leaf]] = {
     leaf.kind: leaf

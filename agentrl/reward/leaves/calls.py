@@ -1,16 +1,35 @@
-"""`calls.schema` and `calls.none`: whether calls are well-formed, and whether there are any."""
+"""Leaves of tool calls: schema, none, match, and ToolRL's graded reward."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from agentrl.reward.leaf import BY, Args, Context, Leaf, Reading, UnscorableError, object_schema
-from agentrl.reward.values import brief
-from agentrl.reward.view import View
-from agentrl.schemas import BadSchemaError, checked_validator, first_fault
-from agentrl.trajectory import Json, ToolCall
+import numpy as np
+
+from agentrl.data.trajectory import Json, ToolCall
+from agentrl.reward import call_matching as assign
+from agentrl.reward.bfcl import LANGUAGES
+from agentrl.reward.call_matching import (
+    ARGUMENTS,
+    FORMS,
+    MANY,
+    CallRule,
+    GoldCall,
+    call_key,
+    declared,
+    equal_pairs,
+    gold_calls,
+    overlap,
+    parts,
+    rows_by_key,
+)
+from agentrl.reward.leaf import BY, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
+from agentrl.reward.values import NORMALIZERS, EqualityRule, UnscorableError, brief, same
+from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
 _VALIDATORS: dict[str, Any] = {}
 _MOST_VALIDATORS = 4096
@@ -110,3 +129,338 @@ def _validator(schema: Json) -> Any:
         except BadSchemaError as error:
             raise UnscorableError(f"a tool's parameters are not a JSON Schema: {error}") from error
     return _VALIDATORS[key]
+
+
+# The graded call reward of ToolRL (Qian et al. 2025, arXiv 2504.13958, section 3.3), scaled to [0, 1]
+
+
+def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> Reading:
+    """R_max / S_max of the paper; with `scale: [-3, 3]` it is the paper's R_correct = 6 R_max / S_max - 3.
+
+    r_name = |names made and expected| / |names made or expected| (as multisets), r_param = sum over the
+    expected calls of the Jaccard index of the parameter names, r_value = number of parameters with the
+    correct value, S_max = 1 + |G| + sum of |keys(G_j)|. Calls pair only with calls of the same name.
+    """
+    names_made, names_gold = Counter(call.name for call in made), Counter(call.name for call in gold)
+    both = sum(min(count, names_gold[name]) for name, count in names_made.items())
+    either = len(made) + len(gold) - both
+    if either == 0:
+        return Reading(1.0, {"made": 0, "expected": 0})
+    name = both / either
+    equal, others = (_greedy if how == "greedy" else _optimal)(made, gold, rule)
+    keys = len(equal) + sum(_key_score(made[i], gold[j]) for i, j in others)
+    values = sum(len(gold[j].arguments) for _, j in equal) + sum(_value_score(made[i], gold[j], rule) for i, j in others)
+    top = 1.0 + len(gold) + sum(len(call.arguments) for call in gold)
+    evidence = {
+        "made": len(made),
+        "expected": len(gold),
+        "pairs": [list(pair) for pair in sorted([*equal, *others])],
+        "r_name": name,
+        "r_param": keys,
+        "r_value": values,
+        "s_max": top,
+    }
+    return Reading((name + keys + values) / top, evidence)
+
+
+Found = tuple[assign.Pairs, assign.Pairs]
+"""Pairs of equal calls, and other pairs."""
+
+
+def _optimal(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
+    """Pairs of most total weight.
+
+    Pairing equal calls by hash first leaves less for the cubic assignment. Some optimal assignment contains them all: if a
+    equals b, any x and y have weight(x, b) + weight(a, y) <= weight(a, b) + weight(x, y), since 1 - Jaccard index is a metric
+    and so is, over the arguments of a, the number of values that differ. Pairs (x, b), (a, y) can thus be exchanged for (a, b),
+    (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
+    """
+    sure = equal_pairs(made, gold, rule) if rule.strict else []
+    taken, met = {i for i, _ in sure}, {j for _, j in sure}
+    rows = [i for i in range(len(made)) if i not in taken]
+    columns = [j for j in range(len(gold)) if j not in met]
+
+    def block(here: Sequence[int], there: Sequence[int]) -> assign.Weights:
+        return _weights([made[rows[i]] for i in here], [gold[columns[j]] for j in there], rule)
+
+    rest = assign.optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
+    return sure, [(rows[i], columns[j]) for i, j in rest]
+
+
+def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
+    """Each expected call in turn takes the best remaining call with its name, the first one on a tie."""
+    free = assign.by_name([call.name for call in made])
+    same_as = rows_by_key(made, rule) if rule.strict else {}
+    equal: assign.Pairs = []
+    pairs: assign.Pairs = []
+    for j, wanted in enumerate(gold):
+        rows = free.get(wanted.name, [])
+        # An equal call has the most weight that there is, and the first of them is found by hash.
+        like = same_as.get(call_key(wanted.name, wanted.arguments, rule), []) if same_as else []
+        while like and like[-1] not in rows:
+            like.pop()
+        if like:
+            equal.append((like[-1], j))
+            rows.remove(like.pop())
+            continue
+        best, taken, most = 0.0, -1, 1.0 + len(wanted.arguments)
+        for i in rows:
+            here = _weight(made[i], wanted, rule)
+            if here > best:
+                best, taken = here, i
+                if best == most:
+                    break
+        if taken >= 0:
+            pairs.append((taken, j))
+            rows.remove(taken)
+    return equal, pairs
+
+
+def _weights(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> assign.Weights:
+    if len(made) * len(gold) < MANY:
+        return [[_weight(call, wanted, rule) for wanted in gold] for call in made]
+    given = [call.arguments or {} for call in made]
+    both = overlap(given, gold, lambda key, value, call: same(value, call.arguments[key], rule), rule if rule.strict else None)
+    own, wanted = (np.array([float(len(item)) for item in items]) for items in (given, [call.arguments for call in gold]))
+    either = own[:, None] + wanted - both.shared
+    names = np.where(either > 0, both.shared / np.maximum(either, 1.0), 1.0)
+    names[[call.arguments is None for call in made]] = 0.0
+    return names + both.fitting  # type: ignore[no-any-return]
+
+
+def _weight(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> float:
+    return _key_score(call, gold) + _value_score(call, gold, rule)
+
+
+def _key_score(call: ToolCall, gold: GoldCall) -> float:
+    """Jaccard index of the parameter names; 1 if neither call has any."""
+    if call.arguments is None:
+        return 0.0
+    made, wanted = call.arguments.keys(), gold.arguments.keys()
+    return 1.0 if made == wanted else len(made & wanted) / len(made | wanted)
+
+
+def _value_score(call: ToolCall, gold: GoldCall, rule: EqualityRule) -> int:
+    made = call.arguments or {}
+    correct = 0
+    for key, value in gold.arguments.items():
+        if key in made and same(made[key], value, rule):
+            correct += 1
+    return correct
+
+
+# `calls.match`
+
+_CALL = {"type": "object"}
+_NUMBER = {"type": "number", "minimum": 0}
+_LANGUAGES = ("python", *LANGUAGES)
+
+
+class CallsMatch(Leaf):
+    """Pairs made and expected calls one-to-one and scores the pairs (see `formula`)."""
+
+    kind: ClassVar[str] = "calls.match"
+    formula: ClassVar[str] = (
+        "M / D: M = sum of the pairs' credit under the assignment (matched: 1 for a full match; partial: "
+        "(1 + correct arguments) / (1 + arguments)); D = max(made, expected) for exact, expected for superset, "
+        "made for subset. credit=all: 1 if M / D is 1, else 0. assign=reuse: each expected call counts if some made call "
+        "matches it, which may match others too. credit=toolrl: "
+        "(r_name + r_param + r_value) / (1 + |G| + sum |keys(G_j)|)."
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref({"type": "array", "items": _CALL}),
+            "made": REF,
+            "form": {"enum": list(FORMS)},
+            "declared": or_ref({"type": "array", "items": _CALL}),
+            "language": or_ref({"enum": list(_LANGUAGES)}),
+            "order": {"enum": ["free", "ordered", "prefix"]},
+            "compare": {"enum": ["exact", "subset", "superset"]},
+            "assign": {"enum": ["optimal", "greedy", "reuse"]},
+            "credit": {"enum": ["all", "matched", "partial", "toolrl"]},
+            "arguments": {"enum": list(ARGUMENTS)},
+            "strings": {"enum": list(NORMALIZERS)},
+            "by": BY,
+            "abs": _NUMBER,
+            "rel": _NUMBER,
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {
+        "expect": {"$": "/task/gold/calls"},
+        "order": "free",
+        "compare": "superset",
+    }
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        self.form = str(args.get("form", "literal"))
+        self.order = str(args.get("order", "free"))
+        self.compare = str(args.get("compare", "exact"))
+        self.assign = str(args.get("assign", "optimal"))
+        self.credit = str(args.get("credit", "all"))
+        self.by = str(args.get("by", "assistant"))
+        strings = str(args.get("strings", "bfcl" if self.form == "bfcl" else "exact"))
+        values = EqualityRule(float(args.get("abs", 0.0)), float(args.get("rel", 0.0)), NORMALIZERS[strings])
+        self.rule = CallRule(self.form, str(args.get("arguments", "exact")), values)
+        self.rules = {language: replace(self.rule, language=language) for language in _LANGUAGES}
+        if self.form != "bfcl" and ("declared" in args or "language" in args):
+            raise ValueError("declared and language are only for form: bfcl")
+        if self.assign == "greedy" and self.order != "free":
+            raise ValueError("assign: greedy is only for order: free")
+        if self.assign == "reuse" and (
+            self.order != "free" or self.compare != "superset" or self.credit not in ("all", "matched")
+        ):
+            raise ValueError(
+                "assign: reuse asks which expected calls were made: order free, compare superset, credit all or matched"
+            )
+        if self.by != "assistant" and self.form == "bfcl" and "declared" not in args:
+            raise ValueError("form: bfcl reads the schemas of the policy's tools; with by: user or both give declared")
+        if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
+            raise ValueError("credit: toolrl needs order free and form literal, without 'arguments'")
+
+    @classmethod
+    def spreads(cls, args: Args) -> bool:
+        return args.get("credit") in ("matched", "partial") and args.get("assign") != "reuse"
+
+    def read(self, view: View, args: Args) -> Reading:
+        gold = self._gold(view, args["expect"], args.get("declared"))
+        made = _written(args["made"], view) if "made" in args else view.made(self.by)
+        if self.credit == "toolrl":
+            return graded([item.call for item in made], gold, self.rule.values, self.assign)
+        pairs, credit = self._pair(made, gold, self._rule(args))
+        credits = [credit(i, j) for i, j in pairs]
+        value = _ratio(sum(credits), len(made), len(gold), self.compare)
+        if self.credit == "all":
+            # A sum of quotients may end just below 1.
+            value = 1.0 if value >= 1.0 - 1e-9 else 0.0
+        size = _size(len(made), len(gold), self.compare)
+        shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
+        return Reading(value, _evidence(made, gold, pairs, credits), shares)
+
+    def _rule(self, args: Args) -> CallRule:
+        language = args.get("language", "python")
+        if language not in self.rules:
+            raise UnscorableError(f"language must be one of {', '.join(self.rules)}, not {brief(language, 80)!r}")
+        return self.rules[language]
+
+    def _gold(self, view: View, expect: Json, functions: Json = None) -> list[GoldCall]:
+        """The gold calls, read once for all parts of an episode that share them."""
+        # By id, since hashing the gold would cost more than it saves; the memo holds both, so ids stay unique.
+        key = (self.form, self.by, id(expect), id(functions))
+        if key not in view.memo:
+            gold = [call for call in gold_calls(expect, self.form) if self.by in ("both", call.by or self.by)]
+            known = declared(gold, functions or view.trajectory.tools) if self.form == "bfcl" else gold
+            view.memo[key] = (known, expect, functions)
+        calls: list[GoldCall] = view.memo[key][0]
+        return calls
+
+    def _pair(self, made: Sequence[Made], gold: Sequence[GoldCall], rule: CallRule) -> tuple[assign.Pairs, Credit]:
+        n, m = len(made), len(gold)
+        calls = [item.call for item in made]
+        full, known = rule.full, dict[tuple[int, int], float]()
+
+        # Remembered, because the prefix, the assignment and the evidence ask for the same pairs.
+        def match(i: int, j: int) -> float:
+            found = known.get((i, j))
+            if found is None:
+                found = known[i, j] = 1.0 if full(calls[i], gold[j]) else 0.0
+            return found
+
+        def part(i: int, j: int) -> float:
+            return rule.part(calls[i], gold[j])
+
+        if self.assign == "reuse":
+            found = [(next((i for i in range(n) if match(i, j)), n), j) for j in range(m)]
+            return [(i, j) for i, j in found if i < n], match
+        straight = assign.prefix(match, n, m)
+        if self.order == "prefix" or len(straight) == min(n, m):
+            return straight, match  # no assignment is better than a full match of the shorter side
+        credit = part if self.credit == "partial" else match
+        if self.order == "ordered":
+            return assign.in_order([[credit(i, j) for j in range(m)] for i in range(n)]), credit
+        if self.credit == "partial" and self.assign == "optimal":
+            return _best_parts(calls, gold, rule), credit
+        if _by_key(rule, gold):  # a full match is then equality: pairs of equal calls are all there are, in any order
+            return equal_pairs(calls, gold, rule.values), match
+        rows = assign.by_name([call.name for call in calls])
+        choices = [rows.get(call.name, []) for call in gold]
+        if self.assign == "greedy":
+            return assign.greedy_pairs(match, choices), match
+        return assign.maximum(match, choices), match
+
+
+def _written(value: Json, view: View) -> Sequence[Made]:
+    """Calls that are data (an answer's, say) as if they had been made: [{"name", "arguments"}, ...], or null for none."""
+    items = value or []
+    if not isinstance(items, list) or not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in items):
+        raise UnscorableError(f"made must be a list of calls, not {brief(value, 80)!r}")
+    return [Made(view.trajectory.turns[-1], ToolCall(item["name"], item.get("arguments")), None) for item in items]
+
+
+Credit = Callable[[int, int], float]
+
+
+def _plain(gold: Sequence[GoldCall]) -> bool:
+    return all(call.compare is None for call in gold)
+
+
+def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:
+    """Whether a full match is plain equality, so that a hash finds it."""
+    return rule.form == "literal" and rule.arguments == "exact" and rule.values.strict and _plain(gold)
+
+
+def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> assign.Pairs:
+    """The pairs of most partial credit.
+
+    Equal calls are paired first, since some best assignment contains them all: 1 - credit is then a metric (the share of
+    differing arguments among those that either call has, the name counted in), so that for a equal to b
+    credit(x, b) + credit(a, y) <= 1 + credit(x, y).
+    """
+    sure = equal_pairs(made, gold, rule.values) if _by_key(rule, gold) else []
+    taken, met = {i for i, _ in sure}, {j for _, j in sure}
+    rows = [i for i, call in enumerate(made) if i not in taken and call.arguments is not None]
+    columns = [j for j in range(len(gold)) if j not in met]
+
+    def block(here: Sequence[int], there: Sequence[int]) -> assign.Weights:
+        calls, wanted = [made[rows[i]] for i in here], [gold[columns[j]] for j in there]
+        if len(calls) * len(wanted) < MANY or rule.arguments == "ignore" or not _plain(wanted):
+            return [[rule.part(call, other) for other in wanted] for call in calls]
+        return parts(calls, wanted, rule)
+
+    rest = assign.optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
+    return sorted([*sure, *((rows[i], columns[j]) for i, j in rest)])
+
+
+def _ratio(total: float, made: int, gold: int, compare: str) -> float:
+    """Matched share; no calls made earn nothing unless none were expected."""
+    size = _size(made, gold, compare)
+    if size == 0:
+        return 1.0 if gold == 0 else 0.0
+    return min(total / size, 1.0)
+
+
+def _size(made: int, gold: int, compare: str) -> int:
+    return {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
+
+
+def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:
+    """Each turn's share of the value: the credit of the pairs that its calls are in. A gold call is in one pair at most, so the
+    same call made again earns nothing. What the user did before the first turn counts to it, as in `View.made`."""
+    shares: dict[int, float] = {}
+    for (i, _), credit in zip(pairs, credits, strict=True):
+        if credit and view.turns:
+            turn = max(made[i].turn.index, view.turns[0].index)
+            shares[turn] = shares.get(turn, 0.0) + credit / size
+    return shares
+
+
+def _evidence(made: Sequence[Made], gold: Sequence[GoldCall], pairs: assign.Pairs, credits: Sequence[float]) -> dict[str, Any]:
+    paired_made, paired_gold = {i for i, _ in pairs}, {j for _, j in pairs}
+    return {
+        "made": len(made),
+        "expected": len(gold),
+        "pairs": [[i, j, round(credit, 6)] for (i, j), credit in zip(pairs, credits, strict=True)],
+        "missing": [call.name[:100] for j, call in enumerate(gold) if j not in paired_gold],
+        "extra": [item.call.name[:100] for i, item in enumerate(made) if i not in paired_made],
+    }

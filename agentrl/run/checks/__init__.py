@@ -9,50 +9,55 @@ before the last check. The checks are in the files of this folder (`agent`, `bra
 
 from __future__ import annotations
 
-from agentrl.catalog import EnvRef
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, told, trained, warmed
-from agentrl.config.references import check_references
-from agentrl.errors import ConfigError
-from agentrl.quiet import quiet_libraries
+from agentrl.config.identity import check_references
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
-from agentrl.rollout.mixture.base import make_mixture
+from agentrl.rollout.mixtures import make_mixture
 from agentrl.run.callbacks import check_callbacks
-from agentrl.run.checks.agent import check_agent
-from agentrl.run.checks.branch import check_branch
-from agentrl.run.checks.capacity import check_capacity
-from agentrl.run.checks.demonstrations import check_demonstrations
-from agentrl.run.checks.gold import check_gold
-from agentrl.run.checks.harder import check_next
-from agentrl.run.checks.held_out import check_held_out
-from agentrl.run.checks.judges import check_judges
-from agentrl.run.checks.lint import check_lint
-from agentrl.run.checks.model import check_models, check_other_models, check_prompts
-from agentrl.run.checks.named import check_named
-from agentrl.run.checks.parts import check_assembly, check_engine, check_model
-from agentrl.run.checks.placement import check_placement
+from agentrl.run.checks.env_checks import (
+    check_agent,
+    check_branch,
+    check_demonstrations,
+    check_named,
+    check_remote,
+    check_start,
+    suite_notes,
+)
+from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
 from agentrl.run.checks.preflight import Purpose, check_preflight
-from agentrl.run.checks.remote import check_remote
-from agentrl.run.checks.reward import check_decided, check_judge, check_success
-from agentrl.run.checks.rollout import check_trainable
-from agentrl.run.checks.routing import check_router_replay
-from agentrl.run.checks.sizes import check_cache, check_heads, check_sizes
-from agentrl.run.checks.solvable import check_solvable
-from agentrl.run.checks.start import check_start
-from agentrl.run.checks.suite import suite_notes
-from agentrl.run.checks.vision import check_vision
-from agentrl.run.checks.warm_start import check_warm_start
-from agentrl.run.checks.workers import check_workers
-from agentrl.run.engines import engine_name, resolve_engine
-from agentrl.run.otel import check_traces
-from agentrl.run.profile import check_profile
-from agentrl.run.scrape import check_prometheus
+from agentrl.run.checks.reward_checks import check_decided, check_gold, check_judge, check_lint, check_success
+from agentrl.run.checks.rollout_checks import (
+    check_assembly,
+    check_engine,
+    check_held_out,
+    check_model,
+    check_next,
+    check_solvable,
+    check_trainable,
+    check_warm_start,
+)
+from agentrl.run.checks.size_checks import (
+    check_cache,
+    check_capacity,
+    check_heads,
+    check_judges,
+    check_placement,
+    check_sizes,
+    check_workers,
+)
+from agentrl.run.engine_choice import engine_name, resolve_engine
+from agentrl.run.prometheus import check_prometheus
+from agentrl.run.tracing import check_profile, check_traces
 from agentrl.run.trackers import check_trackers
-from agentrl.train.engines import check_train_engine
-from agentrl.train.estimator_inputs import check_estimator_inputs
-from agentrl.train.families.choice import packing_of
-from agentrl.train.learner_checks import check_learner
-from agentrl.train.publish import check_weights
+from agentrl.trainer.estimator_inputs import check_estimator_inputs
+from agentrl.trainer.families import packing_of
+from agentrl.trainer.learner import check_learner
+from agentrl.trainer.publish import check_weights
+from agentrl.trainer.train_engine import check_train_engine
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.terminal import quiet_libraries
 
 
 def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:

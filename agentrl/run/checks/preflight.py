@@ -15,33 +15,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.backends.api.make import api_name
-from agentrl.backends.scripted.make import is_script
-from agentrl.catalog import EnvRef
-from agentrl.cluster.devices import is_planned
+from agentrl.cluster.resources import is_planned
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, entry_name
+from agentrl.config.envs import alone, each, entry_name, one_temperature
 from agentrl.config.schema import McpServerConfig
-from agentrl.config.temperature import one_temperature
-from agentrl.env.suite import WHOLE
-from agentrl.env.sync import run_sync
+from agentrl.data.trajectory import Json, Task
+from agentrl.engines.makers import api_name, is_script
+from agentrl.env.catalog import EnvRef
+from agentrl.env.spaces import run_sync
+from agentrl.env.suites import WHOLE
 from agentrl.env.users import user_call
-from agentrl.errors import ConfigError, EnvError, ResourceError
-from agentrl.litellm_calls import ONCE, causes, load_litellm, said_of
-from agentrl.plain_data import json_text
+from agentrl.render.litellm_calls import ONCE, causes, load_litellm, said_of
 from agentrl.reward import Scorer
-from agentrl.reward.context import judge_settings
-from agentrl.reward.judge import VerdictRequest
-from agentrl.reward.judge.client import judge_call
-from agentrl.reward.judge.own import own_name
-from agentrl.reward.leaves.judge import JudgeLeaf
-from agentrl.reward.node import LeafNode, Node
-from agentrl.reward.pointer import follow, parse_pointer
-from agentrl.reward.predicate import decide, references
+from agentrl.reward.compile import judge_settings
+from agentrl.reward.judge import JudgeLeaf, VerdictRequest, judge_call, own_name
+from agentrl.reward.nodes import LeafNode, Node
+from agentrl.reward.values import decide, follow, parse_pointer, references
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.sampler.base import make_sampler
-from agentrl.run.contents import suite_env
-from agentrl.trajectory import Json, Task
+from agentrl.rollout.samplers import make_sampler
+from agentrl.run.digests import suite_env
+from agentrl.utils.errors import ConfigError, EnvError, ResourceError
+from agentrl.utils.parsing import json_text
 
 if TYPE_CHECKING:
     import openai
@@ -124,7 +118,7 @@ def api_models(config: TrainConfig, scorers: Mapping[str, Scorer], purpose: Purp
 
 def _policies(one: TrainConfig, purpose: Purpose) -> Iterator[ApiModel]:
     """The policy, and the writer of summaries, as an environment's episodes ask them."""
-    from agentrl.backends.api.engine import LiteLlmEngine
+    from agentrl.engines.api_models import LiteLlmEngine
 
     rollout = one.rollout
     if (name := api_name(one.model.path)) is not None:
@@ -213,7 +207,7 @@ def _all_tasks(config: TrainConfig, called: str) -> Sequence[Task] | None:
 
 def _start(key: str, name: str, server: McpServerConfig, seconds: float) -> list[str]:
     """The names of its tools."""
-    from agentrl.tool.mcp import McpSource
+    from agentrl.env.mcp import McpSource
 
     session = McpSource(name, server.model_copy(update={"timeout": min(server.timeout, seconds)})).session()
 

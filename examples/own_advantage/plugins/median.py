@@ -5,9 +5,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from agentrl.algorithm import ADVANTAGES, AdvantageInput, AdvantageOutput
-from agentrl.algorithm.groups import Episodes, row_advantages
-from agentrl.algorithm.ragged import on_mask
+from agentrl.data.ragged import on_mask
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Episodes, row_advantages
 
 
 @ADVANTAGES.register("median_baseline", needs={"group"})

@@ -1,4 +1,4 @@
-"""Random ragged batches out of one integer: what `agentrl.algorithm` reads, as rows of small numpy arrays.
+"""Random ragged batches out of one integer: what `agentrl.trainer.algorithms` reads, as rows of small numpy arrays.
 
 Drawn whole with numpy, because ten thousand of them are wanted. A batch has 1 to 6 groups of 1 to 6 members of 1 to 3 ledgers, of
 0 to 7 tokens, some sampled; unscored members; groups without a difference; rewards that are not exact in
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agentrl.algorithm import AdvantageInput, LossInput
+from agentrl.trainer.algorithms.base import AdvantageInput, LossInput
 
 Array = np.ndarray
 

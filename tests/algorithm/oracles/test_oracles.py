@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithm import ADVANTAGES, POLICY_LOSSES, advantages, correction, kl_estimate, policy_loss, value_loss
-from agentrl.algorithm.anchors import anchors_of
-from agentrl.algorithm.correction import CORRECTIONS
-from agentrl.algorithm.kl import KL
-from agentrl.algorithm.ragged import whiten
+from agentrl.data.ragged import whiten
+from agentrl.trainer.algorithms import advantages, policy_loss
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import anchors_of
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, correction, kl_estimate, value_loss
 from oracles import advantages as estimators
 from oracles import losses
 from oracles.batches import (

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.backends.embedded.engine import EmbeddedEngine
-from agentrl.backends.embedded.scheduler import Drawn, Request
-from agentrl.errors import AgentrlError
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.embedded.scheduler import Drawn, Request
+from agentrl.engines.weights.base import Bucket, Stream
+from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
-from agentrl.weights.bucket import Bucket, Stream
-from agentrl.weights.memory import MemorySender
+from agentrl.utils.errors import AgentrlError
 
 
 class Model:

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentrl.backends.embedded.scheduler import Request
+from agentrl.engines.embedded.scheduler import Request
 from agentrl.rollout.engine import Sampling
 from tests.backends.sglang_stand_in.model import Model
 from tests.backends.sglang_stand_in.requests import CLASSES, SAMPLING, VERSION, BadRequestError, requests

@@ -15,11 +15,11 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.generic_client import GenericEnvClient
 
-from agentrl.catalog import EnvRef
-from agentrl.env.integrations.openenv import OpenEnv, openenv_app
-from agentrl.errors import EnvError
+from agentrl.contrib.remote_envs.openenv import OpenEnv, openenv_app
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec, load_spec
-from agentrl.trajectory import Message, ToolCall
+from agentrl.utils.errors import EnvError
 
 
 def serve(app) -> str:
@@ -59,10 +59,9 @@ async def export() -> dict[str, object]:
 
 async def exported_behind_a_token() -> dict[str, object]:
     """`agentrl env serve --http`: the real client plays at the address that is printed for it, and nowhere else."""
-    from agentrl.catalog.offer import EnvOffer
-    from agentrl.env.remote.app import EnvApp
-    from agentrl.env.remote.secret import Secret
-    from agentrl.env.remote.sessions import SessionLimits
+    from agentrl.contrib.remote_envs.offer import EnvOffer
+    from agentrl.contrib.remote_envs.server import EnvApp
+    from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 
     ref, secret = EnvRef("key_value", {"calls": 2}), Secret("a-token-of-the-tests-only")
     url = serve(EnvApp(EnvOffer(ref), secret, SessionLimits(episodes=1)).asgi())

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.env.integrations.openenv import OpenEnv
-from agentrl.env.integrations.verifiers import VerifiersEnv, to_verifiers
-from agentrl.errors import DependencyError
-from agentrl.rollout.sampler.fresh import UniformSampler
-from agentrl.rollout.sampler.pool import pool_seeds
+from agentrl.contrib.remote_envs.openenv import OpenEnv
+from agentrl.contrib.suites.verifiers import VerifiersEnv, to_verifiers
+from agentrl.rollout.samplers import UniformSampler, pool_seeds
+from agentrl.utils.errors import DependencyError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -65,7 +64,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         for call in (lambda: VerifiersEnv(load="x"), lambda: to_verifiers(lambda: None, None)):  # type: ignore[arg-type,return-value]
             with pytest.raises(DependencyError, match=r"agentrl\[verifiers\]"):
                 call()
-    monkeypatch.setattr("agentrl.env.integrations.openenv.find_spec", lambda name: None)
+    monkeypatch.setattr("agentrl.contrib.remote_envs.openenv.find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"agentrl\[openenv\]"):
         OpenEnv(url="http://x")
 
@@ -73,7 +72,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package: only the two datasets are read."""
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
-    monkeypatch.setattr("agentrl.env.integrations.verifiers.find_spec", lambda name: object())
+    monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
     train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
                        for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
     theirs = SimpleNamespace(get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None)
@@ -95,10 +94,10 @@ async def test_openenvs_protocol_from_both_of_our_sides() -> None:
     """Our client of their protocol on our server of it; each is tried with theirs above, where openenv-core is installed."""
     import asyncio
 
-    from agentrl.catalog import EnvRef, find_reward
     from agentrl.env import Message, ToolCall
-    from agentrl.errors import RemoteEnvError
+    from agentrl.env.catalog import EnvRef, find_reward
     from agentrl.reward import compile_spec, load_spec
+    from agentrl.utils.errors import RemoteEnvError
     from tests.env.remote.served import served
 
     here = EnvRef("key_value", {"calls": 2}).build()

@@ -10,10 +10,10 @@ from datasets import Dataset
 from verifiers.types import AssistantMessage
 from verifiers.types import ToolCall as TheirCall
 
-from agentrl.catalog import EnvRef
-from agentrl.env.integrations.verifiers import VerifiersEnv, no_client, to_verifiers
+from agentrl.contrib.suites.verifiers import VerifiersEnv, no_client, to_verifiers
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.env.catalog import EnvRef
 from agentrl.reward import compile_spec, load_spec
-from agentrl.trajectory import Message, ToolCall
 
 
 async def export() -> dict[str, object]:

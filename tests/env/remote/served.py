@@ -7,14 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.offer import EnvOffer
-from agentrl.catalog.remote import EnvAddress
-from agentrl.env.remote.app import EnvApp
-from agentrl.env.remote.secret import Secret
-from agentrl.env.remote.serving import HttpServer
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.run.contents import env_digest
+from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.server import EnvApp, HttpServer
+from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
+from agentrl.env.address import EnvAddress
+from agentrl.env.catalog import EnvRef
+from agentrl.run.digests import env_digest
 
 TOKEN = "a-token-of-the-tests-only"
 VARIABLE = "AGENTRL_TEST_ENV_TOKEN"

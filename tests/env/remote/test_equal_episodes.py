@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.scoring import find_spec, make_scorer
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, ToolCall, ToolEnv
-from agentrl.trajectory import Trajectory
+from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from tests.conftest import proof
 from tests.env.remote.served import TOKEN, VARIABLE, Running, served
 

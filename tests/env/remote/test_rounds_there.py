@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
+from agentrl.contrib.remote_envs import client as link
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.client import Link, RemoteEnv
+from agentrl.contrib.remote_envs.sessions import SessionLimits
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall
-from agentrl.env.remote import link, wire
-from agentrl.env.remote.client import RemoteEnv
-from agentrl.env.remote.link import Link
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.env.remote.wire import Asked
-from agentrl.env.twin import EnvTwin
+from agentrl.env.copying import EnvTwin
+from agentrl.env.tool import tool
 from agentrl.reward import Scorer
-from agentrl.rollout.replay.play import Replayer
-from agentrl.rollout.replay.record import Recorder
-from agentrl.rollout.replay.tape import Recorded
-from agentrl.tool import tool
-from agentrl.trajectory import Trajectory
+from agentrl.rollout.replay import Recorder, Replayer
+from agentrl.rollout.tape import Recorded
 from tests.env.remote.served import TOKEN, Running
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 

@@ -19,22 +19,22 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.catalog import EnvRef
-from agentrl.catalog.offer import EnvOffer
 from agentrl.config.schema import Choice, ToolsConfig
+from agentrl.contrib.remote_envs import client as link
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.client import Link, RemoteEnv
+from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.remote_envs.server import _listen
+from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, ToolEnv
-from agentrl.env.check import Subject, check_all
-from agentrl.env.remote import link, wire
-from agentrl.env.remote.client import RemoteEnv
-from agentrl.env.remote.link import Link
-from agentrl.env.remote.secret import Secret
-from agentrl.env.remote.serving import _listen
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.env.remote.wire import Asked
-from agentrl.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
-from agentrl.rollout.waits import running
-from agentrl.tool import tool
-from agentrl.trajectory import StopReason, Trajectory
+from agentrl.env.catalog import EnvRef
+from agentrl.env.check import check_all
+from agentrl.env.check_tools import Subject
+from agentrl.env.tool import tool
+from agentrl.rollout.deadlines import running
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
 from tests.conftest import proof
 from tests.env.remote.served import TOKEN, VARIABLE, Running, served
 from tests.env.remote.test_equal_episodes import row_of
@@ -190,7 +190,7 @@ asyncio.run(begin())
 
 
 def remote_at(url: str) -> EnvRef:
-    from agentrl.catalog.remote import EnvAddress
+    from agentrl.env.address import EnvAddress
 
     return EnvRef("key_value", {"calls": 2}, at=EnvAddress(url, "agentrl", VARIABLE))
 
@@ -511,8 +511,8 @@ async def test_forks_and_snapshots_are_the_servers(toys: ToyServer) -> None:
 @proof
 def test_it_fulfills_the_contract(key_value: Running) -> None:
     """The checks of `agentrl env check`, but for those that plant a tool, which is not here."""
-    from agentrl.catalog.scoring import find_spec, make_scorer
     from agentrl.config.schema import RewardConfig
+    from agentrl.env.catalog import find_spec, make_scorer
 
     ref = remote(key_value)
     scorer = make_scorer(find_spec(ref, None), RewardConfig(), ref)
@@ -525,8 +525,8 @@ def test_it_fulfills_the_contract(key_value: Running) -> None:
 
 def record_of(server: Running | None, seed: int) -> Trajectory:
     from agentrl.render import make_renderer
-    from agentrl.train.tokenizer import packaged_tokenizer
-    from agentrl.warm_start import transcript
+    from agentrl.rollout.warm_start import transcript
+    from agentrl.trainer.pretrained import packaged_tokenizer
 
     ref = EnvRef("key_value", {"calls": 2}, at=None if server is None else server.address())
     return asyncio.run(transcript(ref.build(), make_renderer(packaged_tokenizer(4096)), seed, {"malformed": 0.3}))
@@ -544,8 +544,8 @@ def test_a_teacher_there_gives_the_transcripts_of_one_here(key_value: Running) -
 
 def test_wrong_parameters_of_a_teacher_are_a_mistake_of_the_user(key_value: Running) -> None:
     from agentrl.render import make_renderer
-    from agentrl.train.tokenizer import packaged_tokenizer
-    from agentrl.warm_start import transcript
+    from agentrl.rollout.warm_start import transcript
+    from agentrl.trainer.pretrained import packaged_tokenizer
 
     with pytest.raises(ConfigError, match="stap"):
         asyncio.run(transcript(remote(key_value).build(), make_renderer(packaged_tokenizer(4096)), 0, {"stap": 0.4}))

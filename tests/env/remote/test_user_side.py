@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.client import Link, RemoteEnv
+from agentrl.contrib.remote_envs.sessions import SessionLimits
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
-from agentrl.env.remote import wire
-from agentrl.env.remote.client import RemoteEnv
-from agentrl.env.remote.link import Link
-from agentrl.env.remote.sessions import SessionLimits
-from agentrl.env.remote.wire import Asked
-from agentrl.env.users import ScriptedUser
-from agentrl.env.userside import RecordedUser
-from agentrl.errors import EnvError
-from agentrl.trajectory import StopReason
+from agentrl.env.users import RecordedUser, ScriptedUser
+from agentrl.utils.errors import EnvError
 from tests.env.phone import Phone
 from tests.env.remote.served import TOKEN, Running
 from tests.env.remote.test_equal_episodes import row_of

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from agentrl.testing.simulated import hold
+from agentrl.contrib.gpu_tests.cards import hold
 
 
 def orphan(mib: int, card: int) -> int:

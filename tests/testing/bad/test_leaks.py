@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.testing.simulated import leak
+from agentrl.contrib.gpu_tests.cards import leak
 
 pytestmark = pytest.mark.gpus(2, timeout=60)
 

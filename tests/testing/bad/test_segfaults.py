@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from agentrl.testing.simulated import hold
+from agentrl.contrib.gpu_tests.cards import hold
 
 pytestmark = pytest.mark.gpus(1)
 

@@ -9,12 +9,11 @@ import torch
 from family_models import MIXED, model_of
 from torch import Tensor
 
-from agentrl.batch.prefix import Tree
-from agentrl.train.attention import PACKED, register_packed_attention
-from agentrl.train.families.layout import same_when_recomputed
-from agentrl.train.families.mixers import keep_rows_apart, mixers_of
-from agentrl.train.families.probe import PREFIX, micro_of, rows_of
-from agentrl.train.modules import PolicyModule
+from agentrl.data.schedule import Tree
+from agentrl.trainer.attention import PACKED, keep_rows_apart, mixers_of, register_packed_attention
+from agentrl.trainer.families import PREFIX, micro_of, rows_of
+from agentrl.trainer.language_model import PolicyModule
+from agentrl.trainer.parallel import same_when_recomputed
 
 ALL = (0, 1, 2, 3)
 TREES = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))
@@ -81,7 +80,7 @@ def test_attention_and_what_surrounds_mixers_stay_packed() -> None:
     """A row of a block of Nemotron-H may be an MLP; attention reads the layout itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from agentrl.train.families.cut import cut
+    from agentrl.trainer.families import cut
 
     config = cut(AutoConfig.for_model("nemotron_h"))
     with torch.device("meta"):

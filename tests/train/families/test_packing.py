@@ -13,16 +13,15 @@ from family_models import build
 from ranks import UpdateLog, mine, noisy, of_ledgers
 from train_batches import toy_optim
 
-from agentrl.batch.rows import Ragged
-from agentrl.cluster.mesh import Mesh
-from agentrl.cluster.worker import WorkerContext
+from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.errors import ConfigError
-from agentrl.run.dry_run import dry_run
-from agentrl.run.memory import GIB, memory_of
-from agentrl.train.actor import Actor
-from agentrl.train.engines import check_train_engine
+from agentrl.data.rows import Ragged
+from agentrl.run.plan import dry_run
+from agentrl.run.role_placement import GIB, memory_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.train_engine import check_train_engine
+from agentrl.utils.errors import ConfigError
 
 ALGORITHM = AlgorithmConfig(minibatch=3, aggregate="seq_mean_token_mean")
 
@@ -84,7 +83,7 @@ def test_a_dry_run_says_what_was_decided_and_why(tmp_path: Path) -> None:
 
 
 def test_an_engine_with_models_of_its_own_takes_no_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentrl.train.engine import TRAIN_ENGINES
+    from agentrl.trainer.train_engine import TRAIN_ENGINES
 
     entry = TRAIN_ENGINES.entry("fsdp2")
     config = config_from({"env": {"id": "key_value"}, "model": {"init": {}}}, ["model.packing=one_row"])
@@ -98,7 +97,7 @@ def test_rows_of_one_row_micro_batches_are_ordered_and_complete() -> None:
     """Longest first, so that ranks wait for each other least; a dummy for a rank with fewer rows."""
     import numpy as np
 
-    from agentrl.batch.schedule import plan_micro_batches
+    from agentrl.data.schedule import plan_micro_batches
 
     class Ranks:
         packs = False

@@ -14,15 +14,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.errors import ConfigError, ModelError
-from agentrl.train import logprobs
-from agentrl.train.attention import layout
-from agentrl.train.families import choice, mixers, probe
-from agentrl.train.families.choice import packing_of, with_packing
-from agentrl.train.families.cut import cut, keep_layers, kinds_needed, without_dropout
-from agentrl.train.families.probe import Measured, Sample, small
-from agentrl.train.modules import layers_of
-from agentrl.train.shared_attention import Block
+from agentrl.trainer import attention as mixers
+from agentrl.trainer import families as choice
+from agentrl.trainer import families as probe
+from agentrl.trainer import language_model as logprobs
+from agentrl.trainer.attention import Block
+from agentrl.trainer.families import (
+    Measured,
+    Sample,
+    cut,
+    keep_layers,
+    kinds_needed,
+    packing_of,
+    small,
+    with_packing,
+    without_dropout,
+)
+from agentrl.trainer.language_model import layers_of
+from agentrl.trainer.parallel import layout
+from agentrl.utils.errors import ConfigError, ModelError
 
 GEMMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 2.0}
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.train.families.probe import TOLERANCE
+from agentrl.trainer.families import TOLERANCE
 from tests.conftest import PROOFS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,7 @@
 import random
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.tool import tool
+from agentrl.env.tool import tool
 
 
 class Exchange(ToolEnv):

@@ -3,8 +3,8 @@
 import random
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env.tool import tool
+from agentrl.utils.errors import ToolError
 
 ROOMS = ["hall", "kitchen", "bath", "study", "cellar", "attic", "bedroom", "studio", "office", "lounge", "porch", "pantry"]
 

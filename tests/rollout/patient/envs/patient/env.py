@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl.catalog import EnvRef
 from agentrl.env import Message, Task, ToolEnv
+from agentrl.env.catalog import EnvRef
 
 KeyValue: Any = type(EnvRef("key_value").build())
 

@@ -1,1 +1,0 @@
-"""Scripted policies (agentrl/env/scripts.py) as an engine: `agentrl eval ENV --policy gold`."""

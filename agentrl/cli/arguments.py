@@ -1,0 +1,114 @@
+"""What commands share: the parser whose errors name what is near, and the process of a command that uses Ray."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
+from agentrl.run.callbacks import ended_as_interrupted
+from agentrl.utils.errors import WorkerDiedError, hinted
+from agentrl.utils.terminal import say
+
+# The parser
+
+_CHOICE = re.compile(r"invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)$")
+_UNKNOWN = re.compile(r"unrecognized arguments: (?P<word>--?[\w-]+)")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def seed(text: str) -> int:
+    """A seed as an option takes it: a whole number of at least 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """Its subcommands are parsed by the same class; `parser` of what it returns is the innermost one that took part."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse's, but that words of which there may be none (`a.b=c`) are not named as missing beside what is."""
+        if options.get("nargs") == "*" and not names[0].startswith("-"):
+            options.setdefault("default", [])
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command with a default for `passed_on` gets what stands behind `--` in it, unparsed."""
+        if args is None or "--" not in args or self.get_default("passed_on") is None:
+            return super().parse_known_args(args, namespace)
+        words = list(args)
+        found, rest = super().parse_known_args(words[: words.index("--")], namespace)
+        found.passed_on = words[words.index("--") + 1 :]
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and usage, the message and, if something is near what was typed, its name."""
+        # From the text, which is all that argparse gives: its own way to suggest a name came with Python 3.14.
+        if choice := _CHOICE.search(message):
+            known = choice["known"].replace("'", "").split(", ")
+            message = f"{message}{hinted(choice['word'], known)}"
+        elif unknown := _UNKNOWN.search(message):
+            message = f"{message}{hinted(unknown['word'], _OPTION.findall(self.format_help()))}"
+        super().error(message)
+
+
+# A command that uses Ray
+
+Drive = Callable[[int], int]
+"""The command's work, given how often it has started again; returns the exit code."""
+
+
+def with_parent(args: argparse.Namespace, drive: Drive, again: Callable[[str], Drive] | None = None) -> int:
+    """`drive` in a process of its own, if this one is the command; returns its exit code, or dies of the signal that it died of.
+
+    It is forked before anything is imported that has threads (numpy's OpenBLAS has), so before it is known whether it will use
+    Ray. It tells of its run (`ray_parent.tell`); if Ray ended it, `again(folder)` is driven, up to `max_restarts` times in all.
+    Raises WorkerDiedError if it does not go on by itself.
+    """
+    if not args.program:
+        return drive(0)
+    restarts = 0
+    while (end := end_of_driver()) is not None:
+        if end.code < 0:
+            if "folder" in end.told:
+                name = signal.Signals(-end.code).name
+                say(f"agentrl: the driver (pid {end.pid}) was ended by {name}; {end.told['then']}", file=sys.stderr)
+            return die_of(-end.code)
+        error = end.told.get("error", "")
+        if end.silent and error:
+            say(f"agentrl: {error}", file=sys.stderr)
+        if not end.by_ray:
+            if end.silent and not error:
+                say(f"agentrl: the driver (pid {end.pid}) has ended without a word; {end.told['then']}", file=sys.stderr)
+            return end.code
+        restarts, limit = end.told["restarts"] + 1, end.told["max_restarts"]
+        if end.stopping and not error:  # the signal has reached Ray's processes too
+            if again is not None:  # a run, and not episodes, which are all kept
+                from agentrl.trainer.checkpoint import newest_checkpoint
+
+                say(f"newest checkpoint           {newest_checkpoint(Path(end.told['folder']))}", file=sys.stderr)
+            say(f"interrupted; {end.told['then']}", file=sys.stderr)
+            return 130
+        if again is None or restarts > limit or error:
+            raise WorkerDiedError(f"{end.by_ray}; {end.told['then']}")
+        say(restarting(end.by_ray, restarts, limit))
+        drive = again(end.told["folder"])
+    try:
+        with ended_as_interrupted():
+            return drive(restarts)
+    finally:
+        tell(over=True)

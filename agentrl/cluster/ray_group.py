@@ -1,0 +1,422 @@
+"""The Ray backend of worker groups: one actor process per rank, started and replaced together.
+
+Token columns of a batch are put into Ray's object store once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pickle
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from tensordict import TensorDict
+
+from agentrl.cluster.group import Backend, Pending
+from agentrl.cluster.host import Host, PackedCall, RemoteFailure, deserialized, serialized
+from agentrl.cluster.machine import LOOPBACK_ADDRESS
+from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
+from agentrl.data.rows import SerializedBatch, serialize
+from agentrl.utils.errors import ResourceError, StalledError, WorkerDiedError, WorkerError
+from agentrl.utils.threads import in_thread
+
+# The processes of a group
+
+GRACE = 2.0
+"""Seconds that a process gets to exit by itself."""
+
+MOST_LINES, MOST_LETTERS = 200, 500
+"""Of a log that is searched for why a process has not started, and of what is shown of it."""
+
+Role = tuple[type[Worker], Mesh]
+
+
+class Hosts:
+    """`len(options)` host processes and the roles that they hold.
+
+    `options[rank]` are Ray's actor options of that rank (CPUs, GPUs, placement). `timeout` (seconds)
+    bounds every start; `on_end`, if set, is called once when they end.
+    """
+
+    def __init__(self, name: str, options: list[dict[str, Any]], timeout: float) -> None:
+        self.name, self.timeout = name, timeout
+        self._options = options
+        self.on_end: Callable[[], None] | None = None
+        self.handles: list[Any] = []
+        self.nodes: list[tuple[str, int, str]] = []
+        self.lost: dict[int, str] = {}
+        self.roles: dict[str, Role] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Start all processes and wait until they answer. Raises ResourceError if they do not, WorkerDiedError if one was
+        killed, and leaves none behind."""
+        remote, since = ray.remote(Host), time.time()
+        # Ray must not restart or retry by itself: a fresh process has no roles, and a repeated update would train twice.
+        fixed = {"max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
+        self.handles = [remote.options(**fixed, **options).remote() for options in self._options]
+        refs = [handle.location.remote() for handle in self.handles]
+        try:
+            self.nodes = ray.get(refs, timeout=self.timeout)
+            check_same_agentrl(self.handles, self.timeout)
+        except RayError as error:
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            why = self._not_started(len(done), error, since)  # before its processes, and what they take, are gone
+            self.kill()  # also those that did start: they would keep their resources from the next attempt
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
+                raise WorkerDiedError(f"group {self.name!r}: a process died while it started: {first_line(error)}") from None
+            raise ResourceError(why) from None
+        except ResourceError:
+            self.kill()
+            raise
+
+    def _not_started(self, started: int, error: RayError, since: float) -> str:
+        """Tell a fault of the processes, which Ray or their logs have, from places that are taken."""
+        who = f"group {self.name!r}: {started} of {len(self._options)} workers started"
+        if not isinstance(error, GetTimeoutError):
+            return f"{who}: {last_line(error)}"
+        who += f" within {self.timeout:g} s (cluster.startup_timeout)"
+        if said := said_by_processes(since):
+            return f"{who}: their processes end with: {said}"
+        asked = {key: self._options[0][key] for key in ("num_cpus", "num_gpus") if self._options[0].get(key)}
+        free, have = cpus_and_gpus(ray.available_resources()), cpus_and_gpus(ray.cluster_resources())
+        return f"{who}; each asks for {asked}, the cluster has {free} free of {have}"
+
+    def create(self, role: str, cls: type[Worker], mesh: Mesh) -> None:
+        """Build one role object per host. Raises WorkerDiedError if a process is gone, WorkerError, or the role's UserError."""
+        # On one node loopback always works, even if the node's own address does not route back (see guard.py).
+        one_node = len({node for _, _, node in self.nodes}) == 1
+        address = LOOPBACK_ADDRESS if one_node else self.nodes[0][0]
+        try:
+            rendezvous = ray.get(self.handles[0].listen.remote(address), timeout=self.timeout)
+            contexts = [WorkerContext(role, rank, mesh, rendezvous) for rank in range(len(self.handles))]
+            refs = [h.create.remote(role, cls, c) for h, c in zip(self.handles, contexts, strict=True)]
+            ray.get(refs, timeout=self.timeout)
+        except GetTimeoutError:
+            raise ResourceError(f"group {role!r}: not all workers were built within {self.timeout:g} s") from None
+        except RayTaskError as error:
+            raise _not_built(role, cls, error) from None
+        except RayActorError as error:
+            raise WorkerDiedError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
+        self.roles[role] = (cls, mesh)
+
+    def cards(self) -> list[list[str]]:
+        """The GPUs of each rank."""
+        found: list[list[str]] = ray.get([handle.cards.remote() for handle in self.handles], timeout=self.timeout)
+        return found
+
+    def restart(self) -> None:
+        """Kill the remaining processes, start fresh ones and build every role again, without its old state."""
+        self.kill()
+        self._start()
+        for role, (cls, mesh) in list(self.roles.items()):
+            self.create(role, cls, mesh)
+
+    def release(self, role: str) -> None:
+        """Drop a role; the processes end with their last role."""
+        self.roles.pop(role, None)
+        if not self.roles:
+            self.end()
+
+    def end(self) -> None:
+        """End all processes; idempotent. A busy one is killed after `GRACE` seconds."""
+        if self.handles and ray.is_initialized():
+            # Asked before they are killed: a killed process runs no exit handlers, and libraries have some.
+            leaving = [handle.__ray_terminate__.remote() for handle in self.handles]
+            ray.wait(leaving, num_returns=len(leaving), timeout=GRACE)
+        self.kill()
+        if self.on_end is not None and ray.is_initialized():
+            self.on_end()
+        self.on_end = None
+
+    def kill(self) -> None:
+        """Kill all processes; idempotent."""
+        if ray.is_initialized():  # otherwise ray.kill would start a new Ray
+            for handle in self.handles:
+                ray.kill(handle)
+        self.handles, self.nodes, self.lost = [], [], {}
+
+    def note_lost(self, refs: dict[int, Any], within: float = 0.0) -> None:
+        """Record the processes that are gone, found by a failed call's references, of which each is answered or waited for
+        `within` seconds."""
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=within)
+        for rank, ref in refs.items():
+            if ref not in done:
+                continue
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                if error.actor_id == self.handles[rank]._actor_id.hex():  # not the actor that made an argument
+                    self.lost[rank] = first_line(error)
+            except RayError:
+                continue
+
+    def describe_lost(self) -> str:
+        """The lost ranks with process ids and Ray's reason."""
+        found = {rank: self.nodes[rank] for rank in self.lost}
+        named = [f"rank {r} (pid {found[r][1]} on {found[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
+        return "; ".join(named)
+
+
+def _not_built(role: str, cls: type[Worker], error: RayTaskError) -> Exception:
+    if isinstance(error.cause, RemoteFailure):
+        return error.cause.as_error()
+    return WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}")
+
+
+def check_same_agentrl(handles: list[Any], timeout: float) -> None:
+    """Raise ResourceError, with both paths, if a worker has imported another agentrl than this process: another file, or on
+    another machine other contents."""
+
+    def source(_: object, digest: bool) -> tuple[str, str, str]:  # inside a function: so it travels by value, past that agentrl
+        import hashlib
+        import sys
+        from pathlib import Path
+        from platform import node
+
+        file = str(sys.modules["agentrl"].__file__)
+        found = hashlib.sha256()
+        for path in sorted(Path(file).parent.rglob("*.py")) if digest else ():
+            found.update(path.relative_to(Path(file).parent).as_posix().encode() + b"\0" + path.read_bytes())
+        return node(), file, found.hexdigest()
+
+    own = source(None, False)
+    others = [handle for handle, at in zip(handles, _answers(handles, source, False, timeout), strict=True) if at != own]
+    own = source(None, bool(others))
+    for machine, file, digest in _answers(others, source, True, timeout):
+        if digest != own[2]:
+            raise ResourceError(
+                f"the workers on {machine} run another agentrl ({file}) than this process ({own[1]}), so they would train "
+                "with other code. Install the same one on all machines, and leave the start of a local Ray to agentrl"
+            )
+
+
+def _answers(handles: list[Any], function: Callable[..., Any], argument: object, timeout: float) -> list[Any]:
+    return list(ray.get([handle.__ray_call__.remote(function, argument) for handle in handles], timeout=timeout))
+
+
+def said_by_processes(since: float) -> str:
+    """The last error that this machine's raylet or its workers have written since that `time.time()`; "" if there is none."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    if worker._global_node is None:
+        return ""
+    folder, lines = Path(worker._global_node.get_logs_dir_path()), list[str]()
+    for path in (*folder.glob("worker-*.err"), *folder.glob("raylet.err")):
+        if path.stat().st_mtime >= since:
+            lines += [line.strip() for line in path.read_text(errors="replace").splitlines()[-MOST_LINES:] if line.strip()]
+    faults = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b|error:|bash:|.*No such file", line)]
+    return faults[-1][:MOST_LETTERS] if faults else ""
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an exception's text, in which Python names the cause."""
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def cpus_and_gpus(resources: dict[str, float]) -> dict[str, float]:
+    """CPUs and GPUs of a Ray resource table."""
+    return {key: resources[key] for key in ("CPU", "GPU") if key in resources}
+
+
+# Columns in the object store
+
+BY_COLUMN_BYTES = 1 << 20
+"""Batches with smaller token columns go as one object: another object costs more than copying them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
+
+    serialized: SerializedBatch
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Held:
+    """Where a column is stored; `version` is torch's count of writes to it, `ray` the connection to Ray."""
+
+    column: weakref.ref[torch.Tensor]
+    version: int
+    ray: tuple[str, str]
+    ref: Any
+
+
+class Columns:
+    """References by column. A column that the driver has written to since is put again; one that it dropped is freed."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, batch: TensorDict) -> list[Any]:
+        """References from which `rejoined`, on a worker, makes the batch's serialized form."""
+        serialized = serialize(batch)
+        if sum(array.nbytes for array in serialized.ragged.values()) < BY_COLUMN_BYTES:
+            return [ray.put(serialized)]
+        head = Head(replace(serialized, ragged={}), tuple(serialized.ragged))
+        return [ray.put(head), *(self._ref(batch.get(name), array) for name, array in serialized.ragged.items())]
+
+    def _ref(self, nested: Any, array: Any) -> Any:
+        column: torch.Tensor = nested._values  # the same object for every view that `values()` returns
+        context, key = ray.get_runtime_context(), id(column)
+        # Each new local Ray counts its jobs from one; its nodes have other ids than the last one's.
+        here = (context.get_job_id(), context.get_node_id())
+        held = self._held.get(key)
+        # An id is reused once its tensor is gone, so the weak reference decides. A write in place raises `_version`, and
+        # after a restart of Ray the old one's references are dangling.
+        if held is None or held.column() is not column or (held.version, held.ray) != (column._version, here):
+            gone = weakref.ref(column, lambda _: self._held.pop(key, None))
+            held = self._held[key] = _Held(gone, column._version, here, ray.put(array))
+        return held.ref
+
+
+def rejoined(parts: Sequence[Any]) -> list[Any]:
+    """On a worker: the pieces of a call's batch, each head joined with its columns again."""
+    rest, pieces = iter(parts), []
+    for part in rest:
+        if isinstance(part, Head):
+            part = replace(part.serialized, ragged={name: next(rest) for name in part.names})
+        pieces.append(part)
+    return pieces
+
+
+COLUMNS = Columns()
+
+
+BY_VALUE_BYTES = 64 * 1024
+"""Arguments up to this size travel with each call; larger ones go into the object store once."""
+
+REPORT_S = 10.0
+"""Seconds within which Ray reports that a process is gone. So long an error of one rank waits for the others' answers."""
+
+
+@dataclass(slots=True)
+class RayPending(Pending):
+    """Object references of one call, by rank."""
+
+    backend: RayBackend
+    method: str
+    refs: dict[int, Any]
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        return self.refs
+
+    def wait(self) -> dict[int, Any]:
+        try:
+            values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
+        except RayError as error:
+            raise self.backend.explain(self.method, self.refs, error) from None
+        return self._deserialized(values)
+
+    async def await_(self) -> dict[int, Any]:
+        try:
+            async with asyncio.timeout(self.backend.call_timeout):
+                values = await asyncio.gather(*self.refs.values())
+        except (RayError, TimeoutError) as error:
+            # In a thread: it waits for ranks that may be about to be reported dead.
+            raise await in_thread("batch", self.backend.explain, self.method, self.refs, error) from None
+        # Copying rows out of shared memory takes long enough to block the event loop.
+        return await in_thread("batch", self._deserialized, values)
+
+    def _deserialized(self, values: list[Any]) -> dict[int, Any]:
+        return {rank: deserialized(value) for rank, value in zip(self.refs, values, strict=True)}
+
+
+class RayBackend(Backend):
+    """A role on a set of hosts."""
+
+    def __init__(self, role: str, cls: type[Worker], hosts: Hosts, call_timeout: float | None) -> None:
+        self.role, self.cls, self.hosts, self.call_timeout = role, cls, hosts, call_timeout
+
+    def submit(self, method: str, shipment: Shipment) -> Pending:
+        if self.hosts.lost:
+            raise WorkerDiedError(self._lost(method))
+        common = pack_arguments(shipment.args, shipment.kwargs)
+        pieces: list[list[Any]] = []
+        if isinstance(shipment.batch, Stored):
+            pieces = [[piece] for piece in shipment.batch.pieces]
+        elif shipment.batch is not None:
+            pieces = [COLUMNS.put(shipment.batch)]
+        refs = {rank: self._send(method, common, shipment, rank, pieces) for rank in shipment.ranks}
+        return RayPending(self, method, refs)
+
+    def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[list[Any]]) -> Any:
+        arguments = shipment.own.get(rank)
+        own = {key: serialized(value) for key, value in arguments.items()} if arguments else None
+        gather_plans: dict[str, GatherPlan] | None = None
+        if shipment.parameter is not None:
+            gather_plan = shipment.gather_plans.get(rank) or GatherPlan((RowsOfPart(0, shipment.rows[rank]),))
+            used = [take.piece for take in gather_plan.takes]
+            takes = tuple(RowsOfPart(at, take.rows) for at, take in enumerate(gather_plan.takes))
+            gather_plans = {shipment.parameter: GatherPlan(takes, gather_plan.order)}
+            pieces = [pieces[piece] for piece in used]  # only the pieces that this rank reads are sent to its node
+        parts = [part for piece in pieces for part in piece]
+        return self.hosts.handles[rank].call.remote(self.role, method, common, own, gather_plans, *parts)
+
+    def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:
+        name = getattr(function, "func", function).__name__
+        if self.hosts.lost:
+            raise WorkerDiedError(self._lost(name))
+        refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
+        return RayPending(self, name, refs)
+
+    def put(self, batch: TensorDict) -> Any:
+        return ray.put(serialize(batch))
+
+    def restart(self) -> None:
+        self.hosts.restart()
+
+    def close(self) -> None:
+        self.hosts.release(self.role)
+
+    def explain(self, method: str, refs: dict[int, Any], error: BaseException) -> Exception:
+        """The error that the driver raises for what Ray reported."""
+        if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
+            # The peers of a rank that is killed see their connection close before Ray reports the death.
+            self.hosts.note_lost(refs, within=REPORT_S)
+            return WorkerDiedError(self._lost(method)) if self.hosts.lost else error.cause.as_error()
+        if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
+            done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
+            late = [rank for rank, ref in refs.items() if ref not in done]
+            return StalledError(f"{self._label(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
+        self.hosts.note_lost(refs)
+        if self.hosts.lost:
+            return WorkerDiedError(self._lost(method))
+        if isinstance(error, RayTaskError):
+            return WorkerError(f"{self._label(method)}: {error}")
+        # None of this group's processes is gone, so it was an argument's: the worker that made it died.
+        return WorkerDiedError(f"{self._label(method)}: an argument that it waits for is lost: {first_line(error)}")
+
+    def _label(self, method: str) -> str:
+        return f"group {self.role!r}: {self.cls.__name__}.{method}"
+
+    def _lost(self, method: str) -> str:
+        return f"{self._label(method)}: worker process gone: {self.hosts.describe_lost()}"
+
+
+def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments pickled once for all ranks: by value if small, else as a reference into the object store."""
+    buffers: list[pickle.PickleBuffer] = []
+    shipped = (tuple(serialized(x) for x in args), {key: serialized(x) for key, x in kwargs.items()})
+    data = ray.cloudpickle.dumps(shipped, protocol=5, buffer_callback=buffers.append)
+    size = len(data) + sum(buffer.raw().nbytes for buffer in buffers)
+    if size > BY_VALUE_BYTES:
+        return ray.put(PackedCall(data, list(buffers)))
+    return PackedCall(data, list(buffers)) if buffers else data  # Ray ships plain bytes without pickling

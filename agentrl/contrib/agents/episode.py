@@ -1,0 +1,478 @@
+"""Play an episode with an agent in place of the built-in loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.endpoint import Endpoint
+from agentrl.contrib.agents.programs import Program, program_of
+from agentrl.contrib.agents.record import MODEL, Brief, Gate, Outcome, Record, json_of, text_of
+from agentrl.contrib.agents.session import AgentSession
+from agentrl.contrib.agents.tools import ToolServer, load_server
+from agentrl.data.trajectory import Blame, Json, Message, StopReason, ToolResult, Trajectory
+from agentrl.engines.chat_format import RequestError
+from agentrl.env import ToolEnv
+from agentrl.reward import Scorer
+from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, derive
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, played, sampled
+from agentrl.utils.errors import (
+    AgentFaultError,
+    AgentrlError,
+    EngineError,
+    EnvError,
+    PolicyTimeoutError,
+    PromptTooLongError,
+    UserLimitError,
+)
+from agentrl.utils.event_loop import end, in_time, loop_clock
+from agentrl.utils.spans import TracePlace, at, here, span
+from agentrl.utils.threads import in_thread
+
+Ask = Callable[[Sampling], Awaitable[Generation]]
+
+
+class Samples(Protocol):
+    """An episode, as its engine sees it."""
+
+    async def sample(self, ask: Ask, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation: ...
+
+
+class EpisodeEngine(Engine):
+    """Every turn is asked through the episode, which bounds it, gives it its seed, and notes what becomes of it."""
+
+    def __init__(self, engine: Engine, episode: Samples) -> None:
+        self._engine, self._episode = engine, episode
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        ids = list(token_ids)
+        return await self._episode.sample(lambda s: self._engine.generate(ids, s, request_key), ids, sampling, request_key)
+
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+        ids = list(token_ids)
+        ask = partial(self._streamed, ids, request_key, told)
+        return await self._episode.sample(ask, ids, sampling, request_key)
+
+    async def _streamed(self, ids: Sequence[int], key: str, told: Told, sampling: Sampling) -> Generation:
+        return await self._engine.stream(ids, sampling, key, told)
+
+    def refusal(self, sampling: Sampling) -> str:
+        return self._engine.refusal(sampling)
+
+    def progress(self, request_key: str) -> int | None:
+        return self._engine.progress(request_key)
+
+    async def abort(self, request_key: str) -> None:
+        await self._engine.abort(request_key)
+
+    async def stats(self) -> EngineStats:
+        return await self._engine.stats()
+
+    async def start(self) -> None:
+        """Nothing: the engine is started and closed by the run."""
+
+    async def close(self) -> None:
+        """Nothing, as `start`."""
+
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+_SETTLES_WITHIN = 1.0
+"""Seconds."""
+
+
+class OverError(Exception):
+    """The episode ends for the reason `stop`, which is nobody's fault."""
+
+    def __init__(self, stop: StopReason, error: str | None = None) -> None:
+        super().__init__(stop.value)
+        self.stop, self.error = stop, error
+
+
+class AgentEpisode:
+    """A `Course`. What ends the episode first is why it ended, whatever the agent's program makes of that afterwards."""
+
+    def __init__(
+        self,
+        env: ToolEnv,
+        policy: Policy,
+        spec: EpisodeSpec,
+        limits: Limits,
+        watch: Watch,
+        config: AgentConfig,
+        program: Program,
+        endpoint: Endpoint,
+        tools: ToolServer,
+    ) -> None:
+        self.error: str | None = None
+        self.env, self.policy, self.spec, self.limits, self.config = env, policy, spec, limits, config
+        self.waits = Waits(spec.key, limits.turn_timeout, limits.episode_timeout, watch)
+        self.watch, self.program, self.endpoint, self.server = watch, program, endpoint, tools
+        self.record: Record | None = None
+        self.session: AgentSession | None = None
+        self.about: dict[str, Json] = {}
+        self.engine_s = self.env_s = self.agent_s = 0.0
+        self._over: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._gate = Gate()
+        self._asked = 0  # requests for a turn so far, and of them those that were sampled
+        self._sampled = 0
+        self._reserved = 0  # tokens that requests under way may add to the ledgers
+        self._gave_up = False  # whether the agent has dropped a request before its answer
+        self._prompts: Counter[str] = Counter()
+        self._busy, self._idle_since, self._quiet = 0, 0.0, 0.0
+        self._ended = False  # whether the agent has ended by itself
+        self._working = 0  # calls and words that the environment has not answered yet
+        self._answered = asyncio.Event()
+        self._answered.set()
+        self._opened: Trajectory | None = None
+        self._place: TracePlace | None = None
+
+    # -- the course ----------------------------------------------------------------------------------
+
+    async def run(self) -> StopReason:
+        self._place = here()  # requests and calls come in tasks of the servers
+        reset = self.env.areset(seed=self.spec.task_seed, options={"split": self.spec.split})
+        observation, _ = await self._env(reset, "the setup", limit=self.limits.env_timeout)
+        self._opened = self.env.trajectory
+        if self.env.has_user and not self.config.user:
+            raise AgentFaultError(f"environment {self.env.id} has a user, with whom this agent does not talk (agent.user)")
+        engine = EpisodeEngine(self.policy.engine, self)
+        access = self.endpoint.open(self.spec.key, engine=engine, sampling=self._sampling())
+        self.session = session = self.endpoint.session(self.spec.key)
+        self.record = Record(self.env, session)
+        base = self.server.open(self)
+        brief = Brief(
+            self.spec.key,
+            observation,
+            self.schemas() if self.config.tools == "mcp" else [],
+            access.openai_url,
+            access.anthropic_url,
+            access.key,
+            f"{base}/mcp" if self.config.tools == "mcp" else None,
+            f"{base}/user" if self.config.user else None,
+        )
+        try:
+            ended = await self._play(brief)
+            return await self._conclude(ended)
+        except OverError as over:
+            self._check_asked(f"the episode ended ({over.stop.value}) before the policy's first turn", over.error)
+            self.error = over.error
+            return over.stop
+        finally:
+            self.server.drop(base)
+            await self.endpoint.take(self.spec.key)
+            self.record.catch_up()
+
+    async def end(self, stop: StopReason, error: str | None) -> Trajectory:
+        trajectory = await complete(self.env, self._opened, self.spec, stop, error, self.waits.clock)
+        if self.session is not None:
+            trajectory.ledgers = [ledger for ledger in self.session.ledgers if len(ledger)]
+            self.about |= {"requests": self.session.requests, "other_sampling": dict(self.session.other)}
+        trajectory.agent = self.about
+        trajectory.timings = {"engine_s": self.engine_s, "env_s": self.env_s, "agent_s": self.agent_s}
+        return trajectory
+
+    async def _play(self, brief: Brief) -> Outcome:
+        """The agent's program to its end. Raises what ends the episode before; the program is then ended."""
+        task = asyncio.create_task(self.program.run(brief, self, self.about), name=f"the agent of {self.spec.key}")
+        first = asyncio.create_task(_first(task, self._over))
+        clock = loop_clock()
+        clock.enter()
+        self._idle_since = clock.now()
+        try:
+            with self.watch.waits(f"{self.spec.key} (agent)", lambda: "its agent"):
+                if not await in_time(first, self._spend, self.watch.look):
+                    raise self._late()
+            if self._over.done():
+                await self._settle()  # before the agent is ended, whose requests are given up when it is gone
+                raise self._over.result()
+            return task.result()
+        except OSError as problem:
+            raise AgentFaultError(f"the agent cannot be started: {problem}") from problem
+        finally:
+            self._charge()
+            clock.leave()
+            first.cancel()
+            await end(task, f"the agent of episode {self.spec.key}")
+
+    async def _conclude(self, ended: Outcome) -> StopReason:
+        """The agent has ended by itself: its answer goes to the environment."""
+        assert self.record is not None and self.session is not None
+        # What it did not wait for is done all the same, but before the end: nothing changes in an episode that is scored.
+        self._ended = True
+        await self._answered.wait()
+        if self._over.done():
+            raise self._over.result()
+        self.record.catch_up()
+        if ended.failure is not None:
+            message = f"the agent failed ({ended.failure})"
+            self._check_asked(message)
+            if self._reserved or self._gave_up:  # its client has a time limit: the engine's seconds are not the policy's
+                raise AgentFaultError(f"{message} while it waited for the engine")
+            if self.config.blame == "policy":
+                raise OverError(StopReason.AGENT_FAILED, message)
+            raise AgentFaultError(message)
+        said = f"its output: {ended.output[-500:]}" if ended.output else None
+        self._check_asked("the agent ended without a turn of the policy; does it use OPENAI_BASE_URL?", said)
+        last = self.record.answer(ended.output if self.config.answer == "output" else None)
+        if last is not None and not self.env.has_finished:
+            await self._env(self.env.areply(last), "the user's reply", whose(self.env, last.message))
+        return StopReason.MAX_TOKENS if last is not None and last.finish == "length" else StopReason.DONE
+
+    def _check_asked(self, *words: str | None) -> None:
+        """Raises AgentFaultError if the policy sampled nothing: it is not to blame for that, nor could it learn from it."""
+        assert self.session is not None
+        if not self.session.turns:
+            raise AgentFaultError("; ".join(filter(None, words)))
+
+    def _stop(self, why: Exception) -> None:
+        if not self._over.done():
+            self._over.set_result(why)
+
+    # -- what the agent asks -------------------------------------------------------------------------
+
+    async def sample(self, ask: Ask, token_ids: Sequence[int], sampling: Sampling, key: str) -> Generation:
+        """A turn for the endpoint. Raises RequestError if the episode is over, or its budget used up, and EngineError."""
+        self._check_open()
+        assert self.record is not None and self.session is not None
+        self.record.catch_up()
+        place = self.session.continued(key)
+        held = 0 if place is None else len(self.session.ledgers[place])
+        room, most = self._room(len(token_ids), held), min(sampling.max_tokens, self.limits.max_turn_tokens)
+        if self._asked >= self.limits.max_turns:
+            self._stop(OverError(StopReason.MAX_TURNS))
+            raise RequestError(f"the episode's {self.limits.max_turns} turns are used up", code="max_turns")
+        if room[0] <= 0:
+            message = f"a prompt of {len(token_ids)} tokens leaves no room in this episode ({room[1].value})"
+            self._stop(OverError(room[1], None if self._sampled else message))
+            raise PromptTooLongError(message)
+        tokens = min(most, room[0])
+        own = replace(sampling, max_tokens=tokens, seed=self._seed(token_ids, place))
+        reserved = len(token_ids) - held + tokens
+        self._reserved += reserved
+        number, self._asked = self._asked, self._asked + 1
+        began = time.monotonic()
+        try:
+            with self._at_work(), at(self._place), span("generation", "turn") as opened:
+                generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}")
+                if opened is not None:
+                    opened.set(**sampled(generation, own, len(token_ids)))
+        except asyncio.CancelledError:
+            self._gave_up = True
+            raise
+        except (CutError, EngineError) as fault:
+            self._stop(fault)
+            raise fault if isinstance(fault, EngineError) else RequestError(str(fault), code="episode_over") from None
+        finally:
+            self._reserved -= reserved
+            self.engine_s += time.monotonic() - began
+        if generation.finish == "abort":
+            self._stop(EngineError(f"the request was aborted in turn {number}"))
+        elif generation.finish == "length" and tokens < most:
+            # The episode's budget cut this turn short, so the agent must not act on half of it.
+            self._stop(OverError(room[1]))
+            self.record.cut = True
+        self._sampled += 1
+        return generation
+
+    def schemas(self) -> list[dict[str, Json]]:
+        """The environment's tools as they are now."""
+        return self.env.toolbox.schemas()
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult:
+        """Make a tool call in the environment. Raises AgentrlError if the episode is over or this ends it without a result."""
+        self._check_open()
+        assert self.record is not None
+        self.record.catch_up()
+        turn, call = self.record.asked_for(text_of(name), json_of(dict(arguments)))
+        alone = name in self.env.toolbox and not self.env.toolbox[name].options.parallel
+        async with self._gate.hold(shared=not alone):
+            self._check_open()
+            work = self.env.acall(turn, call)
+            result = await self._noted(work, f"tool {name}", whose(self.env, Message("assistant", tool_calls=(call,))))
+        turn.seconds += result.seconds
+        if self.env.has_finished:
+            self._stop(OverError(StopReason.DONE))
+        return result
+
+    async def say(self, text: str) -> list[str] | None:
+        """What the environment's user answers; None ends the conversation, and with it the episode. Raises as `call`."""
+        self._check_open()
+        if not self.config.user:
+            raise AgentrlError("this run's agents do not talk with a user (agent.user)")
+        assert self.record is not None
+        self.record.catch_up()
+        turn = self.record.said(text_of(text))
+        replies = await self._noted(self.env.areply(turn), "the user's reply", "infrastructure")
+        if replies is None or self.env.has_finished:
+            self._stop(OverError(StopReason.DONE))
+            return None
+        self.record.heard(replies)
+        return [message.content for message in replies]
+
+    async def _noted(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
+        """The environment's answer to the agent; if it has none, that ends the episode."""
+        self._working += 1
+        self._answered.clear()
+        try:
+            with at(self._place):
+                return await self._env(work, what, blame)
+        except PolicyTimeoutError as late:
+            self._stop(OverError(StopReason.MAX_TOOL_TIME, str(late)))
+            raise AgentrlError(f"the episode is over: {late}") from None
+        except UserLimitError as limit:
+            self._stop(OverError(StopReason.MAX_TURNS, str(limit)))
+            raise AgentrlError(f"the episode is over: {limit}") from None
+        except (AgentrlError, CutError) as fault:
+            self._stop(fault)
+            raise AgentrlError(f"the episode is over: {fault}") from None
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._answered.set()
+
+    # -- limits --------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._over.done() or self._ended:
+            raise RequestError("the episode is over", status=404, code="episode_over")
+
+    def _room(self, prompt: int, held: int) -> tuple[int, StopReason]:
+        """The tokens that a turn after so many may sample, of which the ledger has `held` already, and why the episode ends if
+        none are left."""
+        assert self.session is not None
+        taken = sum(map(len, self.session.ledgers)) + self._reserved
+        episode = self.limits.max_episode_tokens - taken - (prompt - held)
+        context = self.limits.context - prompt
+        reason = StopReason.MAX_TOKENS if episode <= context else StopReason.CONTEXT_FULL
+        return min(episode, context), reason
+
+    def _seed(self, token_ids: Sequence[int], place: int | None) -> int:
+        """In the first conversation that of the built-in loop, from the number of the turn; in any other from the prompt and how
+        often it was asked: requests at the same time come in any order."""
+        assert self.session is not None
+        if place == 0 or (place is None and not self._asked):
+            return derive(self.spec.seed, "turn", sum(turn.ledger == 0 for turn in self.session.turns))
+        digest = blake2b(repr(list(token_ids)).encode(), digest_size=16).hexdigest()
+        number, self._prompts[digest] = self._prompts[digest], self._prompts[digest] + 1
+        return derive(self.spec.seed, "prompt", digest, number)
+
+    def _sampling(self) -> Sampling:
+        policy = self.policy
+        routed = 0 if policy.router_replay else None
+        return Sampling(self.limits.max_turn_tokens, policy.temperature, policy.top_p, policy.top_k, experts_from=routed)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Inside, the time is the engine's or the environment's; outside of all of these it is the agent's own."""
+        self._charge()
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._charge()
+            self._busy -= 1
+            self._idle_since = loop_clock().now()
+
+    def _charge(self) -> None:
+        """Put the agent's own time on the episode's clock."""
+        now = loop_clock().now()
+        if not self._busy:
+            passed = now - self._idle_since
+            self.agent_s += passed
+            # Its program is not what is trained.
+            self.waits.clock.add("infrastructure", passed)
+        self._idle_since = now
+
+    def _spend(self, passed: float) -> float:
+        before = self.agent_s
+        self._charge()
+        self._quiet = 0.0 if self._busy else self._quiet + self.agent_s - before
+        return min(self.config.idle_timeout - self._quiet, self.waits.clock.left("infrastructure"))
+
+    def _late(self) -> Exception:
+        if self._quiet >= self.config.idle_timeout:
+            said = f"no request, tool call or end for {self.config.idle_timeout:g} s (agent.idle_timeout)"
+            return AgentFaultError(f"the agent did nothing: {said}")
+        stop, message = self.waits.over("its agent")
+        return CutError(stop, message)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    async def _env(
+        self, answer: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = float("inf")
+    ) -> Answer:
+        """Await the environment; whatever its author's code raises becomes an EnvError."""
+        began = time.monotonic()
+        try:
+            with self._at_work(), span("environment", what):
+                return await self.waits.environment(self.env, answer, what, blame, limit)
+        except (AgentrlError, CutError):
+            raise
+        except Exception as fault:
+            log.exception("environment %s failed (task seed %d)", self.env.id, self.spec.task_seed)
+            raise EnvError(f"{type(fault).__name__}: {fault}") from fault
+        finally:
+            self.env_s += time.monotonic() - began
+
+    async def _settle(self) -> None:
+        """Let the endpoint record the turns that were sampled; it still has to read them. Not if their clients are gone."""
+        assert self.session is not None
+        until = time.monotonic() + _SETTLES_WITHIN
+        while len(self.session.turns) < self._sampled and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+
+
+async def _first(task: asyncio.Future[Outcome], over: asyncio.Future[Exception]) -> None:
+    either: set[asyncio.Future[Any]] = {task, over}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Harness:
+    """The agent of a run and what serves it: one endpoint and one server of tools for all episodes of this process. They open
+    with the first episode."""
+
+    def __init__(self, config: AgentConfig, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """`decode`: the tokenizer's. Raises ConfigError or DependencyError if there is no such agent, or it cannot be served."""
+        self._config, self._decode = config, decode
+        self._program, self._tools = program_of(config), ToolServer(config.host)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._opening = asyncio.Lock()
+        self._endpoint: Endpoint | None = None
+
+    async def play(
+        self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
+    ) -> Trajectory:
+        """As `run_episode`, with the agent's program in place of the loop over turns."""
+        async with self._slots:
+            endpoint = await self._open(policy)
+            episode = AgentEpisode(env, policy, spec, limits, watch, self._config, self._program, endpoint, self._tools)
+            return await played(episode, env, spec, limits, scorer, watch)
+
+    async def close(self) -> None:
+        """Stop serving; idempotent."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.close()
+            await self._tools.close()
+        await self._program.close()
+
+    async def _open(self, policy: Policy) -> Endpoint:
+        async with self._opening:
+            if self._endpoint is None:
+                await in_thread("load", load_server)  # seconds of imports, in which other episodes go on
+                endpoint = Endpoint(policy.engine, policy.renderer, model=MODEL, host=self._config.host, decode=self._decode)
+                await endpoint.start()
+                await self._tools.start()
+                self._endpoint = endpoint
+            return self._endpoint

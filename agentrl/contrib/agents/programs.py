@@ -1,0 +1,322 @@
+"""Run an agent: a command, an async function, or a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.record import Brief, Outcome, after_a_cut, before_a_cut, text_of
+from agentrl.data.trajectory import Json, ToolResult
+from agentrl.utils import keeper
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.network import exempt, exempt_own, through_proxy
+from agentrl.utils.parsing import read_json
+from agentrl.utils.redaction import learn, redact, resolved
+from agentrl.utils.search_path import function_named
+
+log = logging.getLogger(__name__)
+
+HEAD, TAIL = 16_384, 49_152
+"""Bytes kept of the beginning and of the end of an output."""
+_LONGEST_END = 30.0
+"""Seconds; a busy machine may take them."""
+
+
+class Output:
+    """The beginning and the end of what a process writes."""
+
+    def __init__(self, head: int = HEAD, tail: int = TAIL) -> None:
+        self._most, self._tail_most = head, tail
+        self._head, self._tail, self._seen = bytearray(), bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        """The next bytes."""
+        self._seen += len(data)
+        room = max(self._most - len(self._head), 0)
+        self._head += data[:room]
+        self._tail += data[room:]
+        del self._tail[: max(len(self._tail) - self._tail_most, 0)]
+
+    def text(self, key: str = "") -> str:
+        """What was kept, with a line that says how much is missing; bytes that are not UTF-8 as U+FFFD. `key`: masked, also where
+        the gap begins or ends inside it."""
+        missing = self._seen - len(self._head) - len(self._tail)
+        if not missing:
+            return text_of(bytes(self._head + self._tail).decode(errors="replace"), key)
+        head, tail = (text_of(bytes(part).decode(errors="replace"), key) for part in (self._head, self._tail))
+        return f"{before_a_cut(head, key)}\n[{missing} bytes left out]\n{after_a_cut(tail, key)}"
+
+
+class AgentProcess:
+    """A started command. `stdout` and `stderr` grow while it runs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.stdout, self.stderr = Output(), Output()
+        assert process.stdout is not None and process.stderr is not None
+        self._readers = [
+            asyncio.create_task(_drain(process.stdout, self.stdout)),
+            asyncio.create_task(_drain(process.stderr, self.stderr)),
+        ]
+
+    @classmethod
+    async def start(cls, command: Sequence[str], env: Mapping[str, str], folder: Path | None = None) -> AgentProcess:
+        """Start `command` in `folder` with exactly the environment `env`. A command that does not exist ends with code 127
+        and says so in `stderr`."""
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", keeper.__file__, *command,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                env=dict(env), cwd=folder, start_new_session=True,  # away from the terminal's Ctrl-C: the run ends it
+            )
+        )  # fmt: skip
+        try:
+            return cls(await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            # asyncio would kill the keeper, which may have started the command already and could not end it any more.
+            await cls(await starting).end()
+            raise
+
+    async def wait(self) -> int:
+        """Its exit code (128 + the number of a signal), once none of its processes is left and all output is read."""
+        code = await self._process.wait()
+        await asyncio.gather(*self._readers)
+        return code
+
+    async def end(self) -> None:
+        """End it and all its processes; idempotent. Returns when none is left."""
+        if self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # tells the keeper, which is never killed while it still has something to end
+        done = asyncio.ensure_future(self.wait())
+        await asyncio.wait([done], timeout=_LONGEST_END)
+        if not done.done():
+            # Never killed: it goes on ending what is left, of which a process that is stuck in the kernel can be the reason.
+            log.warning("an agent's processes did not end within %g s; keeper %d goes on", _LONGEST_END, self._process.pid)
+
+
+async def _drain(stream: asyncio.StreamReader, output: Output) -> None:
+    while data := await stream.read(65_536):
+        output.add(data)
+
+
+ALWAYS_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+"""Environment variables that every command gets of the run's own."""
+_LONGEST_VARIABLE = 100_000
+"""Bytes; Linux takes 131,072 with the name."""
+_SHOWN = 2_000
+"""Characters of an agent's own words in an error."""
+
+
+MAX_ANSWER = 16 << 20
+"""Bytes of the answer of an agent behind a URL."""
+
+
+class Doors(Protocol):
+    """What the episode does for an agent that runs in this process."""
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
+
+    async def say(self, text: str) -> list[str] | None: ...
+
+
+class Program(Protocol):
+    """An agent that plays one episode at a time, many side by side."""
+
+    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+        """Play an episode to the agent's own end. Cancelled, it ends the agent and all its processes; `record` then also has
+        what it wrote so far."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything; idempotent."""
+        ...
+
+
+def program_of(config: AgentConfig) -> Program:
+    """The agent that the config names. Raises ConfigError unless it names exactly one that is there."""
+    given = [name for name in ("command", "python", "url") if getattr(config, name)]
+    if len(given) != 1:
+        said = " and ".join(f"agent.{name}" for name in given) or "none"
+        raise ConfigError(f"[agent]: expected exactly one of agent.command, agent.python and agent.url, got {said}")
+    if config.command:
+        return Command(config)
+    return Function(config.python) if config.python else Remote(config.url or "")
+
+
+class Command:
+    """A program that is started for each episode."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Raises ConfigError if there is no such program, or a variable that it should get is not set."""
+        learn({"command": config.command, "env": config.env})
+        self._command, self._env = list(config.command), dict(config.env)
+        resolved({"command": self._command, "env": self._env}, "agent")  # raises here and not in the first episode
+        if shutil.which(self._command[0]) is None:
+            raise ConfigError(f"agent.command: {self._command[0]!r} is neither a program on PATH nor a file that can be executed")
+        if missing := [name for name in config.pass_env if name not in os.environ]:
+            raise ConfigError(f"agent.pass_env: {missing[0]} is not set here")
+        if taken := sorted(_GIVEN & {*config.pass_env, *config.env}):
+            raise ConfigError(f"agent.env, agent.pass_env: {taken[0]} is set for each episode; choose another name")
+        self._passed = [*ALWAYS_PASSED, *config.pass_env]
+
+    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
+            process = await AgentProcess.start(resolved(self._command, "agent.command"), self._variables(brief, Path(folder)))
+            code: int | None = None
+            try:
+                code = await process.wait()
+            finally:
+                await process.end()
+                stdout, stderr = (redact(stream.text(brief.key)) for stream in (process.stdout, process.stderr))
+                record |= {"exit_code": code, "stdout": stdout, "stderr": stderr}
+        failure = None if code == 0 else f"exit code {code}{_tail(stderr or stdout)}"
+        return Outcome(stdout.strip() or None, failure, record)
+
+    def _variables(self, brief: Brief, folder: Path) -> dict[str, str]:
+        own = {name: os.environ[name] for name in self._passed if name in os.environ}
+        given = brief.variables()
+        file = folder / "task.json"
+        file.write_text(given["AGENTRL_TASK"])
+        host = httpx.URL(brief.openai_url).host
+        fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder)}
+        short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
+        found = {**own, **resolved(self._env, "agent.env"), **short, **fixed}
+        exempt(host, environ=found)
+        return found
+
+    async def close(self) -> None:
+        return None
+
+
+class Episode:
+    """What an agent that is an async function gets as its only argument."""
+
+    def __init__(self, brief: Brief, doors: Doors) -> None:
+        self.task = brief.task()
+        self.prompt, self.messages, self.tools = brief.prompt, self.task["messages"], self.task["tools"]
+        self.model, self.api_key = brief.to_json()["model"], brief.key
+        self.openai_base_url, self.anthropic_base_url = brief.openai_url, brief.anthropic_url
+        self.mcp_url, self._doors = brief.tools_url, doors
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
+        """Call one of the environment's tools; its answer, also if it is an error's text."""
+        return (await self._doors.call(name, arguments)).content
+
+    async def say(self, text: str) -> list[str] | None:
+        """Say something to the environment's user; returns the user's answer, or None if the conversation is over."""
+        return await self._doors.say(text)
+
+
+class Function:
+    """An async function in this process: cheap, but what blocks in it blocks everything."""
+
+    def __init__(self, target: str) -> None:
+        """Raises ConfigError if it cannot be imported or is not async."""
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # as for `python my_agent.py`; last, so that it hides no package
+        function = function_named("agent.python", target)
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(
+                f"agent.python = {target!r}: expected an async function (`async def`), since one that blocks would hold up all "
+                "episodes; start an agent that blocks by agent.command"
+            )
+        self._function: Callable[[Episode], Awaitable[Any]] = function
+
+    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+        task = asyncio.current_task()
+        try:
+            answer = await self._function(Episode(brief, doors))
+        except asyncio.CancelledError:
+            if task is not None and task.cancelling():
+                raise
+            return Outcome(None, "it was cancelled from inside", record)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:  # somebody else's code may raise anything, which must not stop the run
+            record["error"] = text_of(f"{type(fault).__name__}: {fault}", brief.key)
+            return Outcome(None, record["error"][:_SHOWN], record)
+        if answer is not None and not isinstance(answer, str):
+            return Outcome(None, f"it returned {type(answer).__name__}, expected text or None", record)
+        return Outcome(None if answer is None else text_of(answer, brief.key), None, record)
+
+    async def close(self) -> None:
+        return None
+
+
+class Remote:
+    """An agent behind a URL: it gets a POST per episode and answers it with JSON when it is done."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for a URL of another form, or a variable that is not set."""
+        if not resolved(url, "agent.url").startswith(("http://", "https://")):
+            raise ConfigError(f"agent.url = {url!r}: expected http://... or https://...")
+        self._url = url  # as it is written, for messages
+        learn({"url": url})
+        self._client: httpx.AsyncClient | None = None
+
+    async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
+        if self._client is None:
+            exempt_own(resolved(self._url, "agent.url"))
+            # Without limits of its own: the episode's are kept by who waits for this.
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        try:
+            async with self._client.stream("POST", resolved(self._url, "agent.url"), json=brief.to_json()) as answer:
+                data = await _limited(answer)
+        except httpx.HTTPError as fault:
+            why = f"{type(fault).__name__}: {fault}{through_proxy(resolved(self._url, 'agent.url'))}"
+            return Outcome(None, text_of(f"{self._url}: {why}", brief.key), record)
+        record["status"] = answer.status_code
+        if data is None:
+            return Outcome(None, f"{self._url}: the answer has more than {MAX_ANSWER} bytes", record)
+        words = text_of(data.decode(errors="replace"), brief.key)
+        record["body"] = words[:_SHOWN]
+        if answer.is_error:
+            proxied = through_proxy(resolved(self._url, "agent.url"))
+            return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}", record)
+        try:
+            body = read_json(data)
+        except (ValueError, RecursionError):
+            body = None
+        output = body.get("answer") if isinstance(body, dict) else None
+        if not isinstance(body, dict) or not isinstance(output, str | None):
+            return Outcome(None, f'{self._url}: expected a JSON object (with "answer": text), got {words[:200]!r}', record)
+        return Outcome(None if output is None else text_of(output, brief.key), None, record)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+async def _limited(answer: httpx.Response) -> bytes | None:
+    """The body; None if it is too long, of which no more is read."""
+    data = bytearray()
+    async for chunk in answer.aiter_bytes():
+        data += chunk
+        if len(data) > MAX_ANSWER:
+            return None
+    return bytes(data)
+
+
+_GIVEN = {
+    "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy", "AGENTRL_MODEL",
+    "AGENTRL_PROMPT", "AGENTRL_TASK", "AGENTRL_TASK_FILE", "AGENTRL_FOLDER", "AGENTRL_MCP_URL", "AGENTRL_USER_URL",
+}  # fmt: skip
+
+
+def _tail(text: str) -> str:
+    """The end of what an agent wrote, to append to a sentence."""
+    text = text.strip()
+    return f": {text[-_SHOWN:]}" if text else ""

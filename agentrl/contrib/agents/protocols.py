@@ -1,0 +1,594 @@
+"""Protocols of the endpoint: OpenAI's chat completions and responses, Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.contrib.agents.session import AgentSession, Answer, Live
+from agentrl.data.chat_forms import is_thought, thought_of
+from agentrl.data.trajectory import Json, Message, ToolCall
+from agentrl.engines.chat_format import (
+    CHOICES,
+    COMMON,
+    Ask,
+    RequestError,
+    as_dict,
+    call_of,
+    chosen,
+    in_order,
+    json_schema,
+    listed,
+    number,
+    only,
+    other_sampling,
+    read_messages,
+    refused,
+    stops,
+    text_of,
+    tool,
+    typed,
+    write_message,
+)
+
+# A protocol
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request on its way: its session, its body, and what the endpoint has for all. `own`: the run's sampling; `decode`: the
+    tokenizer's, None without one."""
+
+    session: AgentSession
+    body: Mapping[str, Json]
+    model: str
+    own: Mapping[str, float]
+    decode: Decode | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """`path`: of the URL, behind the session's. `read` raises RequestError. `stream` yields server-sent events, and raises what
+    went wrong, which is then told by `error` in an event of the type `error_event`."""
+
+    path: str
+    read: Callable[[Exchange], Ask]
+    write: Callable[[Exchange, Ask, Sequence[Answer]], dict[str, Json]]
+    stream: Callable[[Exchange, Ask, Live], AsyncIterator[str]]
+    error: Callable[[RequestError], dict[str, Json]]
+    error_event: str | None = None
+
+    async def told(self, exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
+        """The stream; a failure is its last event, in the protocol's own form."""
+        try:
+            async for part in self.stream(exchange, ask, live):
+                yield part
+        except Exception as problem:  # the client is told of every failure
+            yield event(self.error(refused(problem)), self.error_event)
+
+
+def event(row: Mapping[str, Json], name: str | None = None) -> str:
+    """A server-sent event; `name`: its type, in protocols that have them."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(row)}\n\n"
+
+
+# Chat completions
+
+_KNOWN = {
+    "model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens",
+    "parallel_tool_calls", "response_format", "seed", "stream", "stream_options", "n", "user", "stop", "logprobs",
+    "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier",
+}  # fmt: skip
+_HARMLESS: dict[str, Sequence[Json]] = {
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+}
+
+
+def read_chat(exchange: Exchange) -> Ask:
+    """Raises RequestError."""
+    body = exchange.body
+    if body.get("top_logprobs"):
+        raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
+    only(body, _KNOWN, _HARMLESS)
+    typed(body, COMMON)
+    choice = body.get("tool_choice")
+    tools = [] if choice == "none" else [_tool(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
+    calls, name = chosen(as_dict(choice.get("function"), "tool_choice.function") if isinstance(choice, dict) else choice, tools)
+    limits = [limit for key in ("max_completion_tokens", "max_tokens") if (limit := number(body, key)) is not None]
+    return Ask(
+        messages=in_order(read_messages(body.get("messages"))),
+        tools=tools,
+        max_tokens=min(limits, default=None),
+        seed=number(body, "seed", -(2**63)),
+        stop=stops(body.get("stop"), "stop"),
+        choices=number(body, "n", 1, CHOICES) or 1,
+        logprobs=bool(body.get("logprobs")),
+        schema=json_schema(body.get("response_format"), "response_format"),
+        calls=calls,
+        only=name,
+        single=body.get("parallel_tool_calls") is False,
+        other=other_sampling(body, exchange.own),
+    )
+
+
+def write_chat(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
+    """A completion with one choice for each answer."""
+    choices = [
+        {
+            "index": index,
+            "message": write_message(answer.message),
+            "finish_reason": finish_of(answer),
+            "logprobs": _table(answer, exchange.decode) if ask.logprobs and exchange.decode is not None else None,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**_head("chat.completion", exchange.model), "choices": choices, "usage": _usage(answers)}
+
+
+async def stream_chat(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
+    """The same in chunks, as it is sampled: text with the tokens that settle it, calls once their turn is over."""
+    head = _head("chat.completion.chunk", exchange.model)
+    table = exchange.decode if ask.logprobs else None
+
+    def chunk(choice: int, delta: Json, finish: str | None = None, logprobs: Json = None) -> str:
+        row = {"index": choice, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return event({**head, "choices": [row]})
+
+    for choice in range(ask.choices):
+        yield chunk(choice, {"role": "assistant", "content": ""})
+    async for heard in live.heard():
+        told = None if table is None else write_logprobs(heard.token_ids, heard.logprobs, table)
+        if heard.text or told is not None:
+            yield chunk(heard.choice, {"content": heard.text} if heard.text else {}, logprobs=told)
+    answers = live.answers()
+    for choice, (answer, rest) in enumerate(answers):
+        row = write_message(answer.message)
+        delta = {key: row[key] for key in ("reasoning_content", "tool_calls") if key in row}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        if rest or delta:
+            yield chunk(choice, {**({"content": rest} if rest else {}), **delta})
+        yield chunk(choice, {}, finish_of(answer))
+    if (exchange.body.get("stream_options") or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": _usage([answer for answer, _ in answers])})
+    yield "data: [DONE]\n\n"
+
+
+def finish_of(answer: Answer) -> str:
+    """OpenAI's word for why a turn ended."""
+    if answer.generation.finish not in ("stop", "stop_string"):
+        return "length"
+    return "tool_calls" if answer.message.tool_calls else "stop"
+
+
+def write_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], decode: Decode) -> dict[str, Json]:
+    """One entry per sampled token, special ones included: log pi under the distribution that was sampled from."""
+    content = []
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        token = decode([token_id])
+        # A token that holds only part of a character decodes to U+FFFD, which does not reveal its bytes.
+        raw = None if "\ufffd" in token else list(token.encode())
+        content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _table(answer: Answer, decode: Decode) -> dict[str, Json]:
+    return write_logprobs(answer.generation.token_ids, answer.generation.logprobs, decode)
+
+
+def chat_error(problem: RequestError) -> dict[str, Json]:
+    """An error of OpenAI's interfaces."""
+    kind = "server_error" if problem.status >= 500 else "invalid_request_error"
+    field, found, _ = str(problem).partition(":")
+    param = field if found and problem.status == 400 and field.replace(".", "").isidentifier() else None
+    return {"error": {"message": str(problem), "type": kind, "param": param, "code": problem.code}}
+
+
+CHAT = Wire("v1/chat/completions", read_chat, write_chat, stream_chat, chat_error)
+
+
+def _head(kind: str, model: str) -> dict[str, Json]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Json]:
+    prompt, sampled = answers[0].prompt_tokens, sum(len(answer.generation.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _tool(row: Json, where: str) -> dict[str, Json]:
+    if not isinstance(row, dict) or row.get("type", "function") != "function":
+        raise RequestError(f"{where}: only tools of type 'function' are supported")
+    return tool(row, as_dict(row.get("function"), where).get("parameters"), where)
+
+
+# Responses
+
+_KNOWN_RESPONSES = {
+    "model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls", "text", "stream",
+    "max_output_tokens", "temperature", "top_p", "top_k", "seed", "store", "metadata", "user", "include", "stream_options",
+    "service_tier", "prompt_cache_key", "safety_identifier", "reasoning", "truncation",
+}  # fmt: skip
+_TYPES = {**COMMON, "include": "a list", "reasoning": "an object", "truncation": "text", "previous_response_id": "text"}
+_HARMLESS_RESPONSES: dict[str, Sequence[Json]] = {"background": (False,), "top_logprobs": (0,), "max_tool_calls": ()}
+_TEXT = ("input_text", "output_text", "text", "refusal")
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def read_responses(exchange: Exchange) -> Ask:
+    """Raises RequestError."""
+    body = exchange.body
+    only(body, _KNOWN_RESPONSES, _HARMLESS_RESPONSES)
+    typed(body, _TYPES)
+    if body.get("truncation") == "auto":
+        raise RequestError("truncation: only 'disabled' is supported; the recorded history must be the one that was sent")
+    tools = [_tool_responses(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
+    choice = body.get("tool_choice")
+    calls, name = chosen(choice, tools)
+    return Ask(
+        messages=in_order(_conversation(exchange)),
+        tools=[] if choice == "none" else tools,
+        max_tokens=number(body, "max_output_tokens"),
+        seed=number(body, "seed", -(2**63)),
+        schema=json_schema(as_dict(body.get("text") or {}, "text").get("format"), "text.format"),
+        schema_field="text.format",
+        calls=calls,
+        only=name,
+        single=body.get("parallel_tool_calls") is False,
+        other=other_sampling(body, exchange.own),
+    )
+
+
+def write_response(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
+    """The one answer as a response, which a later request may name."""
+    return _response(exchange, ask, answers[0], f"resp_{uuid.uuid4().hex}", _items(answers[0].message))
+
+
+async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
+    """The same as events: text as it is sampled, calls once their turn is over."""
+    number, count = f"resp_{uuid.uuid4().hex}", 0
+    begun = _head_responses(exchange, number) | {"status": "in_progress", "output": [], "usage": None}
+
+    def told(kind: str, **row: Json) -> str:
+        nonlocal count
+        count += 1
+        return event({"type": kind, "sequence_number": count - 1, **row}, kind)
+
+    yield told("response.created", response=begun)
+    yield told("response.in_progress", response=begun)
+    item = f"msg_{uuid.uuid4().hex}"
+    at = {"item_id": item, "output_index": 0, "content_index": 0}
+    opened = False
+    async for heard in live.heard():
+        if heard.text and not opened:
+            opened = True
+            for kind, row in _opened(item):
+                yield told(kind, **row)
+        if heard.text:
+            yield told("response.output_text.delta", **at, delta=heard.text, logprobs=[])
+    ((answer, rest),) = live.answers()
+    items = _items(answer.message, item)
+    if items[0]["type"] == "message" and not opened:
+        for kind, row in _opened(item):
+            yield told(kind, **row)
+    if rest:
+        yield told("response.output_text.delta", **at, delta=rest, logprobs=[])
+    for index, row in enumerate(items):
+        for kind, part in _ended(row, index):
+            yield told(kind, **part)
+    response = _response(exchange, ask, answer, number, items)
+    yield told(f"response.{response['status']}", response=response)
+
+
+RESPONSES = Wire("v1/responses", read_responses, write_response, stream_response, chat_error, "error")
+
+
+def _conversation(exchange: Exchange) -> list[Message]:
+    """All messages: the instructions, which hold for one request, then the response that is continued, then the input."""
+    body, kept = exchange.body, exchange.session.kept
+    before: list[Message] = []
+    if (name := body.get("previous_response_id")) is not None:
+        if name not in kept:
+            raise RequestError(f"previous_response_id: no response {name!r} in this session", code="previous_response_not_found")
+        before = kept[name]
+    given = body.get("input")
+    rows = [{"role": "user", "content": given}] if isinstance(given, str) else listed(body, "input")
+    if not rows:
+        raise RequestError("input: expected text or a non-empty list")
+    instructions = text_of(body.get("instructions"), "instructions")
+    return [*([Message("system", instructions)] if instructions else []), *before, *_messages(rows)]
+
+
+def _messages(rows: Sequence[Json]) -> list[Message]:
+    """Items as messages: an assistant's text and the calls after it are one turn."""
+    found: list[Message] = []
+    thought = ""  # before the assistant's turn that it is of
+    turn: list[ToolCall] | None = None  # of the assistant's turn that may go on
+    for index, item in enumerate(rows):
+        where = f"input[{index}]"
+        row = typed(item, {"type": "text", "role": "text", "call_id": "text"}, where)
+        kind = row.get("type", "message")
+        if kind == "reasoning":
+            thought += thought_of({key: row[key] for key in ("content", "summary") if row.get(key)})
+            continue
+        if kind == "function_call":
+            call = call_of(row.get("name"), row.get("arguments"), row.get("call_id"), where)
+            if turn is None:
+                found.append(Message("assistant"))
+                turn = []
+            turn.append(call)
+            found[-1] = replace(found[-1], tool_calls=tuple(turn), reasoning=found[-1].reasoning or thought or None)
+            thought = ""
+            continue
+        turn = None
+        if kind == "function_call_output":
+            if row.get("call_id") is None:
+                raise RequestError(f"{where}.call_id: expected text")
+            found.append(Message("tool", text_of(row.get("output"), f"{where}.output", _TEXT), tool_call_id=row["call_id"]))
+        elif kind == "message" and row.get("role") in _ROLES:
+            role = _ROLES[row["role"]]
+            said = text_of(row.get("content"), f"{where}.content", _TEXT)
+            found.append(Message(role, said, reasoning=thought or None if role == "assistant" else None))  # type: ignore[arg-type]
+            turn, thought = ([] if role == "assistant" else None), ""
+        else:
+            raise RequestError(f"{where}: items of type {kind!r} are not supported")
+    return found
+
+
+def _tool_responses(row: Json, where: str) -> dict[str, Json]:
+    if not isinstance(row, dict) or row.get("type") != "function":
+        raise RequestError(f"{where}: only tools of type 'function' are supported")
+    return tool(row, row.get("parameters"), where)
+
+
+def _items(message: Message, item: str | None = None) -> list[dict[str, Json]]:
+    """The output of a turn: its text, unless there are only calls, then each call."""
+    items: list[dict[str, Json]] = []
+    if message.content or not message.tool_calls:
+        part = _part(message.content)
+        row = {"id": item or f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "completed"}
+        items.append({**row, "content": [part]})
+    for call in message.tool_calls:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        row = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        items.append({**row, "arguments": arguments, "status": "completed"})
+    return items
+
+
+def _part(text: str) -> dict[str, Json]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _opened(item: str) -> Iterator[tuple[str, dict[str, Json]]]:
+    """The events before a message's text."""
+    row = {"id": item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+    yield "response.output_item.added", {"output_index": 0, "item": row}
+    yield "response.content_part.added", {"item_id": item, "output_index": 0, "content_index": 0, "part": _part("")}
+
+
+def _ended(item: Mapping[str, Json], index: int) -> Iterator[tuple[str, dict[str, Json]]]:
+    """The events after a message's text, or of a whole call."""
+    at: dict[str, Json] = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "message":
+        part = item["content"][0]
+        yield "response.output_text.done", {**at, "content_index": 0, "text": part["text"], "logprobs": []}
+        yield "response.content_part.done", {**at, "content_index": 0, "part": part}
+    else:
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield "response.output_item.added", {"output_index": index, "item": begun}
+        yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
+        yield "response.function_call_arguments.done", {**at, "arguments": item["arguments"], "name": item["name"]}
+    yield "response.output_item.done", {"output_index": index, "item": item}
+
+
+def _response(exchange: Exchange, ask: Ask, answer: Answer, number: str, items: Sequence[Json]) -> dict[str, Json]:
+    if exchange.body.get("store") is not False:
+        instructed = bool(text_of(exchange.body.get("instructions"), "instructions"))
+        exchange.session.kept[number] = [*ask.messages[instructed:], answer.message]
+    prompt, sampled = answer.prompt_tokens, len(answer.generation.token_ids)
+    whole = answer.generation.finish in ("stop", "stop_string")
+    return _head_responses(exchange, number) | {
+        "status": "completed" if whole else "incomplete",
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": list(items),
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def _head_responses(exchange: Exchange, number: str) -> dict[str, Json]:
+    body = exchange.body
+    return {
+        "id": number,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": exchange.model,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
+        "temperature": exchange.own["temperature"],
+        "top_p": exchange.own["top_p"],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "text": body.get("text") or {"format": {"type": "text"}},
+    }
+
+
+# Anthropic's messages
+
+_KNOWN_ANTHROPIC = {
+    "model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "temperature", "top_p",
+    "top_k", "metadata", "service_tier", "cache_control", "output_config",
+}  # fmt: skip
+_TYPES_ANTHROPIC = {**COMMON, "tool_choice": "an object", "cache_control": "an object", "output_config": "an object"}
+_HARMLESS_ANTHROPIC: dict[str, Sequence[Json]] = {"thinking": ({"type": "disabled"},)}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+
+
+def read_anthropic(exchange: Exchange) -> Ask:
+    """Raises RequestError."""
+    body = exchange.body
+    only(body, _KNOWN_ANTHROPIC, _HARMLESS_ANTHROPIC)
+    typed(body, _TYPES_ANTHROPIC)
+    tools = [_tool_anthropic(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
+    choice = as_dict(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
+    kind = typed(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")
+    calls, name = chosen({"any": "required", "tool": choice}.get(str(kind), kind), tools)
+    system = text_of(body.get("system"), "system")
+    return Ask(
+        messages=in_order([*([Message("system", system)] if system else []), *_messages_anthropic(listed(body, "messages"))]),
+        tools=[] if kind == "none" else tools,
+        max_tokens=number(body, "max_tokens"),
+        stop=stops(body.get("stop_sequences"), "stop_sequences"),
+        stop_field="stop_sequences",
+        schema=json_schema(as_dict(body.get("output_config") or {}, "output_config").get("format"), "output_config.format"),
+        schema_field="output_config.format",
+        calls=calls,
+        only=name,
+        single=choice.get("disable_parallel_tool_use") is True,
+        other=other_sampling(body, exchange.own),
+    )
+
+
+def write_anthropic(exchange: Exchange, ask: Ask, answers: Sequence[Answer]) -> dict[str, Json]:
+    """The one answer as a message."""
+    (answer,) = answers
+    text: list[Json] = [{"type": "text", "text": answer.message.content}] if answer.message.content else []
+    calls = [_block(call, call.arguments) for call in answer.message.tool_calls]
+    return {**_head_anthropic(exchange), "content": [*text, *calls], **_ending(answer), "usage": _usage_anthropic(answer)}
+
+
+async def stream_anthropic(exchange: Exchange, ask: Ask, live: Live) -> AsyncIterator[str]:
+    """The same as events: text as it is sampled, calls once their turn is over."""
+
+    def told(kind: str, **row: Json) -> str:
+        return event({"type": kind, **row}, kind)
+
+    def piece(index: int, **delta: Json) -> str:
+        return told("content_block_delta", index=index, delta=delta)
+
+    nothing = {"input_tokens": 0, "output_tokens": 0}
+    begun = {**_head_anthropic(exchange), "content": [], "stop_reason": None, "stop_sequence": None, "usage": nothing}
+    yield told("message_start", message=begun)
+    blocks = 0
+    async for heard in live.heard():
+        if heard.text and not blocks:
+            blocks = 1
+            yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if heard.text:
+            yield piece(0, type="text_delta", text=heard.text)
+    ((answer, rest),) = live.answers()
+    if rest and not blocks:
+        blocks = 1
+        yield told("content_block_start", index=0, content_block={"type": "text", "text": ""})
+    if rest:
+        yield piece(0, type="text_delta", text=rest)
+    if blocks:
+        yield told("content_block_stop", index=0)
+    for index, call in enumerate(answer.message.tool_calls, start=blocks):
+        yield told("content_block_start", index=index, content_block=_block(call, {}))
+        yield piece(index, type="input_json_delta", partial_json=json.dumps(call.arguments, ensure_ascii=False))
+        yield told("content_block_stop", index=index)
+    yield told("message_delta", delta=_ending(answer), usage=_usage_anthropic(answer))
+    yield told("message_stop")
+
+
+def anthropic_error(problem: RequestError) -> dict[str, Json]:
+    """An error of Anthropic's interface."""
+    kind = _KINDS.get(problem.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(problem)}}
+
+
+ANTHROPIC = Wire("v1/messages", read_anthropic, write_anthropic, stream_anthropic, anthropic_error, "error")
+
+
+def _messages_anthropic(rows: Sequence[Json]) -> list[Message]:
+    """Turns as messages; answers to calls, which stand in a user's turn, are messages of their own before its text."""
+    found: list[Message] = []
+    for index, row in enumerate(rows):
+        where = f"messages[{index}]"
+        role, content = as_dict(row, where).get("role"), row.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(f"{where}: expected the role 'user' or 'assistant'")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(row, "content", where)
+        found += _assistant(blocks, where) if role == "assistant" else _user(blocks, where, role)
+    if not found or found[-1].role == "assistant":
+        raise RequestError("messages: the last one must be the user's; a turn that the client begins cannot be continued")
+    return found
+
+
+def _user(blocks: Sequence[Json], where: str, role: str) -> list[Message]:
+    answers, text = [], []
+    for index, item in enumerate(blocks):
+        here = f"{where}.content[{index}]"
+        block = as_dict(item, here)
+        if block.get("type") == "tool_result":
+            said = text_of(block.get("content"), f"{here}.content")
+            typed(block, {"tool_use_id": "text", "is_error": "true or false"}, here)
+            if block.get("tool_use_id") is None:
+                raise RequestError(f"{here}.tool_use_id: expected text")
+            answers.append(Message("tool", said, tool_call_id=block["tool_use_id"]))
+        else:
+            text.append(text_of([block], here))
+    return [*answers, *([Message(role, "".join(text))] if text or not answers else [])]  # type: ignore[arg-type]
+
+
+def _assistant(blocks: Sequence[Json], where: str) -> list[Message]:
+    calls: list[ToolCall] = []
+    text, thought = list[str](), list[str]()
+    for index, item in enumerate(blocks):
+        here = f"{where}.content[{index}]"
+        block = as_dict(item, here)
+        if block.get("type") == "tool_use":
+            calls.append(call_of(block.get("name"), block.get("input"), block.get("id"), here))
+        elif is_thought(block):
+            thought.append(thought_of(block))
+        else:
+            text.append(text_of([block], here))
+    return [Message("assistant", "".join(text), tuple(calls), reasoning="".join(thought) or None)]
+
+
+def _tool_anthropic(row: Json, where: str) -> dict[str, Json]:
+    if not isinstance(row, dict) or row.get("type") not in (None, "custom"):
+        raise RequestError(f"{where}: only tools of the client's own are supported")
+    return tool({key: value for key, value in row.items() if key != "type"}, row.get("input_schema"), where)
+
+
+def _block(call: ToolCall, given: Json) -> dict[str, Json]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _head_anthropic(exchange: Exchange) -> dict[str, Json]:
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": exchange.model}
+
+
+def _ending(answer: Answer) -> dict[str, Json]:
+    reason = "tool_use" if answer.message.tool_calls else "stop_sequence" if answer.stopped else "end_turn"
+    if answer.generation.finish not in ("stop", "stop_string"):
+        reason = "max_tokens"
+    return {"stop_reason": reason, "stop_sequence": answer.stopped if reason == "stop_sequence" else None}
+
+
+def _usage_anthropic(answer: Answer) -> dict[str, Json]:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.generation.token_ids)}

@@ -1,0 +1,400 @@
+"""One session of the endpoint: an agent's conversations as token ledgers, whatever protocol it speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Json, Message, Turn
+from agentrl.engines.chat_format import Ask, RequestError, cut, identity, numbered, seen
+from agentrl.render.base import Renderer, TurnReader
+from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
+from agentrl.utils.errors import EngineError, PromptTooLongError, RenderError
+from agentrl.utils.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """What answers the requests of all sessions. `sampling`: the run's; its `max_tokens` is a turn's limit. `decode`: the
+    tokenizer's, None without one. `warned`: fields of requests that were said to be ignored."""
+
+    engine: Engine
+    renderer: Renderer
+    sampling: Sampling
+    decode: Callable[[Sequence[int]], str] | None = None
+    warned: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One conversation as it went on, and the ledger that holds it as tokens. `key`: its name for the engine. `shown`: the
+    messages as the client sees them, by `identity`; `messages` as they are in the ledger, the last one sampled last, the
+    first `begun` of them its beginning. `last`: the token that ended the last turn. `busy`: requests that continue it now."""
+
+    key: str
+    tools: str
+    begun: int
+    ledger: TokenLedger = field(default_factory=TokenLedger)
+    shown: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    finish: str = ""
+    last: int | None = None
+    busy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a turn will stand: behind the first `keep` tokens of `parent`'s ledger, or in a new ledger (`parent` is None).
+    `prompt`: all ids before it."""
+
+    parent: Branch | None
+    keep: int
+    prompt: list[int]
+    begun: int
+
+    @property
+    def routed(self) -> int:
+        """How many of the prompt's first tokens have experts already."""
+        return 0 if self.parent is None else min(self.parent.ledger.routed, self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One choice: the turn as the client sees it, what was sampled for it, the number of prompt tokens, its number in the
+    session, and the stop string that ended it."""
+
+    message: Message
+    generation: Generation
+    prompt_tokens: int
+    turn: int
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Tokens of a choice as they were sampled, and what they add to the text that its content begins with."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+Hear = Callable[[Heard], None]
+
+
+class AgentSession:
+    """All requests of one agent's episode. A request that continues an earlier answer goes on in that ledger; any other
+    (another agent of the same episode, a changed history, a second choice) has a ledger of its own. Each sampled token is
+    marked as sampled in exactly one ledger.
+
+    `turns`: all answers in the order in which they came to be, with the place of their last token. `failure`: what the engine
+    last failed with, None if it never did. `other`: sampling that requests asked for, of which the run's own was used instead,
+    and how many asked for it. `requests`: those that were answered or failed. `kept`: conversations by the ids of responses that
+    ended them, for protocols in which a request names the one that it continues.
+    """
+
+    def __init__(self, name: str, served: ServedPolicy, *, seed: int | None = None) -> None:
+        """`seed`: of all that is sampled here; None for chance."""
+        self.name = name
+        self.turns: list[Turn] = []
+        self.failure: EngineError | None = None
+        self.other: dict[str, int] = {}
+        self.requests = 0
+        self.kept: dict[str, list[Message]] = {}
+        self._served, self._seed = served, seed
+        self._branches: list[Branch] = []
+        self._keys = 0
+        self._newest: Branch | None = None
+        self._running: set[asyncio.Task[list[Answer]]] = set()
+        self._asking: set[str] = set()
+        self._closed = False
+
+    @property
+    def ledgers(self) -> list[TokenLedger]:
+        """What was sampled, and before what; `Turn.ledger` counts in it."""
+        return [branch.ledger for branch in self._branches]
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """The messages of each ledger."""
+        return [list(branch.messages) for branch in self._branches]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation that was answered last; empty before the first answer."""
+        return [] if self._newest is None else list(self._newest.messages)
+
+    def continued(self, key: str) -> int | None:
+        """The number of the ledger that the engine's request of this name goes on in; None if it begins another."""
+        return next((number for number, branch in enumerate(self._branches) if branch.key == key), None)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its turns are sampled; `max_tokens` is a turn's limit."""
+        return self._served.sampling
+
+    @property
+    def asking(self) -> frozenset[str]:
+        """The keys of the engine's requests under way, for `Engine.progress`."""
+        return frozenset(self._asking)
+
+    def begin(self, ask: Ask, hear: Hear | None = None) -> asyncio.Task[list[Answer]]:
+        """Answer a request, in a task that `close` ends; see `answer`."""
+        if self._closed:
+            raise RequestError(f"session {self.name} is over", status=404, code="session_not_found")
+        task = asyncio.create_task(self.answer(ask, hear), name=f"a request of session {self.name}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        """End what is under way, of which nothing is recorded, and refuse what comes."""
+        self._closed = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def answer(self, ask: Ask, hear: Hear | None = None) -> list[Answer]:
+        """Sample each choice and record it; `hear` is told all that is sampled meanwhile.
+
+        Raises EngineError, RenderError or RequestError; the ledgers are then unchanged.
+        """
+        renderer = self._served.renderer.with_tools(ask.tools)
+        sampling = await self._sampling(ask)
+        self._note(ask)
+        number, self.requests = self.requests, self.requests + 1
+        parent = self._parent(ask, renderer)
+        if parent is not None:
+            parent.busy += 1
+        began = time.monotonic()
+        try:
+            position = await self._position(ask, parent, renderer)
+            keys = self._new_keys(position, ask.choices)
+            seeds = [self._seed_of(ask, number, choice) for choice in range(ask.choices)]
+            told = [_teller(choice, renderer.reader(ask.stop), hear) for choice in range(ask.choices)] if hear else None
+            routed = None if sampling.experts_from is None else position.routed
+            asked = [replace(sampling, seed=seed, experts_from=routed) for seed in seeds]
+            generations = await self._sample(position, asked, keys, told)
+            messages = [await renderer.aparse(generation.token_ids, generation.finish) for generation in generations]
+        except EngineError as problem:
+            if not isinstance(problem, PromptTooLongError):
+                self.failure = problem
+            raise
+        finally:
+            if parent is not None:
+                parent.busy -= 1
+        seconds = time.monotonic() - began
+        # Nothing is awaited from here on: all choices are recorded, or none.
+        choices = zip(keys, generations, messages, strict=True)
+        return [self._record(ask, position, key, one, message, seconds) for key, one, message in choices]
+
+    def to_json(self) -> dict[str, Json]:
+        return {"session": self.name, "ledgers": [ledger.to_json() for ledger in self.ledgers]}
+
+    async def _position(self, ask: Ask, parent: Branch | None, renderer: Renderer) -> Position:
+        if parent is None:
+            return Position(None, 0, await renderer.astart(ask.messages, ask.tools), len(ask.messages))
+        # All of it before the await: another request may continue the parent meanwhile.
+        ids, fresh = parent.ledger.ids(), ask.messages[len(parent.shown) :]
+        suffix = await renderer.aextend(parent.finish, fresh, parent.last)
+        return Position(parent, len(ids), [*ids, *suffix], parent.begun)
+
+    def _parent(self, ask: Ask, renderer: Renderer) -> Branch | None:
+        """The longest branch whose messages the request repeats and to which it then adds only answers; of several such the
+        first that no other request continues at the moment."""
+        history, messages = [identity(message) for message in ask.messages], ask.messages
+        tools = json.dumps(ask.tools, sort_keys=True)
+        fitting = [
+            branch
+            for branch in self._branches
+            if branch.tools == tools
+            and history[: len(branch.shown)] == branch.shown
+            and len(history) > len(branch.shown)
+            and all(message.role != "assistant" for message in messages[len(branch.shown) :])
+            and renderer.keeps(branch.messages[-1], messages[len(branch.shown) :], branch.messages[:-1], branch.begun)
+        ]
+        return max(fitting, key=lambda branch: (len(branch.shown), -branch.busy), default=None)
+
+    def _new_keys(self, position: Position, count: int) -> list[str]:
+        """The engine's name for each choice: a conversation keeps its own, so that its cache is found."""
+        alone = position.parent is not None and position.parent.busy == 1
+        keys = [position.parent.key] if alone and position.parent is not None else []
+        while len(keys) < count:
+            keys.append(f"{self.name}/{self._keys}")
+            self._keys += 1
+        return keys
+
+    async def _sample(
+        self, position: Position, samplings: Sequence[Sampling], keys: Sequence[str], told: Sequence[Told] | None
+    ) -> list[Generation]:
+        """One turn for each key; if one fails, the others are given up."""
+        engine, prompt = self._served.engine, position.prompt
+        turns = (
+            [engine.generate(prompt, one, key) for one, key in zip(samplings, keys, strict=True)]
+            if told is None
+            else [engine.stream(prompt, one, key, tell) for one, key, tell in zip(samplings, keys, told, strict=True)]
+        )
+        tasks = [asyncio.ensure_future(turn) for turn in turns]
+        self._asking.update(keys)
+        try:
+            generations = await asyncio.gather(*tasks)
+        finally:
+            self._asking.difference_update(keys)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if any(generation.finish == "abort" for generation in generations):
+            raise EngineError(f"a request of session {self.name} was aborted")
+        return generations
+
+    def _record(self, ask: Ask, position: Position, key: str, generation: Generation, parsed: Message, seconds: float) -> Answer:
+        turn = len(self.turns)
+        message = numbered(parsed, turn)
+        shown = seen(message, tools=bool(ask.tools))
+        stopped = None
+        if generation.finish == "stop_string" and ask.stop:
+            shown, stopped = cut(shown, ask.stop)
+            # White space that ended the turn is nowhere in what was parsed.
+            stopped = stopped or (None if ask.single and shown.tool_calls else ask.stop[0])
+        branch = self._branch(position, key, json.dumps(ask.tools, sort_keys=True))
+        try:
+            branch.ledger.append_context(position.prompt[position.keep :], turn)
+            branch.ledger.append_sampled(generation.token_ids, generation.logprobs, generation.versions, turn)
+            if generation.experts is not None:
+                branch.ledger.add_experts(position.routed, generation.experts)
+        except ValueError as fault:  # what a ledger refuses only an engine can have made
+            self.failure = EngineError(f"turn {turn} of session {self.name}: {fault}")
+            raise self.failure from None
+        branch.shown = [*map(identity, ask.messages), identity(shown)]
+        branch.messages = [*ask.messages, message]
+        branch.finish = generation.finish
+        branch.last = generation.token_ids[-1] if generation.finish == "stop" and generation.token_ids else None
+        self._newest = branch
+        record = Turn(turn, message, prompt_tokens=len(position.prompt), sampled_tokens=len(generation.token_ids))
+        record.ledger, record.end = self._branches.index(branch), len(branch.ledger) - 1
+        record.seconds, record.finish = seconds, generation.finish
+        self.turns.append(record)
+        return Answer(shown, generation, len(position.prompt), turn, stopped)
+
+    def _branch(self, position: Position, key: str, tools: str) -> Branch:
+        """The branch that a turn is appended to: its parent, or a fork of it if another turn went on there meanwhile."""
+        parent = position.parent
+        if parent is not None and len(parent.ledger) == position.keep:
+            return parent
+        ledger = TokenLedger() if parent is None else parent.ledger.fork(position.keep)
+        self._branches.append(Branch(key, tools, position.begun, ledger))
+        return self._branches[-1]
+
+    async def _sampling(self, ask: Ask) -> Sampling:
+        """The run's sampling, with what a request may choose."""
+        own, renderer = self._served.sampling, self._served.renderer
+        most = own.max_tokens if ask.max_tokens is None else min(ask.max_tokens, own.max_tokens)
+        sampling = replace(own, max_tokens=most, stop_token_ids=renderer.stop_token_ids)
+        if ask.logprobs and self._served.decode is None:
+            raise RequestError("logprobs: not supported by this server: it was made without a tokenizer (decode=...)")
+        if ask.stop:
+            sampling = await self._able(replace(sampling, stop=ask.stop), ask.stop_field)
+        if (grammar := constrained(ask, renderer)) is not None:
+            sampling = await self._able(replace(sampling, grammar=grammar), "tool_choice" if ask.calls else ask.schema_field)
+        elif ask.single and ask.tools:
+            if not renderer.call_end:
+                raise RequestError("parallel_tool_calls: false is not supported: nothing ends a single call of this model")
+            sampling = await self._able(replace(sampling, stop=(*ask.stop, renderer.call_end)), "parallel_tool_calls")
+        return sampling
+
+    async def _able(self, sampling: Sampling, field: str) -> Sampling:
+        """Raises RequestError, which names the field, if the engine cannot sample so."""
+        # In a thread, since the engine may have to read its tokenizer first.
+        if reason := await in_thread("load", self._served.engine.refusal, sampling):
+            raise RequestError(f"{field}: {reason.partition(': ')[2]}")
+        return sampling
+
+    def _seed_of(self, ask: Ask, number: int, choice: int) -> int | None:
+        """A session's seed is mixed into the request's: the members of a group, whose agents may all ask with the same seed,
+        must not sample the same tokens."""
+        if self._seed is None:
+            return ask.seed if ask.seed is None or not choice else derive(ask.seed, "choice", choice)
+        if ask.seed is None:
+            return derive(self._seed, "request", number, choice)
+        return derive(self._seed, "seed", ask.seed, choice)
+
+    def _note(self, ask: Ask) -> None:
+        for name, value in ask.other.items():
+            self.other[name] = self.other.get(name, 0) + 1
+            if name not in self._served.warned:
+                self._served.warned.add(name)
+                log.warning("an agent asks for %s = %s; its turns are sampled as the run says (said once)", name, value)
+
+
+def constrained(ask: Ask, renderer: Renderer) -> str | None:
+    """The grammar of the turn that is asked for; None if any will do. Raises RequestError if there is none for it."""
+    if ask.schema is None and not ask.calls:
+        return None
+    tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
+    try:
+        return renderer.grammar(None if ask.calls else ask.schema, tools, not ask.single and ask.only is None)
+    except RenderError as problem:
+        raise RequestError(f"{'tool_choice' if ask.calls else ask.schema_field}: {problem}") from None
+
+
+def _teller(choice: int, reader: TurnReader, hear: Hear) -> Told:
+    return lambda token_ids, logprobs: hear(Heard(choice, reader.read(token_ids), token_ids, logprobs))
+
+
+# Streams
+
+
+class Live:
+    """One request. What is told of a choice's text, and `rest` at the end, are together the content of its message."""
+
+    def __init__(self, session: AgentSession, ask: Ask) -> None:
+        self._queue: asyncio.Queue[Heard | None] = asyncio.Queue()
+        self._told = [""] * ask.choices
+        self._first: Heard | None = None
+        self._task = session.begin(ask, self._queue.put_nowait)
+        self._task.add_done_callback(lambda _: self._queue.put_nowait(None))
+
+    async def begun(self) -> None:
+        """Return once something was sampled. Raises what the request fails with before: a stream has begun with status 200."""
+        try:
+            self._first = await self._queue.get()
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        if self._first is None:
+            self._result()
+
+    async def heard(self) -> AsyncIterator[Heard]:
+        """What is sampled, until the end. If the reader goes away the request is ended: nobody would see what is sampled."""
+        try:
+            item = self._first
+            while item is not None:
+                self._told[item.choice] += item.text
+                yield item
+                item = await self._queue.get()
+        finally:
+            self._task.cancel()
+
+    def answers(self) -> list[tuple[Answer, str]]:
+        """Each choice with the rest of its content. Raises what the request failed with, and RequestError for a tokenizer
+        whose later tokens change the text of earlier ones."""
+        found = []
+        for answer, told in zip(self._result(), self._told, strict=True):
+            if not answer.message.content.startswith(told):
+                raise RequestError("what was streamed is not how the message begins; ask without stream", status=500)
+            found.append((answer, answer.message.content[len(told) :]))
+        return found
+
+    def _result(self) -> list[Answer]:
+        if self._task.cancelled():
+            raise RequestError("the session is over", status=404, code="session_not_found")
+        return self._task.result()

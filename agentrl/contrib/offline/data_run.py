@@ -1,0 +1,266 @@
+"""Training on data, `agentrl sft` with [data]: steps over a store of token rows, held-out losses, checkpoints, the model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
+from agentrl.cluster.ray_cluster import start_ray, stop_ray
+from agentrl.cluster.resources import has_gpus
+from agentrl.config import TrainConfig
+from agentrl.config.identity import Identity, identity_of
+from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
+from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective
+from agentrl.contrib.offline.prepare import Preparation
+from agentrl.contrib.offline.store import About, RowStore
+from agentrl.data.schedule import Mode, effective_mode
+from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
+from agentrl.run.callbacks import Interrupt
+from agentrl.run.display import Count, Display, nothing
+from agentrl.run.engine_choice import with_threads
+from agentrl.run.folder import DRIVER, RunFolder
+from agentrl.run.role_placement import open_pools, start_actors
+from agentrl.run.run_log import RunLog
+from agentrl.run.session import model_folder
+from agentrl.trainer.checkpoint import Checkpoints, seal
+from agentrl.trainer.optim import optims_of
+from agentrl.trainer.pretrained import classifier_of
+from agentrl.trainer.roles import SavedRole, TrainedRole
+from agentrl.trainer.train_engine import shares_prefixes
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.threads import in_thread
+
+ENGINE = "embedded"
+"""The engine that the view of a config names, as nothing is sampled: it has no processes."""
+ROLE = "actor"
+"""The folder of the role in a checkpoint, where `agentrl export` looks."""
+
+
+def data_of(config: TrainConfig) -> DataConfig:
+    """[data] of a config that has it."""
+    assert config.data is not None
+    return config.data
+
+
+def only_data(config: TrainConfig) -> TrainConfig:
+    """The config with what training on data reads: no environment, no engine, and no roles but the one that learns."""
+    dropped = dict.fromkeys(("env", "agent", "sft", "critic", "reward_model", "prometheus", "traces", "profile", "next"))
+    kept = {"engine": ENGINE, "engine_args": {}, "rollout": RolloutConfig(), "algorithm": AlgorithmConfig()}
+    return config.model_copy(update={**dropped, **kept})
+
+
+def write_data(config: TrainConfig, folder: Path, display: Display) -> About:
+    """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
+    tokenizer = tokenizer_of(config)
+    made = Preparation(data_of(config), renderer_of(config.model, tokenizer), tokenizer, longest_row(config))
+    display.phase("data", 1)
+    with display.doing("reading the data", made.said):
+        about = made.write(folder, config.seed)
+    for line in _described(about):
+        display.say(line)
+    return about
+
+
+def _described(about: About) -> Iterator[str]:
+    what = "pairs" if about.each == 2 else "examples"
+    yield (
+        f"data: {about.examples:,} {what} of {about.tasks:,} tasks in {about.rows:,} rows, {about.tokens:,} tokens, "
+        f"{about.trained_tokens:,} of them trained; {len(about.heldout):,} tasks are held out"
+    )
+    for why, count in sorted(about.passed.items()):
+        yield f"  left out: {count:,} {why}"
+    for what, count in sorted(about.unread.items()):
+        yield f"  not trained: {what}, {count:,} times"
+    for place, why in about.left_out[:5]:
+        yield f"  cannot be used: {place}: {why}"
+    if len(about.left_out) > 5:
+        yield f"  ... and {len(about.left_out) - 5:,} more, all in data/data.json"
+
+
+@dataclass(slots=True)
+class DataRun:
+    """The parts of a run on data."""
+
+    config: TrainConfig
+    folder: RunFolder
+    display: Display
+    run_log: RunLog
+    store: RowStore
+    identity: Identity
+    group: WorkerGroup[Any]
+    objective: Objective
+    checkpoints: Checkpoints
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the run."""
+        return total_steps(data_of(self.config), self.store)
+
+    def role(self) -> type[TrainedRole]:
+        return self.objective.role
+
+
+def total_steps(data: DataConfig, store: RowStore) -> int:
+    return data.epochs * store.steps(data.batch)
+
+
+async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
+    """All steps from the newest checkpoint on; whether the run went to its end (False: interrupted)."""
+    identity, config = identity_of(config, "train"), with_threads(only_data(config))
+    store = await in_thread("files", RowStore, folder.data)
+    with display.doing("making the model"):
+        path = await in_thread("files", _start_model, config, folder)
+    began = False
+    if config.cluster.backend == "ray":
+        with display.doing("starting Ray"):
+            began = start_ray(config.cluster)
+    pools, group = None, None
+    try:
+        kind = OBJECTIVES[data_of(config).loss]
+        with display.doing("starting the training processes"):
+            pools = open_pools(config, ENGINE)
+            group = start_actors(config, pools, kind.role)
+        await check_shared(group, folder.path, "out")
+        with display.doing("loading the model"):
+            init: Any = kind.role.init_model  # type: ignore[attr-defined]
+            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config), store))
+        objective = kind(data_of(config), store, group, _sharing(config))
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
+        run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
+        return await _run(run, interrupt)
+    finally:
+        if group is not None:
+            group.close()
+        if pools is not None:
+            pools.close()
+        if began:
+            stop_ray()
+
+
+def _sharing(config: TrainConfig) -> Mode:
+    if data_of(config).loss == "reward" or not shares_prefixes(config.model):
+        return "off"
+    return effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
+
+
+def _start_model(config: TrainConfig, folder: RunFolder) -> str:
+    path = model_folder(config, folder)
+    return path if data_of(config).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
+
+
+async def _run(run: DataRun, interrupt: Interrupt) -> bool:
+    config, display = run.config, run.display
+    ended, pairs = Count(run.store.about.examples, "examples"), data_of(config).loss == "dpo"
+    what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
+    with display.doing(what, look):
+        await run.objective.begin(ended)  # before a checkpoint is loaded
+    step = await _load(run)
+    display.phase("training", run.total, step)
+    if not step:
+        await _measure(run, 0)
+    interrupt.in_step = True
+    while step < run.total and not interrupt.requested:
+        began = time.monotonic()
+        with display.doing("a step"):
+            found = await run.objective.step(run.store.drawn(step, data_of(config).batch, config.seed))
+        step += 1
+        run.run_log.row("data", step, {**found, "epoch": step / run.store.steps(data_of(config).batch),
+                                          "time/data_s": time.monotonic() - began})  # fmt: skip
+        display.step(step, {"loss": found["loss"]})
+        over = step >= run.total
+        measured = over or (config.eval.every and step % config.eval.every == 0)
+        score = await _measure(run, step) if measured else None
+        if over or interrupt.requested or step % config.checkpoint.every == 0:
+            await _save(run, step, score)
+    interrupt.in_step = False
+    if step < run.total:
+        return False
+    with display.doing("writing the trained model"):
+        await _export(run, step)
+    return True
+
+
+async def _measure(run: DataRun, step: int) -> float | None:
+    """The held-out metrics as a row; minus the loss, by which the best checkpoint is known. None if nothing is held out."""
+    held, each = run.store.heldout, data_of(run.config).batch
+    if not len(held):
+        return None
+    sums, weights = dict[str, float](), 0.0
+    ended = Count(len(held), "examples")
+    with run.display.doing("held-out loss", ended.__str__):
+        for at in range(0, len(held), each):
+            weight, found = await run.objective.measure(held[at : at + each])
+            weights += weight
+            ended.done = min(at + each, len(held))
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + weight * value
+    means: Found = {name: value / max(weights, 1.0) for name, value in sums.items()}
+    run.run_log.row("heldout", step, {**means, "examples": float(len(held))})
+    run.display.say(f"[step {step}] held-out {', '.join(f'{name} {value:.4g}' for name, value in means.items())}")
+    return -means["loss"] if math.isfinite(means["loss"]) else None
+
+
+async def _load(run: DataRun) -> int:
+    """Load the newest checkpoint; the steps done by then."""
+    newest, damaged = await in_thread("files", run.checkpoints.newest_intact)
+    for problem in damaged:
+        run.display.say(f"a checkpoint is damaged: {problem}; going on from {newest.name if newest else 'the start'}")
+    run.checkpoints.lost()
+    if newest is None:
+        run.folder.rewind(-1)
+        run.run_log.rewound(-1)
+        return 0
+    await run.group.arun(SavedRole.load, str(newest / ROLE))
+    step = int(read_json((newest / DRIVER).read_text())["step"])
+    run.folder.rewind(step)
+    run.run_log.rewound(step)
+    return step
+
+
+async def _save(run: DataRun, step: int, score: float | None) -> None:
+    with run.display.doing("checkpoint"), _writing(run.checkpoints, step) as aside:
+        await run.group.arun(SavedRole.save, str(aside / ROLE))
+        await check_arrived(run.group, aside, "a checkpoint")
+        state = {"step": step, "identity": run.identity}
+        (aside / DRIVER).write_text(json_text(state))
+        await in_thread("files", run.folder.sync_metrics)
+        await in_thread("files", run.checkpoints.commit, step, score)
+
+
+@contextmanager
+def _writing(checkpoints: Checkpoints, step: int) -> Iterator[Path]:
+    """`Checkpoints.writing`, whose commit the caller makes, in a thread."""
+    aside = checkpoints.begin(step)
+    try:
+        yield aside
+    except BaseException as error:
+        checkpoints.give_up(step, error)
+
+
+async def _export(run: DataRun, step: int) -> None:
+    """The trained model, and with LoRA its adapter."""
+    folder = run.folder
+    folder.clear_final()
+    role: Any = run.role()
+    await run.group.arun(role.export_hf, str(folder.final))
+    await check_arrived(run.group, folder.final, "the trained model")
+    await in_thread("files", seal, folder.final, step)
+
+
+def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What summary.json says of a run on data, besides how it ended."""
+    steps = [row for row in rows if row["phase"] == "data"]
+    held = [row for row in rows if row["phase"] == "heldout"]
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss": steps[-1]["loss"] if steps else None,
+        "heldout_before": held[0]["loss"] if held else None,
+        "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
+        "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
+    }

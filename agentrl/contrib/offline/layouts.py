@@ -1,0 +1,356 @@
+"""Conversations, preferences and function calls in the layouts of public data sets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, TypeVar
+
+from agentrl.data.chat_forms import (
+    REASONING,
+    Declaration,
+    FormError,
+    arguments_of,
+    calls_of,
+    declarations,
+    is_thought,
+    paired,
+    parsed,
+    reasoning_of,
+    result_of,
+    thought_of,
+    without_padding,
+)
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.render.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, thoughts
+from agentrl.utils.errors import BadRowError
+
+# A conversation to train on, and OpenAI's layout of one:
+#
+# {"messages": [{"role": "user", "content": "..."},
+# {"role": "assistant", "tool_calls": [{"id": "a", "type": "function",
+# "function": {"name": "f", "arguments": "{\"x\": 1}"}}]},
+# {"role": "tool", "tool_call_id": "a", "content": "..."},
+# {"role": "assistant", "content": "...", "weight": 0}],
+# "tools": [{"type": "function", "function": {"name": "f", "parameters": {...}}}], "parallel_tool_calls": true}
+#
+# An assistant's message with `weight` 0 is context. Other keys of a row are not looked at; tools, calls and reasoning may have
+# other forms (agentrl/data/chat_forms.py).
+
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_READ = {"role", "content", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "name", "tool_name", "weight", "refusal",
+         "function_call", "thinking_blocks", "reasoning_details", *REASONING}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """`trained[i]`: whether message i is an assistant's whose tokens are learned. `tools` in OpenAI's function format. `unread`:
+    how often a key of a message was there that nothing is made of."""
+
+    messages: tuple[Message, ...]
+    trained: tuple[bool, ...]
+    tools: tuple[Declaration, ...]
+    unread: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def content(self) -> str:
+        """What is said, however its row writes it: equal for equal conversations."""
+        parts = [
+            (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
+            for one in self.messages
+        ]
+        return json.dumps(parts, sort_keys=True)
+
+
+def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
+    """A row of OpenAI's layout. `table`: of a file that has each column in each row. Raises BadRowError."""
+    tools = declarations(row.get("tools"), table=table)
+    if row.get("functions") is not None:
+        raise BadRowError("functions: the older layout; name them in tools, and call them in tool_calls")
+    chat = messages_of(row.get("messages"), "messages", tools, table=table)
+    if row.get("parallel_tool_calls") is False:
+        for number, message in enumerate(chat.messages):
+            if len(message.tool_calls) > 1:
+                raise BadRowError(
+                    f"messages[{number}]: {len(message.tool_calls)} calls at once, and parallel_tool_calls is false"
+                )
+    return checked(chat)
+
+
+def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
+    """Messages of OpenAI's layout as a chat that is not checked yet. Raises BadRowError."""
+    if isinstance(given, str):  # tables often keep them as text, which has only the nulls that were written
+        given, table = parsed(given, key), False
+    if not isinstance(given, list) or not given:
+        raise FormError(key, "expected a list of messages")
+    messages, trained, unread = list[Message](), list[bool](), Counter[str]()
+    for number, item in enumerate(given):
+        at = f"{key}[{number}]"
+        if not isinstance(item, Mapping):
+            raise FormError(at, "expected an object with a role and content")
+        message = message_of(item, at, tools, table=table)
+        weight = item.get("weight")
+        if weight not in (None, 0, 1):
+            raise FormError(f"{at}.weight", f"expected 0 or 1, got {weight!r}")
+        messages.append(message)
+        trained.append(message.role == "assistant" and weight != 0)
+        unread.update(
+            f"{message.role}.{word}" for word, value in item.items() if word not in _READ and value not in (None, [], {})
+        )
+        if message.role in ("system", "user") and item.get("name"):
+            unread[f"{message.role}.name"] += 1
+    return Chat(tuple(messages), tuple(trained), tools, unread)
+
+
+def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Message:
+    """A message of OpenAI's layout. Raises BadRowError."""
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise FormError(f"{at}.role", f"expected one of {', '.join(ROLES)}, got {role!r}")
+    if item.get("function_call") is not None:
+        raise FormError(f"{at}.function_call", "the older layout; write it as tool_calls")
+    calls = calls_of(item.get("tool_calls"), f"{at}.tool_calls", tools, table=table)
+    if calls and role != "assistant":
+        raise FormError(f"{at}.tool_calls", "expected a list, of an assistant's message")
+    content, thought = _text(item.get("content") or item.get("refusal"), at)
+    if role == "tool":
+        return result_of(item, content, at)
+    if role != "assistant":
+        return Message(ROLES[role], content)  # type: ignore[arg-type]
+    if not (content or calls):
+        raise FormError(at, "an assistant's message without content and calls")
+    return Message("assistant", content, calls, reasoning=reasoning_of(item, at) or thought or None)
+
+
+def _text(content: Any, at: str) -> tuple[str, str]:
+    """The text of a content, and the reasoning in it."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    given = content if isinstance(content, list) else [content]
+    parts = [part for part in given if not is_thought(part)]
+    if all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts), "".join(thought_of(part) for part in given if is_thought(part))
+    kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+    raise FormError(f"{at}.content", f"only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
+
+
+def checked(chat: Chat) -> Chat:
+    """The chat with ids of calls and names of results filled in, results in the order of their calls, and without what follows
+    its last trained message.
+
+    Raises BadRowError if nothing of it is trained, a call names no tool of its, or a result answers no call.
+    """
+    if not any(chat.trained):
+        raise BadRowError("no assistant's message to learn")
+    end = max(number for number, trained in enumerate(chat.trained) if trained) + 1
+    names = [tool["function"]["name"] for tool in chat.tools]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FormError("tools", f"two are called {twice!r}. Leave one of them out")
+    for number, message in enumerate(chat.messages[:end]):
+        for call in message.tool_calls:
+            if call.name not in names:
+                raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which its tools do not have")
+    return replace(chat, messages=paired(chat.messages[:end]), trained=chat.trained[:end])
+
+
+# Pairs of conversations of which one is preferred, in two layouts.
+#
+# TRL's: `{"prompt": [messages], "chosen": [messages], "rejected": [messages], "tools": [...]}`; without `prompt` it is what both
+# begin with. OpenAI's: `{"input": {"messages": [...], "tools": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`.
+#
+# Messages and tools are as in agentrl/contrib/offline/layouts.py. Only the assistant's messages after the prompt count.
+
+
+def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
+    """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises
+    BadRowError, which says what is wrong with it."""
+    if row.get("preferred_output") is not None:
+        given = row.get("input")
+        if not isinstance(given, Mapping):
+            raise BadRowError("input: expected an object with messages")
+        row = {"prompt": given.get("messages"), "tools": given.get("tools"), "chosen": row["preferred_output"],
+               "rejected": row.get("non_preferred_output")}  # fmt: skip
+    for key in ("prompt", "chosen", "rejected"):
+        if isinstance(row.get(key), str) and not row[key].lstrip().startswith("["):
+            raise BadRowError(f"{key}: is text; only conversations, lists of messages, can be trained on")
+    tools = declarations(row.get("tools"), table=table)
+    shared = Chat((), (), tools) if row.get("prompt") is None else messages_of(row["prompt"], "prompt", tools, table=table)
+    sides = [messages_of(row.get(key), key, tools, table=table) for key in ("chosen", "rejected")]
+    prompt, begun = shared.messages, 0
+    for key, side in zip(("chosen", "rejected"), sides, strict=True):
+        if prompt and side.messages[: len(prompt)] == prompt:
+            raise BadRowError(f"{key}: begins with the prompt, which is in `prompt` too; leave one of the two out")
+    if row.get("prompt") is None:
+        both = zip(sides[0].messages, sides[1].messages, strict=False)
+        prompt = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        begun = len(prompt)
+    if sides[0].messages == sides[1].messages:
+        raise BadRowError("chosen and rejected are equal")
+    chosen, rejected = (
+        Chat(
+            prompt + side.messages[begun:],
+            (False,) * len(prompt) + side.trained[begun:],
+            tools,
+            shared.unread + side.unread,
+        )
+        for side in sides
+    )
+    return _side(chosen, "chosen"), _side(rejected, "rejected")
+
+
+def _side(chat: Chat, name: str) -> Chat:
+    try:
+        return checked(chat)
+    except BadRowError as problem:
+        raise BadRowError(f"{name}: {problem}") from None
+
+
+# Two layouts of function calling that write calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
+#
+# Hermes (NousResearch/hermes-function-calling-v1): from "system", "human", "gpt", "tool"; a call is `<tool_call>` with an object of
+# `name` and `arguments` (JSON, or Python's way to write it), a result `<tool_response>`; tools in the key `tools`, or between
+# `<tools>` and `</tools>` in the system message.
+#
+# ToolACE (Team-ACE/ToolACE): a key `system`, whose text holds a JSON list of functions; from "user", "assistant", "tool"; calls as
+# `[name(a=1, b="x"), other()]`, where names may hold spaces; results of all calls as one list.
+#
+# A system message that tells the model its tools and how to call them is left out of the chat (in ToolACE: from the list of
+# functions on), since the model's own chat template says both, in its own way.
+
+T = TypeVar("T")
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_TOOLS = re.compile(r"<tools>\s*(\[.*?\])\s*</tools>", re.S)
+_LIST = re.compile(r"\[\s*\{\s*\"")
+
+
+def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
+    """A row of either layout. Raises BadRowError, which says what is wrong with it."""
+    turns = row.get("conversations")
+    if isinstance(turns, str):
+        turns = parsed(turns, "conversations")
+    if not isinstance(turns, list) or not turns:
+        raise BadRowError("conversations: expected a list of messages")
+    said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    given = {word for turn in turns for word, value in turn.items() if value not in (None, [], {})}
+    if odd := sorted(given & {"weight", "loss", "tool_calls", *REASONING}):
+        raise BadRowError(f"conversations: {odd[0]} is not read in this layout; write the row in OpenAI's, under messages")
+    unread = Counter(f"turn.{word}" for turn in turns for word, value in turn.items() if word not in ("from", "value") and value)
+    system = row.get("system") if isinstance(row.get("system"), str) else ""
+    if said[0][0] == "system":
+        system, said = said[0][1], said[1:]
+    kept, inside = _split(system or "")
+    tools = declarations(row.get("tools")) or declarations(inside)
+    tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
+    if tagged:
+        messages = [part for role, text in said for part in _hermes(role, text)]
+    else:
+        messages = [part for role, text in said for part in _toolace(role, text)]
+    opening = [Message("system", kept)] if kept else []
+    every = tuple(_without_padding(message, tools) for message in (*opening, *_paired(messages)))
+    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
+
+
+def _without_padding(message: Message, tools: tuple[Declaration, ...]) -> Message:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    calls = (
+        replace(call, arguments=without_padding(call.arguments or {}, schemas.get(call.name, {}))) for call in message.tool_calls
+    )
+    return replace(message, tool_calls=tuple(calls))
+
+
+def _said(turn: Any, at: str) -> tuple[str, str]:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str):
+        raise BadRowError(f'{at}: expected {{"from": ..., "value": ...}}')
+    role = SHAREGPT_ROLES.get(str(turn.get("from")))
+    if role is None:
+        raise BadRowError(f"{at}.from: expected one of {', '.join(SHAREGPT_ROLES)}, got {turn.get('from')!r}")
+    return role, turn["value"]
+
+
+def _split(system: str) -> tuple[str, list[Any] | None]:
+    """What is kept of a system message, and the functions in it."""
+    if found := _TOOLS.search(system):
+        return "", _read(literal, found[1], "the functions of the system message")
+    if found := _LIST.search(system):
+        try:
+            tools, _ = json.JSONDecoder().raw_decode(system, found.start())
+        except ValueError as problem:
+            raise BadRowError(f"the functions of the system message: not JSON: {problem}") from None
+        before = system[: found.start()].rstrip()
+        # The sentence that leads over to the list goes with it.
+        return before.rpartition("\n")[0].strip() if before.endswith(":") else before, tools
+    return system.strip(), None
+
+
+def _hermes(role: str, text: str) -> list[Message]:
+    if role == "tool":
+        return [Message("tool", part) for part in RESULT.findall(text) or [text.strip()]]
+    if role != "assistant":
+        return [Message(role, text)]  # type: ignore[arg-type]
+    reasoning, text = thoughts(text)
+    calls = _calls(_read(tagged_calls, text, "a <tool_call>"))
+    rest = TAGGED.sub("", text).strip()
+    if "<tool_call>" in rest:
+        raise BadRowError("a <tool_call> that does not end")
+    return [Message("assistant", rest, calls, reasoning=reasoning or None)]
+
+
+def _toolace(role: str, text: str) -> list[Message]:
+    if role == "tool":
+        try:
+            results = json.loads(text)
+        except ValueError:
+            return [Message("tool", text)]
+        if not isinstance(results, list) or not all(isinstance(item, Mapping) and "results" in item for item in results):
+            return [Message("tool", text)]
+        return [Message("tool", json.dumps(item["results"], ensure_ascii=False), name=item.get("name")) for item in results]
+    if role != "assistant":
+        return [Message(role, text)]  # type: ignore[arg-type]
+    reasoning, text = thoughts(text)
+    calls = _calls(_read(bracket_calls, text, "a list of calls"))
+    return [Message("assistant", "" if calls else text.strip(), calls, reasoning=reasoning or None)]
+
+
+def _calls(found: list[Call]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(name, arguments_of(arguments, f"a call of {name!r}")) for name, arguments in found)
+
+
+def _read(read: Callable[[str], T], text: str, what: str) -> T:
+    try:
+        return read(text)
+    except ValueError as problem:
+        raise BadRowError(f"{what}: {problem}"[:200]) from None
+
+
+def _paired(messages: list[Message]) -> list[Message]:
+    """Results one a call: if one message answers several calls, or several answer one, they are joined."""
+    found, at = list[Message](), 0
+    while at < len(messages):
+        found.append(messages[at])
+        calls = [call.name for call in messages[at].tool_calls]
+        at += 1
+        results = []
+        while at < len(messages) and messages[at].role == "tool":
+            results.append(messages[at])
+            at += 1
+        if len(results) > len(calls) > 0:
+            results = [Message("tool", "\n".join(result.content for result in results))]
+        names = [result.name for result in results]
+        if sorted(map(str, names)) != sorted(calls):
+            names = result_names([result.content for result in results], calls)
+        results = [replace(result, name=name) for result, name in zip(results, names, strict=True)]
+        found += results
+    return found

@@ -1,0 +1,174 @@
+"""Objectives of training on data (`data.loss`): one step of each loss, its value on held-out examples, and the reward model that learns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.worker import Broadcast, Strategy
+from agentrl.config.schema import DataConfig, ModelConfig, OptimConfig
+from agentrl.contrib.offline.store import RowStore
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import Mode
+from agentrl.run.display import Count
+from agentrl.run.sft import steps_batch
+from agentrl.trainer.actor import Actor, BradleyTerry, Dpo, means, pair_step, scores
+from agentrl.trainer.minibatch import RowsShard, StepsShard
+from agentrl.trainer.optim import optim_of, rate
+from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
+from agentrl.utils.threads import in_thread
+
+# A reward model that learns
+
+
+class RewardTrainer(TrainedRole):
+    """One rank of a sequence classifier that is trained. All ranks run every method together."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_scores": RowsShard(),
+        "prefer": StepsShard(collect="metrics", balance="column"),
+        "export_hf": Broadcast(),
+    }
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
+        """Load the classifier from a folder; `total_steps`: length of the run, for the schedule. Raises ModelError if it is none,
+        ConfigError for a schedule without a length."""
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
+        self._optim, self._total_steps = optim_of(optim, model, "reward"), total_steps
+        self._engine = open_engine(self, path, model, optim.max_grad_norm, "score")
+        self._engine.use_optimizer(self._optim)
+
+    def compute_scores(self, batch: TensorDict) -> TensorDict:
+        """Row column `score` float32 [N], read at each row's last token."""
+        return compute_scores(self._ready(), Ragged.of(batch), self._optim.micro_tokens)
+
+    def prefer(self, batch: TensorDict, count: int, pairs: int) -> dict[str, float]:
+        """One optimizer step (`count` is 1) over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
+        engine, factor = self._ready(), self._set_rate()
+        metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, scores, BradleyTerry())
+        self._updates += count
+        return {**metrics, "lr": factor * self._lr}
+
+    def export_hf(self, folder: str) -> None:
+        """Write a folder that plain transformers loads, and [reward_model]."""
+        self._ready().export(Path(folder))
+
+
+Found = dict[str, float]
+
+
+class Objective(ABC):
+    """One loss over a store's examples. `group`: the processes of `role`."""
+
+    role: ClassVar[type[TrainedRole]] = Actor
+
+    def __init__(self, data: DataConfig, store: RowStore, group: WorkerGroup[Any], sharing: Mode) -> None:
+        self.data, self.store, self.group, self.sharing = data, store, group, sharing
+
+    async def begin(self, ended: Count) -> None:  # noqa: B027 - most losses need nothing
+        """What is computed once, with the weights of the start; `ended` counts its examples."""
+
+    @abstractmethod
+    async def step(self, examples: np.ndarray) -> Found:
+        """One optimizer step; its metrics."""
+
+    @abstractmethod
+    async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
+        """Metrics of examples without a step, and what they weigh among others."""
+
+    async def view(self, examples: np.ndarray) -> Ragged:
+        """The rows of examples."""
+
+        def made() -> Ragged:
+            episodes = self.store.load(examples)
+            return Ragged.of(steps_batch(episodes, len(episodes), self.sharing))
+
+        return await in_thread("batch", made)
+
+
+class Supervised(Objective):
+    """The mean of -log pi over the trained tokens of a step."""
+
+    async def step(self, examples: np.ndarray) -> Found:
+        found: Found = await self.group.arun(Actor.supervise, (await self.view(examples)).batch, 1)
+        return {name: value for name, value in found.items() if name != "lr_factor"}
+
+    async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
+        view = await self.view(examples)
+        logprobs = (await self.group.arun(Actor.compute_logprob, view.batch))["logprobs"].values()
+        tokens = float(view.tokens("sampled").sum())
+        return tokens, {"loss": -float(logprobs.double().sum()) / max(tokens, 1.0)}
+
+
+class Preferring(Objective):
+    """DPO against the start model, whose log probabilities are computed before the first step."""
+
+    _reference: Tensor
+
+    async def begin(self, ended: Count) -> None:
+        count, at = self.store.about.examples, 0
+        self._reference = torch.zeros(count, 2, dtype=torch.float64)
+        while at < count:
+            examples = np.arange(at, min(at + self.data.batch, count))
+            self._reference[examples] = await self._totals(await self.view(examples), len(examples))
+            at = ended.done = at + len(examples)
+
+    async def step(self, examples: np.ndarray) -> Found:
+        view = await self.view(examples)
+        last = _last_rows(view)
+        reference = torch.zeros(len(view), dtype=torch.float64)
+        reference[last] = self._reference[examples].flatten()
+        view = view.with_rows(reference=reference, whole=torch.ones(len(view), dtype=torch.bool))
+        loss = Dpo(self.data.beta)
+        found: Found = await self.group.arun(Actor.prefer, view.batch, 1, len(examples), loss)
+        return found
+
+    async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
+        totals = await self._totals(await self.view(examples), len(examples))
+        losses, found = Dpo(self.data.beta)(totals, self._reference[examples])
+        return float(len(examples)), means(losses, found)
+
+    async def _totals(self, view: Ragged, pairs: int) -> Tensor:
+        """The sum of the log probabilities of each episode's sampled tokens, float64 [P, 2]."""
+        logprobs = (await self.group.arun(Actor.compute_logprob, view.batch))["logprobs"].values().double()
+        episode = torch.repeat_interleave(view.row("trajectory"), torch.from_numpy(view.lengths))
+        return torch.zeros(2 * pairs, dtype=torch.float64).index_add(0, episode, logprobs).view(pairs, 2)
+
+
+class Scoring(Objective):
+    """A reward model: an episode's score is read at the last token of its last row."""
+
+    role: ClassVar[type[TrainedRole]] = RewardTrainer
+
+    async def step(self, examples: np.ndarray) -> Found:
+        view = await self.view(examples)
+        whole = torch.zeros(len(view), dtype=torch.bool)
+        whole[_last_rows(view)] = True
+        view = view.with_rows(reference=torch.zeros(len(view), dtype=torch.float64), whole=whole)
+        found: Found = await self.group.arun(RewardTrainer.prefer, view.batch, 1, len(examples))
+        return found
+
+    async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
+        view = await self.view(examples)
+        scores = (await self.group.arun(RewardTrainer.compute_scores, view.batch))["score"].double()
+        losses, found = BradleyTerry()(scores[_last_rows(view)].view(-1, 2), torch.zeros(len(examples), 2))
+        return float(len(examples)), means(losses, found)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"sft": Supervised, "dpo": Preferring, "reward": Scoring}
+"""By `data.loss`."""
+
+
+def _last_rows(view: Ragged) -> Tensor:
+    """The last row of each episode, by its number."""
+    episode = view.row("trajectory")
+    rows = torch.zeros(int(episode.max()) + 1, dtype=torch.int64)
+    return rows.scatter_reduce(0, episode, torch.arange(len(episode)), reduce="amax", include_self=False)

@@ -1,0 +1,348 @@
+"""Prepare data for training: choose episodes, render conversations, store token rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import DataConfig
+from agentrl.contrib.offline.layouts import Chat, openai_chat, preference, sharegpt_chat
+from agentrl.contrib.offline.store import About, RowPlace, RowWriter, row_at, rows_of, sources
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, Trajectory
+from agentrl.render.base import Renderer
+from agentrl.utils.errors import BadRowError, ConfigError, RenderError
+
+TaskKey = tuple[str, str, int, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An episode in a file: where it is, the task that it is of (environment, id, seed, turns given, a digest of what it says: of
+    two runs with other `env.params` ids and seeds can be equal), what it scored."""
+
+    place: RowPlace
+    task: TaskKey
+    reward: float
+
+    def load(self) -> Trajectory:
+        """The episode. Raises BadRowError if the row is of another shape."""
+        return episode_of(row_at(self.place))
+
+
+def is_episode(row: Mapping[str, Any]) -> bool:
+    """Whether a row is an episode of a run's."""
+    return row.get("ledgers") is not None and "task" in row
+
+
+def episode_of(row: Mapping[str, Any]) -> Trajectory:
+    """The episode that a row is. Raises BadRowError."""
+    try:
+        return Trajectory.from_json(row)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
+
+
+def scored(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Counter[str]) -> Scored | None:
+    """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
+    try:
+        task, reward = row["task"], row["reward"]
+        key = (str(row.get("env") or row["env_id"]), str(task["id"]), int(task["seed"]), int(row.get("given", 0)), _said(task))
+        split, success = task.get("split", "train"), row.get("success")
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        raise BadRowError(f"reward: expected a number, got {reward!r}"[:200])
+    why = None
+    if data.split is not None and split != data.split:
+        why = f"of the split {split!r}, not data.split = {data.split!r}"
+    elif reward is None:
+        why = "unscored"
+    elif data.loss == "dpo" and row.get("parent") is not None:
+        why = "branches of others (rollout.branch): of their first turns they have no tokens to compare with another's"
+    elif data.min_reward is not None and reward < data.min_reward:
+        why = f"below data.min_reward = {data.min_reward:g}"
+    elif data.success and success is not True:
+        why = "no success (data.success)"
+    if why is not None:
+        passed[why] += 1
+        return None
+    return Scored(place, key, float(reward))
+
+
+def best(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> list[Scored]:
+    """At most `data.per_task` episodes of each task: the highest rewards, of equal ones the first; in the files' order."""
+    episodes = list(found)
+    if data.per_task is None:
+        return episodes
+    kept = [one for same in _by_task(episodes) for one in sorted(same, key=lambda one: -one.reward)[: data.per_task]]
+    if len(episodes) > len(kept):
+        passed[f"more than data.per_task = {data.per_task} of a task"] += len(episodes) - len(kept)
+    chosen = {id(one) for one in kept}
+    return [one for one in episodes if id(one) in chosen]
+
+
+def pairs(found: Iterable[Scored], data: DataConfig, passed: Counter[str]) -> Iterator[tuple[Scored, Scored]]:
+    """Pairs (better, worse) of episodes of one task: its best with its worst, then the next of both, at most `data.per_task` (1)
+    and as long as their rewards differ by `data.margin`. An episode is in one pair at most."""
+    for same in _by_task(found):
+        ranked = sorted(same, key=lambda one: -one.reward)
+        number = 0
+        while number < (data.per_task or 1) and number < len(ranked) - 1 - number:
+            better, worse = ranked[number], ranked[-1 - number]
+            if better.reward - worse.reward < data.margin:
+                break
+            yield better, worse
+            number += 1
+        if len(ranked) > 2 * number:
+            passed["no pair: alike in reward, or beyond data.per_task"] += len(ranked) - 2 * number
+
+
+def _by_task(found: Iterable[Scored]) -> list[list[Scored]]:
+    tasks: dict[TaskKey, list[Scored]] = defaultdict(list)
+    for one in found:
+        tasks[one.task].append(one)
+    return list(tasks.values())
+
+
+def _said(task: Mapping[str, Any]) -> str:
+    """A digest of a task's data and gold answers."""
+    return sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def rendered(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
+    """The ledgers of a chat: `sampled` marks the tokens of trained messages (logprob 0, version 0). There are several if the
+    model's chat template rewrites earlier turns.
+
+    Raises BadRowError if the template cannot write it, or writes calls that are then read as others.
+    """
+    try:
+        return _rendered(chat, renderer.with_tools(chat.tools))
+    except RenderError as problem:
+        raise BadRowError(f"the model's chat template cannot write it: {problem}") from None
+
+
+def _rendered(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
+    messages, places = chat.messages, [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
+    if places[0] == 0:
+        raise BadRowError("it begins with an assistant's message, which no prompt precedes")
+    begun = places[0]
+    ledger = TokenLedger()
+    ledger.append_context(renderer.start(messages[:begun], chat.tools), 0)
+    ledgers = [ledger]
+    for turn, place in enumerate(places):
+        ids = _turn(messages[place], renderer, place)
+        if chat.trained[place]:
+            ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+        else:
+            ledgers[-1].append_context(ids, turn)
+        if turn + 1 == len(places):
+            break
+        until = places[turn + 1]
+        following = messages[place + 1 : until]
+        if renderer.keeps(messages[place], following, messages[:place], begun):
+            ledgers[-1].append_context(renderer.extend("stop", following, ids[-1]), turn + 1)
+        else:
+            begun = until
+            ledgers.append(TokenLedger())
+            ledgers[-1].append_context(renderer.start(messages[:until], chat.tools), turn + 1)
+    return [ledger for ledger in ledgers if ledger.sampled_tokens]
+
+
+def _turn(message: Message, renderer: Renderer, place: int) -> list[int]:
+    """The tokens of an assistant's message, if a policy that samples them makes the same calls."""
+    ids = renderer.assistant(message)
+    if message.tool_calls:
+        read = renderer.parse(ids, "stop").tool_calls
+        if [(call.name, call.arguments) for call in read] != [(call.name, call.arguments) for call in message.tool_calls]:
+            raise BadRowError(f"messages[{place}]: its calls, as the model's chat template writes them, are read as others")
+    return ids
+
+
+def chat_of(episode: Trajectory) -> Chat:
+    """The messages of an episode as a chat, to render them anew; turns that it was given, and those before it branched off
+    another, are context. Raises BadRowError if its conversation was rewritten."""
+    if episode.rewrites:
+        raise BadRowError("a context policy rewrote its conversation, so its messages do not say what the policy saw")
+    turn, trained, begins = 0, list[bool](), max(episode.given, episode.branch_turn)
+    for message in episode.messages:
+        trained.append(message.role == "assistant" and turn >= begins)
+        turn += message.role == "assistant"
+    end = max((n for n, message in enumerate(episode.messages) if message.role == "assistant"), default=-1) + 1
+    if not any(trained):
+        raise BadRowError("no turn that its policy sampled")
+    return Chat(tuple(episode.messages[:end]), tuple(trained[:end]), tuple(episode.tools))
+
+
+def says_the_same(episode: Trajectory, renderer: Renderer, texts: Sequence[str]) -> bool:
+    """Whether the sampled tokens of an episode's turns are what its messages say, read by this renderer; if not, they are
+    another tokenizer's. `texts`: the turns' sampled tokens as this tokenizer decodes them."""
+    renderer = renderer.with_tools(episode.tools)
+    for turn, text in zip(episode.turns, texts, strict=True):
+        ids = turn_ids(episode, turn.index)
+        if not ids or (turn.message.content in text and all(call.raw in text for call in turn.message.tool_calls)):
+            continue
+        read = renderer.parse(ids, turn.finish)
+        if (read.content, [call.name for call in read.tool_calls]) != (
+            turn.message.content,
+            [call.name for call in turn.message.tool_calls],
+        ):
+            return False
+    return True
+
+
+def turn_ids(episode: Trajectory, turn: int) -> list[int]:
+    """The sampled tokens of a turn, over all ledgers; none if it was given."""
+    return [
+        int(token) for ledger in episode.ledgers for token in ledger.token_ids[ledger.sampled & (ledger.turns == turn)].tolist()
+    ]
+
+
+NAMED = 3
+"""So many bad rows are named in a refusal."""
+LAYOUTS = (
+    "an episode of a run, OpenAI's messages, ShareGPT's conversations (Hermes, ToolACE), or with a loss of pairs prompt, chosen "
+    "and rejected"
+)
+Ledgers = list[TokenLedger]
+
+
+class Preparation:
+    """Reads the data of a config once. `tokenizer`: the model's; `longest`: the most tokens of a row; `rows` counts them."""
+
+    def __init__(self, data: DataConfig, renderer: Renderer, tokenizer: Any, longest: int) -> None:
+        self.data, self.renderer, self.tokenizer, self.longest = data, renderer, tokenizer, longest
+        self.each = 1 if data.loss == "sft" else 2
+        self.rows = self.episodes = 0
+        self.left_out: list[tuple[str, str]] = []
+        self.passed: Counter[str] = Counter()
+        self.unread: Counter[str] = Counter()
+
+    def write(self, folder: Path, seed: int) -> About:
+        """Write the store. Raises ConfigError if too many rows are bad, nothing is left, or tokens are another tokenizer's."""
+        found: list[Scored] = []
+        with RowWriter(folder, self.each) as writer:
+            for place, row in self._rows():
+                self._attempt(place, partial(self._row, place, row, found, writer))
+            for episodes in self._chosen(found):
+                self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
+            self._check_share(writer.examples)
+            return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
+
+    def said(self) -> str:
+        """How far it is, in words."""
+        return f"{self.rows:,} rows"
+
+    def _rows(self) -> Iterator[tuple[RowPlace, Mapping[str, Any] | BadRowError]]:
+        for file in sources(self.data.path):
+            for place, row in rows_of(file):
+                self.rows += 1
+                yield place, row
+
+    def _attempt(self, place: RowPlace, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except BadRowError as problem:
+            self.left_out.append((str(place), str(problem)))
+
+    def _row(self, place: RowPlace, row: Mapping[str, Any] | BadRowError, found: list[Scored], writer: RowWriter) -> None:
+        """A chat is rendered at once; an episode waits until all of its task are known."""
+        if isinstance(row, BadRowError):
+            raise row
+        if is_episode(row):
+            self.episodes += 1
+            if place.offset < 0:
+                raise BadRowError(
+                    "episodes are read from JSON lines alone, as runs write them; name the run, or its .jsonl files"
+                )
+            if (one := scored(place, row, self.data, self.passed)) is not None:
+                found.append(one)
+        else:
+            self._chats(row, writer, table=place.offset < 0)
+
+    def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
+        self._add(writer, str(episodes[0].task), self._recorded(episodes))
+
+    def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
+        keys = {key for key, value in row.items() if value is not None}
+        paired = not keys.isdisjoint(("chosen", "preferred_output"))
+        if paired != (self.each == 2) or keys.isdisjoint(("chosen", "preferred_output", "messages", "conversations")):
+            expected = "a pair (chosen and rejected)" if self.each == 2 else "a conversation or an episode"
+            shown = ", ".join(list(row)[:6]) or "no keys"
+            raise BadRowError(f'data.loss = "{self.data.loss}" takes {expected}, and this row has {shown} (layouts: {LAYOUTS})')
+        chats: tuple[Chat, ...]
+        if paired:
+            chats = preference(row, table=table)
+        else:
+            chats = (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
+        ledgers = [rendered(chat, self.renderer) for chat in chats]
+        for chat in chats:
+            self.unread += chat.unread
+        # By what is said: a conversation that stands twice must not be trained on and held out.
+        self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
+
+    def _chosen(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
+        if self.each == 2:
+            yield from pairs(found, self.data, self.passed)
+        else:
+            yield from ((one,) for one in best(found, self.data, self.passed))
+
+    def _recorded(self, episodes: Sequence[Scored]) -> list[Ledgers]:
+        return [self._ledgers(one.place, one.load()) for one in episodes]
+
+    def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
+        if self.data.rerender:
+            return rendered(chat_of(episode), self.renderer)
+        if any(ledger.images for ledger in episode.ledgers):
+            raise BadRowError(
+                "its tokens were sampled beside images, and data has tokens alone; data.rerender=true renders its messages anew, "
+                "with a line for each image"
+            )
+        if not any(ledger.sampled_tokens for ledger in episode.ledgers):
+            raise BadRowError("no token that its policy sampled")
+        if max(int(ledger.turns[ledger.sampled].max(initial=-1)) for ledger in episode.ledgers) >= len(episode.turns):
+            raise BadRowError("its tokens are of turns that it does not have")
+        size = len(self.tokenizer)
+        texts = self.tokenizer.batch_decode([turn_ids(episode, turn.index) for turn in episode.turns])
+        ids = [ledger.token_ids for ledger in episode.ledgers if len(ledger)]
+        if any(part.min() < 0 or part.max() >= size for part in ids) or not says_the_same(episode, self.renderer, texts):
+            raise ConfigError(
+                f"data.path: {place}: its tokens say something else with this model's tokenizer than its messages do: they were "
+                "sampled with another one. Take the model that the run trained, or set data.rerender=true to render the "
+                "messages anew with this model's chat template"
+            )
+        return [ledger for ledger in episode.ledgers if ledger.sampled_tokens]
+
+    def _add(self, writer: RowWriter, task: str, episodes: list[Ledgers]) -> None:
+        if (most := max(len(ledger) for ledgers in episodes for ledger in ledgers)) > self.longest:
+            raise BadRowError(
+                f"{most} tokens, and a row, which is never cut, may have {self.longest} (the lesser of optim.micro_tokens and "
+                "the model's context)"
+            )
+        writer.add(task, episodes)
+
+    def _check_share(self, examples: int) -> None:
+        share = len(self.left_out) / max(self.rows, 1)
+        named = "".join(f"\n  {place}: {why}" for place, why in self.left_out[:NAMED])
+        more = f"\n  ... and {len(self.left_out) - NAMED} more" if len(self.left_out) > NAMED else ""
+        if share > self.data.max_bad:
+            raise ConfigError(
+                f"data.path: {len(self.left_out)} of {self.rows} rows cannot be used ({share:.1%}), and data.max_bad = "
+                f"{self.data.max_bad:g}; mend them, or raise data.max_bad:{named}{more}"
+            )
+        if not examples:
+            filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())
+            raise ConfigError(f"data.path: nothing to train on in {self.rows} rows:{filters or ' the files are empty'}{named}")
+        data = self.data
+        of_episodes = {"min_reward": data.min_reward is not None, "success": data.success, "per_task": data.per_task is not None,
+                       "rerender": data.rerender}  # fmt: skip
+        if not self.episodes and any(of_episodes.values()):
+            key = next(key for key, given in of_episodes.items() if given)
+            raise ConfigError(f"data.{key} is of episodes of runs, and none of the {self.rows} rows is one; leave it out")

@@ -1,0 +1,307 @@
+"""Read rows of files, and store token rows on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import StopReason, Task, Trajectory
+from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, DependencyError, hinted
+from agentrl.utils.files import atomic_write, decoded, open_plain
+from agentrl.utils.parsing import read_json
+
+SUFFIXES = (".jsonl", ".parquet")
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a row is: line (of a Parquet file: row) `number`, from 1, of `file`, and its byte offset, which only lines have."""
+
+    file: Path
+    number: int
+    offset: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def sources(paths: Sequence[str]) -> list[Path]:
+    """The files that the paths name, in order: of a folder, those in it and below by name; of a run, its updates' episodes.
+
+    Raises ConfigError for a path that does not exist or holds no such file, DependencyError for Parquet without pyarrow.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.strip():  # a variable of a shell that is not set; as a path it is the working directory
+            raise ConfigError("data.path: one of its paths is empty; name a file, a folder or a run")
+        found += _of_path(Path(path))
+    if any(file.suffix == ".parquet" for file in found) and find_spec("pyarrow") is None:
+        raise DependencyError("data.path: Parquet needs pyarrow: pip install 'agentrl[parquet]'")
+    return list(dict.fromkeys(found))
+
+
+def _of_path(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(f"data.path: {path}: expected a file ending in {' or '.join(SUFFIXES)}, or a folder of them")
+        return [path]
+    if not path.is_dir():
+        near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"data.path: {path}: there is no such file or folder{hinted(path.name, near)}")
+    if (path / "trajectories").is_dir():  # a run: what it played before, between and after its updates are evaluations
+        found = sorted((path / "trajectories").glob("step_*.jsonl"))
+        if not found:
+            raise ConfigError(f"data.path: {path}: the run has no episodes of updates (trajectories/step_*.jsonl)")
+        return found
+    if (path / "trajectories.jsonl").is_file():  # an evaluation or a rollout
+        return [path / "trajectories.jsonl"]
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not _hidden(file.relative_to(path)))
+    if not found:
+        raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
+    return found
+
+
+def _hidden(file: Path) -> bool:
+    """Whether it is hidden, or in a hidden folder: caches and what version control keeps."""
+    return any(part.startswith(".") for part in file.parts)
+
+
+def rows_of(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
+    """Every row of a file with its place; a line that holds no JSON object is a BadRowError. Raises ConfigError if the file as a
+    whole cannot be read."""
+    yield from _table(file) if file.suffix == ".parquet" else _lines(file)
+
+
+def row_at(place: RowPlace) -> dict[str, Any]:
+    """The row of a place that `rows_of` gave. Only of files of lines."""
+    with open_plain(place.file) as lines:
+        lines.seek(place.offset)
+        row: dict[str, Any] = read_json(lines.readline())
+    return row
+
+
+def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
+    try:
+        with open_plain(file) as lines:
+            offset = 0
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield RowPlace(file, number, offset), _row(line)
+                offset += len(line)
+    except OSError as problem:
+        raise ConfigError(f"data.path: {file}: {problem.strerror or problem}") from None
+
+
+def _row(line: bytes) -> dict[str, Any] | BadRowError:
+    try:
+        row = read_json(decoded(line))
+    except (ValueError, RecursionError) as problem:
+        return BadRowError(f"not JSON: {problem}"[:200])
+    return row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")
+
+
+def _table(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches(batch_size=_BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield RowPlace(file, number), without_nulls(row)
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise ConfigError(f"data.path: {file}: not a readable Parquet file: {problem}") from None
+
+
+_OPEN = ("arguments", "parameters", "input_schema", "inputSchema", "input", "args")
+"""Keys below which a null may be meant: only the schema of the tool says."""
+
+
+def without_nulls(value: Any) -> Any:
+    """A table has every field in every row: what a row does not have is null there and must be absent here."""
+    if isinstance(value, Mapping):
+        return {key: item if key in _OPEN else without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# Token rows on disk, written once and read by number, so that a run holds no more of its data in memory than a step needs.
+#
+# An example is one episode, or two of which the first is preferred; an episode has one ledger or several. In a folder:
+#
+# token_ids.bin  int32, sampled.bin  bool    of all ledgers, end to end
+# ledgers.npy    int64 [L, 2]                the episode of each ledger, and where it ends
+# tasks.npy      int64 [X]                   of each example, the number of the task that it is of
+# data.json      written last: what is in the folder, and which tasks are held out
+
+ABOUT = "data.json"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is in a store. `each`: episodes of an example. `left_out`: bad rows, by place; `passed`: rows that filters left out,
+    by why; `unread`: parts of used rows that are not trained, by name; `heldout`: the numbers of the tasks that are held out."""
+
+    each: int
+    examples: int
+    tasks: int
+    tokens: int
+    trained_tokens: int
+    rows: int
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    passed: dict[str, int] = field(default_factory=dict)
+    heldout: list[int] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
+
+
+class RowWriter:
+    """Writes a store, example by example. Use as a context manager; `finish` makes it whole."""
+
+    def __init__(self, folder: Path, each: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ABOUT).unlink(missing_ok=True)
+        self.folder, self.each = folder, each
+        self._ids, self._sampled = (folder / "token_ids.bin").open("wb"), (folder / "sampled.bin").open("wb")
+        self._ledgers: list[tuple[int, int]] = []
+        self._tasks: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._episodes = self.tokens = self.trained = 0
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ids.close()
+        self._sampled.close()
+
+    @property
+    def examples(self) -> int:
+        """How many were added."""
+        return len(self._tasks)
+
+    def add(self, task: str, episodes: Sequence[Sequence[TokenLedger]]) -> None:
+        """An example: the ledgers of its episodes. Examples of one `task` are held out together."""
+        assert len(episodes) == self.each
+        for ledgers in episodes:
+            for ledger in ledgers:
+                self._ids.write(ledger.token_ids.astype("<i4").tobytes())
+                self._sampled.write(ledger.sampled.astype(np.bool_).tobytes())
+                self.tokens += len(ledger)
+                self.trained += ledger.sampled_tokens
+                self._ledgers.append((self._episodes, self.tokens))
+            self._episodes += 1
+        self._tasks.append(self._numbers.setdefault(task, len(self._numbers)))
+
+    def finish(
+        self,
+        heldout: float,
+        seed: int,
+        rows: int,
+        left_out: list[tuple[str, str]],
+        passed: dict[str, int],
+        unread: Mapping[str, int] | None = None,
+    ) -> About:
+        """Hold out a share of the tasks (rounded up, but one at least is left to train on), chosen by seed and name alone."""
+        drawn = sorted(self._numbers, key=lambda name: sha256(f"{seed} {name}".encode()).digest())
+        count = math.ceil(heldout * len(drawn) - 1e-9)  # 0.07 of 100 is a little more than 7 in floating point
+        out = sorted(self._numbers[name] for name in drawn[: min(count, len(drawn) - 1)])
+        np.save(self.folder / "ledgers.npy", np.asarray(self._ledgers, dtype=np.int64).reshape(-1, 2))
+        np.save(self.folder / "tasks.npy", np.asarray(self._tasks, dtype=np.int64))
+        self._ids.flush()
+        self._sampled.flush()
+        about = About(
+            self.each,
+            self.examples,
+            len(self._numbers),
+            self.tokens,
+            self.trained,
+            rows,
+            left_out,
+            passed,
+            out,
+            dict(unread or {}),
+        )
+        atomic_write(self.folder / ABOUT, json.dumps(asdict(about)))
+        return about
+
+
+class RowStore:
+    """Reads what `RowWriter` wrote. Raises CheckpointError if it is not whole."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            found: dict[str, Any] = read_json((folder / ABOUT).read_text())
+            self.about = About(**{**found, "left_out": [(str(a), str(b)) for a, b in found["left_out"]]})
+            ledgers = np.load(folder / "ledgers.npy")
+            tasks = np.load(folder / "tasks.npy")
+            self._ids = _mapped(folder / "token_ids.bin", "<i4", self.about.tokens)
+            self._sampled = _mapped(folder / "sampled.bin", "?", self.about.tokens)
+        except (OSError, ValueError, TypeError, KeyError) as problem:
+            raise CheckpointError(
+                f"{folder}: the data of this run is missing or damaged: {problem}; start over: --overwrite"
+            ) from None
+        self._ends = ledgers[:, 1]
+        # Ledgers are in the order of their episodes.
+        self._first = np.searchsorted(ledgers[:, 0], np.arange(self.about.examples * self.about.each + 1))
+        held = np.isin(tasks, self.about.heldout)
+        self.train, self.heldout = np.flatnonzero(~held), np.flatnonzero(held)
+
+    def steps(self, batch: int) -> int:
+        """Steps of one epoch; the last one may have fewer examples."""
+        return math.ceil(len(self.train) / batch)
+
+    def drawn(self, step: int, batch: int, seed: int) -> npt.NDArray[np.int64]:
+        """The examples of step `step` (from 0), which follow from the seed alone."""
+        epoch, place = divmod(step, self.steps(batch))
+        order = np.random.default_rng([seed, epoch]).permutation(self.train)
+        return np.asarray(order[place * batch : (place + 1) * batch], dtype=np.int64)
+
+    def load(self, examples: Iterable[int]) -> list[Trajectory]:
+        """The episodes of the examples, in their order, as trajectories with nothing but ledgers."""
+        return [
+            _bare([self._ledger(at) for at in range(self._first[episode], self._first[episode + 1])])
+            for example in examples
+            for episode in range(int(example) * self.about.each, (int(example) + 1) * self.about.each)
+        ]
+
+    def lengths(self, examples: Iterable[int]) -> list[int]:
+        """The tokens of each example."""
+        ends, each = np.concatenate([[0], self._ends]), self.about.each
+        return [int(ends[self._first[(int(n) + 1) * each]] - ends[self._first[int(n) * each]]) for n in examples]
+
+    def _ledger(self, at: int) -> TokenLedger:
+        begin, end = (0 if at == 0 else int(self._ends[at - 1])), int(self._ends[at])
+        ids, sampled = self._ids[begin:end], self._sampled[begin:end]
+        ledger = TokenLedger()
+        bounds = [0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), end - begin]
+        for start, stop in pairwise(bounds):
+            part = ids[start:stop].tolist()
+            if sampled[start]:
+                ledger.append_sampled(part, [0.0] * len(part), [0] * len(part), 0)
+            else:
+                ledger.append_context(part, 0)
+        return ledger
+
+
+def _mapped(file: Path, kind: str, count: int) -> npt.NDArray[Any]:
+    if file.stat().st_size != count * np.dtype(kind).itemsize:
+        raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
+    return np.memmap(file, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)
+
+
+def _bare(ledgers: list[TokenLedger]) -> Trajectory:
+    return Trajectory("", Task("", 0), ledgers=ledgers, stop=StopReason.DONE)

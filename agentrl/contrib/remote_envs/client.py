@@ -1,0 +1,610 @@
+"""`RemoteEnv`: an environment whose episodes run on a server, and the requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, lru_cache
+from typing import Any, Self, TypeVar
+
+import gymnasium
+import httpx
+
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import (
+    Json,
+    Message,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    message_of,
+    turn_of,
+    user_calls_of,
+)
+from agentrl.env.authoring import Teacher
+from agentrl.env.base import StepResult, ToolEnv, check_options
+from agentrl.env.call_options import Options
+from agentrl.env.copying import EnvTwin, Snapshot
+from agentrl.env.spaces import Action, Observation
+from agentrl.env.tool import Tool, ToolSet, ToolSource
+from agentrl.env.toolbox import Toolbox, Waiting
+from agentrl.env.users import GOLD, RecordedUser
+from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
+from agentrl.utils.parsing import read_json
+from agentrl.utils.threads import after_fork
+
+T = TypeVar("T")
+Watching = Callable[[list[dict[str, Json]] | str], None]
+"""Told which tool calls are in progress on the server, or why it does not answer."""
+
+PATIENCE = 30.0
+"""Seconds without any answer after which a server is given up. A request may be sent again: none is ever done twice."""
+
+_AGAIN = (502, 503, 504)
+"""Statuses of a proxy that does not reach its server, and of a server with too many episodes."""
+_GRACE = 10.0
+
+POOLS = 64
+"""Pools of connections to a server, between which requests are spread."""
+
+
+class _Loop:
+    """An event loop in a thread of its own, for the callers of any loop and of none."""
+
+    def __init__(self) -> None:
+        self._begin()
+        after_fork(self, _Loop._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """The work's result, of the loop."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="agentrl-remote").start()
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+_LOOP = _Loop()
+
+
+class _Pool:
+    """Connections to one server; `busy`: requests on them."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._made: httpx.AsyncClient | None = None
+        self._url, self._token, self.busy = url, token, 0
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        """Made at its first use: most runs need few pools."""
+        if self._made is None:
+            self._made = httpx.AsyncClient(
+                base_url=self._url,
+                headers={
+                    "content-type": "application/json",
+                    **({"authorization": f"Bearer {self._token}"} if self._token else {}),
+                },
+                # As many connections as requests that wait: a limit would let slow tools hold up quick ones.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30.0),
+                timeout=httpx.Timeout(_GRACE, read=wire.WAIT_SECONDS + _GRACE),
+                verify=_certificates() if self._url.startswith("https") else False,
+                trust_env=False,
+            )
+        return self._made
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than many requests."""
+    return ssl.create_default_context()
+
+
+class Link:
+    """One server, and the token with which it is asked."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self._token = url, token
+        self._begin()
+        after_fork(self, Link._begin)
+
+    def _begin(self) -> None:
+        self._pools = [_Pool(self.url, self._token) for _ in range(POOLS)]
+
+    async def ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str = "POST") -> Json:
+        """The answer. Raises RemoteEnvError if the server is not there or does not know the session, and what it refuses as
+        `fault_of` says. Cancelling gives the request up; the server may still do it."""
+        return await asyncio.wrap_future(_LOOP.submit(self._ask(route, body, watch, method, PATIENCE)))
+
+    def ask_now(self, route: str, body: Mapping[str, Json], patience: float = PATIENCE) -> Json:
+        """The same, blocking."""
+        return _LOOP.submit(self._ask(route, body, lambda seen: None, "POST", patience)).result()
+
+    async def _send(self, method: str, route: str, content: bytes) -> httpx.Response:
+        # The least busy one. httpx looks through all connections of a pool at each request, so one with a thousand would take
+        # longer than the episodes do.
+        pool = min(self._pools, key=lambda one: one.busy)
+        pool.busy += 1
+        try:
+            # A deadline of the whole exchange beside httpx's, which are of each read.
+            async with asyncio.timeout(wire.WAIT_SECONDS + 2 * _GRACE):
+                return await pool.client.request(method, route, content=content)
+        finally:
+            pool.busy -= 1
+
+    async def _ask(self, route: str, body: Mapping[str, Json], watch: Watching, method: str, patience: float) -> Json:
+        content, heard, tries = wire.dumps({**body, "protocol": wire.PROTOCOL}), time.monotonic(), 0
+        while True:
+            try:
+                answer = await self._send(method, route, content)
+            except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as problem:
+                raise RemoteEnvError(f"{self.url}: {problem}") from problem
+            except (httpx.TransportError, TimeoutError) as problem:
+                failed = f"{type(problem).__name__}: {problem}".rstrip(": ")
+            else:
+                if answer.status_code == httpx.codes.OK:
+                    return read_json(answer.content)
+                if answer.status_code == httpx.codes.ACCEPTED:
+                    heard, tries = time.monotonic(), 0
+                    watch(read_json(answer.content)["calls"])
+                    continue
+                if answer.status_code not in _AGAIN:
+                    raise self._refusal(answer)
+                failed = f"{answer.status_code} {_message(answer)}"
+            watch(failed)
+            if time.monotonic() - heard >= patience:
+                raise RemoteEnvError(f"{self.url}: no answer for {patience:g} s: {failed}")
+            await asyncio.sleep(min(0.05 * 2**tries, 2.0))
+            tries += 1
+
+    def _refusal(self, answer: httpx.Response) -> Exception:
+        try:
+            body = answer.json()
+        except ValueError:
+            body = {}
+        if "fault" in body:
+            return wire.fault_of(body["fault"])
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            return ConfigError(f"{self.url}: {_message(answer)}; name the variable that has it in env.token_env")
+        if body.get("refused") == "protocol":
+            # Servers of protocols before 3 do not say who has to be upgraded: they.
+            advice = "" if "upgrade" in _message(answer) else "; upgrade the server's agentrl"
+            return RemoteEnvError(f"{self.url}: {_message(answer)}{advice}")
+        return LostError(f"{self.url}: {_message(answer)}", answer.headers.get("x-agentrl-boot"))
+
+
+class LostError(RemoteEnvError):
+    """The server refuses a request of a session. `boot`: which start of the server said so."""
+
+    def __init__(self, message: str, boot: str | None) -> None:
+        super().__init__(message)
+        self.boot = boot
+
+
+@lru_cache(maxsize=64)
+def link_to(url: str, token: str) -> Link:
+    """The link of this process to a server."""
+    return Link(url, token)
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code} {answer.reason_phrase}: is this a server of agentrl?"
+
+
+log = logging.getLogger(__name__)
+
+CHECK_PATIENCE = 5.0
+"""Seconds without an answer after which a server is given up of which no episode is running."""
+
+_cards: dict[tuple[str, str], dict[str, Json]] = {}
+_tables: dict[str, Mapping[str, Tool]] = {}
+_MOST_TABLES = 256
+
+
+def card_of(link: Link, asked: Asked, fresh: bool = False) -> dict[str, Json]:
+    """What the server says of such an environment, asked once in a process, or again if `fresh`. Blocks.
+
+    Raises RemoteEnvError if the server does not answer, and UserError if it refuses parameters, wrappers or tool sets.
+    """
+    key = _key(link, asked)
+    if fresh or key not in _cards:
+        _cards[key] = link.ask_now("/v1/describe", {"env": asked.row()}, CHECK_PATIENCE)
+    return _cards[key]
+
+
+def _key(link: Link, asked: Asked) -> tuple[str, str]:
+    return link.url, json.dumps(asked.row(), sort_keys=True, default=repr)
+
+
+class RemoteEnv(ToolEnv):
+    """An environment on a server: each turn is one request, and the record is the server's, message by message.
+
+    Wrappers and tool sets are applied by the server. It has the gold answers; they come with the record, which the reward
+    spec needs, so whoever has the server's token can read them. If the server is gone or has lost the episode, a step raises
+    RemoteEnvError: the episode is unscored.
+
+    `snapshot`, `restore`, `fork`, `make_task`, `prompt`, `gold_turns` and a teacher's `act` block for one request each.
+    """
+
+    shared = frozenset({"_link", "_asked", "_session", "_number", "_have", "_ready", "_calls_there", "id"})
+    _ready = False
+
+    def __init__(self, link: Link, asked: Asked, **base: Any) -> None:
+        """Nothing is asked of the server yet."""
+        self._link, self._asked = link, asked
+        super().__init__(**base)
+        self.id = asked.id  # type: ignore[misc]
+        self._session = ""
+        self._number = self._have = -1
+        self._boot, self._digest = "", ""
+        self._told = 0  # so many messages of the record are the server's; what follows is a turn that it never got
+        self._released = True
+        self._has_user = False
+        self._calls_there: dict[str, Waiting] = {}
+        self._offered: Mapping[str, Tool] = {}
+        self._ready = True
+        known = _cards.get(_key(link, asked))
+        if known is not None:
+            self.id = known["env"]["id"]  # type: ignore[misc]
+            self._take_tools(known["toolbox"])
+
+    # -- what the server says ---------------------------------------------------------------------------
+
+    @property
+    def card(self) -> dict[str, Json]:
+        """What the server says of this environment. Blocks at the first call of a process."""
+        return card_of(self._link, self._asked)
+
+    @property
+    def session(self) -> str:
+        """The id with which another process can go on with this episode (`attach`): a secret."""
+        return self._session
+
+    @property
+    def splits(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self.card["splits"])
+
+    @property
+    def order_free(self) -> bool:  # type: ignore[override]
+        return bool(self.card["order_free"])
+
+    @property
+    def idle_share(self) -> float:  # type: ignore[override]
+        return float(self.card["idle_share"])
+
+    @property
+    def toolbox(self) -> Toolbox:  # type: ignore[override]
+        """The tools that the policy is offered; they run on the server."""
+        if self._ready and not self._digest:
+            self._take_tools(self.card["toolbox"])
+        return self._box
+
+    @toolbox.setter
+    def toolbox(self, box: Toolbox) -> None:
+        self._box = box
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return Task(**self._ask_now("make_task", {"seed": rng_seed, "split": split}))
+
+    def task_count(self, split: str) -> int | None:
+        count: int | None = self.card["task_count"].get(split)
+        return count
+
+    def prompt(self, task: Task) -> list[Message]:
+        return wire.messages_of(self._ask_now("prompt", {"task": task}))
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return wire.messages_of(self._ask_now("gold_turns", {"task": task}))
+
+    def _ask_now(self, what: str, body: Mapping[str, Json]) -> Json:
+        return self._link.ask_now("/v1/ask", {"what": what, "env": self._asked.row(), **body}, CHECK_PATIENCE)["result"]
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
+        """The server's teacher, for the running episode; `rng` is a random.Random, of which the server gets the state."""
+        if not isinstance(rng, random.Random):
+            raise TypeError(f"{self.id}: over a server, a teacher's rng is a random.Random")
+        if not self._open or task != self.task:
+            raise EnvError(f"{self.id}: over a server, a teacher plays the task of the running episode")
+        answer = self._call_now("teach", {"params": params, "rng": rng.getstate()})
+        if "fault" in answer:
+            raise wire.fault_of(answer["fault"], TypeError, ValueError, NotImplementedError)
+        return RemoteTeacher(self)
+
+    def add_source(self, source: ToolSource) -> None:
+        raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
+
+    def add_set(self, make: Callable[[], ToolSet]) -> None:
+        raise EnvError(f"{self.id}: its tools run on the server {self._link.url}, so it takes none from here")
+
+    def state(self) -> Json:
+        return None if self._record is None else self._record.state
+
+    @property
+    def has_user(self) -> bool:
+        """As the server last said; False before an episode."""
+        return self._has_user
+
+    def as_twin(self) -> EnvTwin:
+        return EnvTwin(self, bool(self.card["scripted"]))
+
+    # -- an episode --------------------------------------------------------------------------------------
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        options = dict(options or {})
+        check_options(options)
+        if "user" in options and options["user"] != GOLD:
+            if not isinstance(options["user"], RecordedUser):
+                raise EnvError(f"{self.id}: its user is on the server; of another one it takes only a record's (RecordedUser)")
+            options["user"] = options["user"].row()
+        await self.aclose()
+        if seed is None and self._np_random is None:
+            seed = self.initial_seed
+        if seed is not None:
+            gymnasium.Env.reset(self, seed=seed)
+        chosen = seed if seed is not None else int(self.np_random.integers(2**62))
+        self._session, self._number, self._have, self._boot = wire.new_id(), -1, -1, ""
+        self._record, self._released, self._cut_for = None, False, None
+        asked = {"seed": chosen, "options": {"split": self.split, **options}, "env": self._asked.row()}
+        try:
+            answer = await self._call("reset", asked)
+            self._take(answer)
+            return self._observed(answer), dict(answer["result"]["info"])
+        except BaseException as fault:
+            await self._give_up(fault)
+            raise
+
+    async def astep(self, action: Action) -> StepResult:
+        if self._record is None or not self._open:
+            raise EnvError(f"{self.id}: step without a running episode; call reset first")
+        if not (isinstance(action, str) or (isinstance(action, Message) and action.role == "assistant")):
+            raise TypeError(f"an action is a string or a Message of role assistant, not {action!r}"[:200])
+        try:
+            answer = await self._call("step", {"action": action})
+            self._take(answer)
+        except BaseException as fault:
+            await self._give_up(fault)
+            raise
+        result, reward = answer["result"], 0.0
+        if not self._open:
+            reward = await super().aend(self._record.stop, self._record.error)
+        return self._observed(answer), reward, result["terminated"], result["truncated"], dict(result["info"])
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        if self._open and not stop.infrastructure:
+            try:
+                # Asked before it counts as closed: the state at the end is what a spec scores.
+                self._take(await self._call("end", {"stop": stop.value, "error": error}))
+            except BaseException as fault:
+                await self._give_up(fault)
+                raise
+        return await super().aend(stop, error)
+
+    async def auser_call(self, call: ToolCall) -> ToolResult:
+        if self._record is None or not self._open:
+            raise EnvError(f"{self.id}: a call without a running episode; call reset first")
+        try:
+            answer = await self._call("user_call", {"call": call})
+            self._take(answer)
+        except BaseException as fault:
+            await self._give_up(fault)
+            raise
+        return ToolResult(**answer["result"])
+
+    async def attach(self, session: str) -> Trajectory:
+        """Go on with a session that another process began; returns its record so far, without token ledgers.
+
+        Raises RemoteEnvError if the server does not know it.
+        """
+        await self.aclose()
+        self._session, self._record, self._released = session, None, False
+        try:
+            answer = await self._link.ask(f"/v1/sessions/{session}", {}, self._watch, "GET")
+        except LostError as lost:
+            raise self._lost(lost) from None
+        self._number = answer["number"]
+        self._take(answer)
+        return self.trajectory
+
+    async def teardown(self) -> None:
+        if self._released or self._record is None:
+            return
+        await self._release(self._record.stop, self._record.error)
+
+    async def _release(self, stop: StopReason, error: str | None) -> None:
+        self._released = True
+        try:
+            await self._call("end", {"stop": stop.value, "error": error})
+        except Exception as fault:  # the server closes it when nobody asks for it any more
+            log.warning("%s: session %s could not be ended: %s", self._link.url, self._session[:6], fault)
+
+    async def _give_up(self, fault: BaseException) -> None:
+        self._released = self._released or isinstance(fault, RemoteEnvError | UserError)
+        if self._record is not None:
+            await self._fail(fault)
+        elif not self._released:  # a reset that did not come back: there is no episode here, but there may be one on the server
+            self._record = Trajectory(self.id, Task("", 0))
+            self._open = True
+            await self._fail(fault)
+            self._record = None
+
+    def _observed(self, answer: Mapping[str, Json]) -> Observation:
+        seen = answer["result"]["observation"]
+        assert self._record is not None
+        messages = self._record.messages
+        self._last = messages[len(messages) - seen :] if isinstance(seen, int) else wire.messages_of(seen)
+        return list(self._last)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def _asking(self, kind: str, body: Mapping[str, Json]) -> tuple[str, dict[str, Json]]:
+        self._number += 1
+        asked = {"number": self._number, "have": self._have, "tools": self._digest, **body}
+        return f"/v1/sessions/{self._session}/{kind}", asked
+
+    async def _call(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
+        try:
+            return await self._link.ask(*self._asking(kind, body), self._watch)  # type: ignore[no-any-return]
+        except LostError as lost:
+            raise self._lost(lost) from None
+        finally:
+            self._calls_there = {}
+            self._box.elsewhere([])
+
+    def _call_now(self, kind: str, body: Mapping[str, Json]) -> Mapping[str, Json]:
+        try:
+            answer: Mapping[str, Json] = self._link.ask_now(*self._asking(kind, body))
+        except LostError as lost:
+            raise self._lost(lost) from None
+        self._have = answer["number"]
+        return answer
+
+    def _lost(self, lost: LostError) -> RemoteEnvError:
+        if self._boot and lost.boot not in (None, self._boot):
+            return RemoteEnvError(
+                f"{self._link.url}: the server was restarted after this episode began, and episodes do not outlive it"
+            )
+        return RemoteEnvError(str(lost))
+
+    def _watch(self, seen: list[dict[str, Json]] | str) -> None:
+        """Show what is in progress there as if it were here, for stalls and for who is to blame for the time."""
+        if isinstance(seen, str):
+            calls = {"": self._calls_there.get("") or Waiting(_LINK, f"{self._link.url}: {seen}", running=True)}
+        else:
+            calls = {}
+            for call in seen:
+                if call.get("by") == "user":
+                    calls[call["call_id"]] = Waiting(_USER, f"{call['name']}, {call['call_id']}", running=call["running"])
+                elif call["name"] in self._box:
+                    place = f"{call['name']} {call['call_id']}"
+                    calls[place] = self._calls_there.get(place) or Waiting(self._box[call["name"]], call["call_id"])
+                    calls[place].running = call["running"]
+        self._calls_there = calls
+        self._box.elsewhere(list(calls.values()))
+
+    # -- answers -----------------------------------------------------------------------------------------
+
+    def _take(self, answer: Mapping[str, Json]) -> None:
+        """Bring the record up to date. Raises the fault that the answer tells of."""
+        self._have, self._boot = answer["number"], answer["boot"]
+        if "has_user" in answer:  # else it has let its environment go
+            self._has_user, self._ended = answer["has_user"], answer["has_finished"]
+        if "record" in answer:
+            self._take_record(answer["record"])
+            self._open = answer["open"]
+        if "toolbox" in answer:
+            self._take_tools(answer["toolbox"])
+        if not answer["open"]:
+            self._open, self._released = False, True
+            self._box.table = self._tools_before
+        if "fault" in answer:
+            raise wire.fault_of(answer["fault"])
+
+    def _take_record(self, row: Mapping[str, Json]) -> None:
+        if self._record is None:
+            self._record, self._told = Trajectory("", Task(**row["task"])), 0
+        record = self._record
+        keep, messages = row["messages"]
+        record.messages[keep : self._told] = wire.messages_of(messages)
+        self._told = keep + len(messages)
+        keep, calls = row.get("user_calls", (0, ()))
+        record.user_calls[keep:] = user_calls_of(calls)
+        record.parting, record.horizon = row.get("parting", ""), row.get("horizon")
+        keep, turns = row["turns"]
+        for place, turn in enumerate(turns, start=keep):
+            made = turn_of(turn)
+            if place < len(record.turns):  # the same object: where its tokens are is written on it here
+                record.turns[place].message, record.turns[place].results = made.message, made.results
+            else:
+                record.turns.append(made)
+        for name in ("state", "tools"):
+            if name in row:
+                setattr(record, name, row[name])
+        outcome = row["outcome"]
+        record.env_id, record.seed, record.error = outcome["env_id"], outcome["seed"], outcome["error"]
+        record.stop, record.terminated, record.truncated = (
+            StopReason(outcome["stop"]),
+            outcome["terminated"],
+            outcome["truncated"],
+        )
+        self.id = record.env_id  # type: ignore[misc]
+
+    def _take_tools(self, row: Mapping[str, Json]) -> None:
+        first, digest = not self._digest, row["digest"]
+        if digest != self._digest:
+            while len(_tables) >= _MOST_TABLES and digest not in _tables:
+                del _tables[next(iter(_tables))]
+            if digest not in _tables:
+                try:
+                    _tables[digest] = wire.tools_of(row["rows"], self._link.url)
+                except TypeError as problem:
+                    raise RemoteEnvError(f"{self._link.url}: it offers a tool that cannot be used: {problem}") from problem
+            self._digest, self._offered = digest, _tables[digest]
+        self._box.table = self._offered
+        if first:
+            self._tools_before = self._offered
+
+    # -- snapshots ---------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        name = wire.new_id()
+        self._raise_fault(self._call_now("snapshot", {"snapshot": name}))
+        made = super().snapshot()
+        return Snapshot(made.owner, {**made.parts, _THERE: (self._session, name)})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        if snapshot.owner != type(self).__name__:
+            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
+        session, name = snapshot.parts[_THERE]
+        if self._released:  # this episode is over on the server: another session takes its place
+            self._session, self._number, self._have = wire.new_id(), -1, -1
+        self._raise_fault(self._call_now("restore", {"session": session, "snapshot": name, "env": self._asked.row()}))
+        parts = {key: value for key, value in snapshot.parts.items() if key != _THERE}
+        super().restore(Snapshot(snapshot.owner, parts))
+
+    def fork(self) -> Self:
+        session = wire.new_id()
+        self._raise_fault(self._call_now("fork", {"session": session}))
+        forked = super().fork()
+        forked._session, forked._number, forked._have = session, 0, 0
+        return forked
+
+    def _raise_fault(self, answer: Mapping[str, Json]) -> None:
+        if "fault" in answer:
+            raise wire.fault_of(answer["fault"], TypeError, ValueError)
+
+
+class RemoteTeacher:
+    """A teacher on the server, of the environment's running episode."""
+
+    def __init__(self, env: RemoteEnv) -> None:
+        self._env = env
+
+    def act(self, observation: Sequence[Message]) -> Message | None:
+        """The next assistant turn, or None. Blocks for one request."""
+        answer = self._env._call_now("act", {"observation": list(observation)})
+        if "fault" in answer:
+            raise wire.fault_of(answer["fault"])
+        return None if answer["result"] is None else message_of(answer["result"])
+
+
+_THERE = "the snapshot on the server"
+_USER = Tool.from_schema("of the environment's user", "", {"type": "object"}, lambda: None, Options(by="user"))
+_LINK = Tool.from_schema("of the environment's server", "", {"type": "object"}, lambda: None, Options())

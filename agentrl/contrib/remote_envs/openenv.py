@@ -1,0 +1,446 @@
+"""OpenEnv, both ways: serve its clients, and play on its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.sessions import RefusedError, SessionLimits
+from agentrl.data.chat_forms import declarations
+from agentrl.data.trajectory import Json, Message, Task, ToolCall
+from agentrl.env.authoring import SPLITS
+from agentrl.env.base import ScorerLike, ToolEnv
+from agentrl.env.call_options import Problem, compile_validator
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import as_text
+from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
+from agentrl.utils.network import strict_json
+from agentrl.utils.parsing import read_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.websockets import WebSocket
+
+
+# OpenEnv's protocol over our environments: its client's messages over a WebSocket, and what it asks over HTTP.
+#
+# By the source of openenv-core 0.3.0 (`openenv/core/env_server/http_server.py`, `types.py`): a message is an object with `type`
+# ("reset", "step", "state", "close") and `data`; an answer has the type "observation", "state" or "error". One connection is
+# one session with one environment. Its own client sends no headers, so the address has the agents' token.
+
+_TEXT = {"type": "string"}
+_OBJECT = {"type": "object"}
+_CALL = {"type": "object", "properties": {"name": _TEXT, "arguments": _OBJECT}, "required": ["name", "arguments"]}
+ACTION: dict[str, Json] = {
+    "type": "object",
+    "description": "One assistant turn: text, in which tool calls may be in the Hermes form, or text and tool calls.",
+    "properties": {"text": _TEXT, "tool_calls": {"type": "array", "items": _CALL}, "metadata": _OBJECT},
+    "additionalProperties": False,
+}
+OBSERVATION: dict[str, Json] = {
+    "type": "object",
+    "properties": {"messages": {"type": "array", "items": _OBJECT}, "tools": {"type": "array", "items": _OBJECT}},
+}
+STATE: dict[str, Json] = {
+    "type": "object",
+    "properties": {"episode_id": _TEXT, "step_count": {"type": "integer"}, "env_id": _TEXT},
+}
+_check_action = compile_validator("action", ACTION)
+
+
+class PlayerGuard(Protocol):
+    """Checks the token in an address."""
+
+    def check_player(self, shown: str) -> None:
+        """Raises RefusedError for another one."""
+        ...
+
+
+class PlaySession:
+    """One connection's episodes, one after another. What it answers holds nothing of `Task.gold`, and not the state."""
+
+    def __init__(self, env: ToolEnv) -> None:
+        self.env, self._episode = env, ""
+
+    async def answer(self, message: Mapping[str, Json]) -> dict[str, Json]:
+        """The answer to one message. Raises _InvalidError for a message of another shape, and what the environment raises."""
+        kind, data = message.get("type"), message.get("data", {})
+        if not isinstance(data, dict):
+            raise _InvalidError("data: expected an object")
+        if kind == "reset":
+            return {"type": "observation", "data": await self._reset(data)}
+        if kind == "step":
+            return {"type": "observation", "data": await self._step(data)}
+        if kind == "state":
+            record = self.env.trajectory
+            state = {"episode_id": self._episode, "step_count": len(record.turns), "env_id": record.env_id}
+            return {"type": "state", "data": state}
+        return _error("UNKNOWN_TYPE", f"Unknown message type: {kind}")
+
+    async def _reset(self, data: Mapping[str, Json]) -> Json:
+        seed, split = data.get("seed"), data.get("split")
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
+            raise _InvalidError(f"seed: expected an integer from 0, got {seed!r}")
+        self._episode = str(data.get("episode_id") or wire.new_id())
+        observation, _ = await self.env.areset(seed=seed, options={} if split is None else {"split": str(split)})
+        return self._seen(observation, None, False)
+
+    async def _step(self, data: Mapping[str, Json]) -> Json:
+        problem: Problem | None = _check_action(dict(data))
+        if problem is not None:
+            raise _InvalidError(problem.message)
+        calls = tuple(ToolCall(call["name"], call["arguments"]) for call in data.get("tool_calls", ()))
+        action = Message("assistant", data.get("text", ""), calls)
+        observation, reward, terminated, truncated, _ = await self.env.astep(action)
+        # nan: the episode could not be scored, which is no reward of 0.
+        return self._seen(observation, None if reward != reward else reward, terminated or truncated)
+
+    def _seen(self, messages: list[Message], reward: float | None, done: bool) -> Json:
+        seen = {"messages": messages, "tools": self.env.toolbox.schemas()}
+        return {"observation": seen, "reward": reward, "done": done}
+
+
+class _InvalidError(Exception):
+    """A message of another shape than OpenEnv's."""
+
+
+def _error(code: str, message: str) -> dict[str, Json]:
+    return {"type": "error", "data": {"message": message, "code": code}}
+
+
+class OpenEnvFace:
+    """The routes over environments that `build` makes, which score themselves."""
+
+    def __init__(
+        self, build: Callable[[], ToolEnv], name: str, summary: str, limits: SessionLimits, player: PlayerGuard | None
+    ) -> None:
+        self._build, self._name, self._summary, self._limits, self._player = build, name, summary, limits, player
+        self._running = 0
+
+    def routes(self, prefix: str) -> list[Any]:
+        """Starlette's routes; with a `player` the prefix has the token as `{player}`."""
+        from starlette.routing import Route, WebSocketRoute
+
+        return [
+            Route(f"{prefix}/health", self._health),
+            Route(f"{prefix}/metadata", self._metadata),
+            Route(f"{prefix}/schema", self._schema),
+            Route(f"{prefix}/reset", self._one_reset, methods=["POST"]),
+            Route(f"{prefix}/step", self._one_step, methods=["POST"]),
+            WebSocketRoute(f"{prefix}/ws", self._ws),
+        ]
+
+    def _guard(self, path: Mapping[str, Any]) -> None:
+        if self._player is not None:
+            self._player.check_player(str(path["player"]))
+
+    def _json(self, request: Request, body: Callable[[], Json], status: int = 200) -> Response:
+        from starlette.responses import Response
+
+        try:
+            self._guard(request.path_params)
+        except RefusedError as refused:
+            return Response(wire.dumps({"detail": str(refused)}), refused.status, media_type="application/json")
+        return Response(wire.dumps(body()), status, media_type="application/json")
+
+    async def _health(self, request: Request) -> Response:
+        return self._json(request, lambda: {"status": "healthy"})
+
+    async def _metadata(self, request: Request) -> Response:
+        return self._json(request, lambda: {"name": self._name, "description": self._summary})
+
+    async def _schema(self, request: Request) -> Response:
+        return self._json(request, lambda: {"action": ACTION, "observation": OBSERVATION, "state": STATE})
+
+    async def _one_reset(self, request: Request) -> Response:
+        """As openenv-core: over plain HTTP a reset is an episode that ends at once, since requests belong to no session."""
+        try:
+            self._guard(request.path_params)
+        except RefusedError:
+            return self._json(request, dict)  # which says so
+        if self._running >= self._limits.episodes:
+            return self._json(request, lambda: {"detail": "Server at capacity"}, 503)
+        self._running += 1
+        session = None
+        try:
+            data = strict_json(await self._body(request) or b"{}")
+            session = PlaySession(self._build())
+            answer = await session.answer({"type": "reset", "data": data})
+        except (_InvalidError, ValueError, AgentrlError) as problem:
+            text = str(problem)
+            return self._json(request, lambda: {"detail": text}, 422)
+        finally:
+            self._running -= 1
+            if session is not None:
+                await session.env.aclose()
+        return self._json(request, lambda: answer["data"])
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._limits.body:
+                raise _InvalidError(f"a request of more than {self._limits.body} bytes (--max-body)")
+        return bytes(body)
+
+    async def _one_step(self, request: Request) -> Response:
+        return self._json(request, lambda: {"detail": "a step over plain HTTP belongs to no episode; connect to /ws"}, 409)
+
+    async def _ws(self, socket: WebSocket) -> None:
+        from starlette.websockets import WebSocketDisconnect
+
+        try:
+            self._guard(socket.path_params)
+        except RefusedError:
+            await socket.close(1008)
+            return
+        await socket.accept()
+        with contextlib.suppress(WebSocketDisconnect):
+            if self._running >= self._limits.episodes:
+                # Said to its first message: a client that finds the connection closed as it sends reads no reason.
+                await self._receive(socket)
+                full = f"Server at capacity: {self._running}/{self._limits.episodes} sessions active"
+                await socket.send_text(json.dumps(_error("CAPACITY_REACHED", full)))
+                await socket.close()
+                return
+            self._running += 1
+            session = PlaySession(self._build())
+            try:
+                await self._converse(socket, session)
+            finally:
+                self._running -= 1
+                await session.env.aclose()
+
+    async def _receive(self, socket: WebSocket) -> str | None:
+        """The next message; None, and the connection is closed, if none comes for as long as a session may be silent."""
+        try:
+            async with asyncio.timeout(self._limits.idle):
+                return await socket.receive_text()
+        except TimeoutError:
+            await socket.close(1001, f"no message for {self._limits.idle:g} s")
+            return None
+
+    async def _converse(self, socket: WebSocket, session: PlaySession) -> None:
+        while (text := await self._receive(socket)) is not None:
+            try:
+                message = strict_json(text)
+            except ValueError as problem:
+                await socket.send_text(wire.dumps(_error("INVALID_JSON", str(problem))).decode())
+                continue
+            try:
+                if isinstance(message, dict) and message.get("type") == "close":
+                    await socket.close()
+                    return
+                answer = await session.answer(message if isinstance(message, dict) else {})
+            except _InvalidError as problem:
+                answer = _error("VALIDATION_ERROR", str(problem))
+            except (AgentrlError, TypeError) as fault:
+                answer = _error("EXECUTION_ERROR", str(fault))
+            except Exception as fault:  # an author's code may raise anything
+                answer = _error("EXECUTION_ERROR", f"{type(fault).__name__}: {fault}")
+            await socket.send_text(wire.dumps(answer).decode())
+
+
+LARGEST = 100 << 20
+"""Bytes of a message, as of OpenEnv's own client."""
+
+
+def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None, sessions: int = 64) -> Any:
+    """An ASGI app that serves an environment to OpenEnv's clients, with a separate instance for each connection.
+
+    `build` makes an environment (`EnvRef.build`). Actions are `{"text": ...}`, or with `tool_calls`.
+    `agentrl env serve ID --http` has the same, behind a token.
+    """
+    from starlette.applications import Starlette
+
+    one = build()
+    one.close()
+
+    def make() -> ToolEnv:
+        return build(scorer=scorer) if scorer is not None else build()
+
+    return Starlette(routes=OpenEnvFace(make, one.id, one.summary, SessionLimits(episodes=sessions), None).routes(""))
+
+
+class OpenEnv(ToolEnv):
+    """An environment behind an OpenEnv server, played through one tool, `act`; or, if the server's actions are calls of tools
+    (its MCP environments), through those tools.
+
+    The parameters of `act` are the fields of the server's action type. Rewards are summed in the state.
+    """
+
+    id = "openenv/Client-v0"
+    reward = "openenv"
+    shared = frozenset({"url", "headers"})
+
+    def __init__(self, *, url: str, rules: str = "", timeout: float = 60.0, name: str = "", token: str = "", **base: Any) -> None:
+        """`url`: of the server. `rules`: the system message. `timeout`: seconds for every answer. `name`: what the environment
+        is called in records. `token`: sent as `Authorization: Bearer TOKEN`. Raises DependencyError without websockets."""
+        if find_spec("websockets") is None:
+            raise DependencyError("OpenEnv needs websockets: pip install 'agentrl[openenv]'")
+        super().__init__(**base)
+        self.id = name or self.id  # type: ignore[misc]
+        self.url, self.rules, self.timeout = url.rstrip("/"), rules, timeout
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.socket: Any = None
+        self.total, self.steps, self.over, self.first = 0.0, 0, False, ""
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        """Even seeds of the server are for training, odd ones are held out."""
+        if split not in SPLITS:
+            raise TaskDataError(f"{self.url}: no split {split!r}; expected one of {', '.join(SPLITS)}")
+        seed = rng_seed * 2 % 2**31 + SPLITS.index(split)
+        return Task(f"openenv/{split}/{rng_seed}", rng_seed, split, {"seed": seed})
+
+    async def setup(self, task: Task) -> None:
+        from websockets.asyncio.client import connect
+
+        self.total, self.steps, self.over = 0.0, 0, False
+        address = self.url.replace("http", "ws", 1) + "/ws"
+        try:
+            self.socket = await connect(
+                address, open_timeout=self.timeout, max_size=LARGEST, additional_headers=self.headers, proxy=None
+            )
+        except Exception as fault:  # websockets has a class of its own for each stage
+            raise RemoteEnvError(f"OpenEnv server {self.url}: {type(fault).__name__}: {fault}") from fault
+        schema = await self._schema()
+        result = await self._ask("reset", {"seed": task.data["seed"]})
+        for made in await self._made_tools(schema):
+            self.toolbox.add(made)
+        self.first = _shown(result.get("observation", {})) or "Begin."
+
+    async def teardown(self) -> None:
+        socket, self.socket = self.socket, None
+        if socket is not None:
+            await socket.close()
+
+    def prompt(self, task: Task) -> list[Message]:
+        rules = [Message("system", self.rules)] if self.rules else []
+        return [*rules, Message("user", self.first)]
+
+    def state(self) -> Json:
+        return {"reward": self.total, "steps": self.steps, "done": self.over}
+
+    async def act(self, action: Mapping[str, Json]) -> str:
+        """One step on the server. Raises ToolError if the server's episode is over, or if it refuses the action."""
+        if self.over:
+            raise ToolError("the episode is over")
+        result = await self._ask("step", dict(action))
+        self.steps += 1
+        self.total += float(result.get("reward") or 0.0)
+        if result.get("done"):
+            self.over = True
+            self.finish()
+        observation = result.get("observation", {})
+        if isinstance(observation.get("error"), dict) and "error_type" in observation["error"]:
+            raise ToolError(str(observation["error"].get("message", observation["error"])))
+        return _shown(observation) if "tool_name" not in observation else _result(observation.get("result"))
+
+    async def _ask(self, kind: str, data: Json) -> dict[str, Json]:
+        """The data of the answer. Raises RemoteEnvError if the server is gone, ToolError if it says that the action is invalid,
+        EnvError if it failed."""
+        from websockets.exceptions import WebSocketException
+
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self.socket.send(json.dumps({"type": kind, "data": data}))
+                answer = read_json(await self.socket.recv())
+        except TimeoutError:
+            raise RemoteEnvError(f"OpenEnv server {self.url}: no answer to {kind} within {self.timeout:g} s") from None
+        except (OSError, WebSocketException) as fault:
+            raise RemoteEnvError(f"OpenEnv server {self.url}: the connection ended: {fault}") from fault
+        except ValueError as fault:
+            raise EnvError(f"OpenEnv server {self.url}: an answer that is no JSON: {fault}") from fault
+        body: dict[str, Json] = answer.get("data", {})
+        if answer.get("type") != "error":
+            return body
+        message = f"{body.get('message')} ({body.get('code')}{_first(body.get('errors'))})"
+        if kind == "step" and body.get("code") == "VALIDATION_ERROR":
+            raise ToolError(message)
+        raise EnvError(f"OpenEnv server {self.url}: {message}")
+
+    async def _schema(self) -> dict[str, Json]:
+        known = _schemas.get(self.url)
+        if known is None:
+            try:
+                async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, headers=self.headers) as client:
+                    known = _schemas[self.url] = _action((await client.get(f"{self.url}/schema")).raise_for_status().json())
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
+                raise EnvError(f"OpenEnv server {self.url}: no action schema: {type(fault).__name__}: {fault}") from fault
+        return known
+
+    async def _made_tools(self, schema: Mapping[str, Json]) -> list[Tool]:
+        options = {
+            "parallel": False,
+            "timeout": self.timeout + 5.0,
+        }  # later than the answer's own deadline, which names the server
+        if not {"tool_name", "arguments"} <= schema["properties"].keys():
+            made = Tool.from_schema("act", "take one action", schema, _act)
+            return [replace(made, method=True).with_options(**options)]
+        listed = await self._ask("step", {"type": "list_tools"})
+        tools = declarations(listed["observation"]["tools"])
+        return [
+            replace(Tool.declared(one, _calls(one["function"]["name"])), method=True).with_options(**options) for one in tools
+        ]
+
+
+_schemas: dict[str, dict[str, Json]] = {}
+
+
+@lru_cache(maxsize=16)
+def action_schema(url: str, token: str = "") -> dict[str, Json]:
+    """The JSON Schema of a server's actions. Blocks. Raises ConfigError if the server does not give it."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        return _action(httpx.get(f"{url}/schema", timeout=10.0, headers=headers, trust_env=False).raise_for_status().json())
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as fault:
+        raise ConfigError(f"env.url: OpenEnv server {url}: no action schema: {type(fault).__name__}: {fault}") from fault
+
+
+def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
+    schema: dict[str, Json] = dict(answer["action"])
+    schema["properties"] = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+    return {key: value for key, value in schema.items() if key not in ("title", "description")}
+
+
+def _first(errors: Json) -> str:
+    """What is wrong with the first field of an action that the server found invalid."""
+    if not isinstance(errors, list) or not errors or not isinstance(errors[0], dict):
+        return ""
+    return f": {'.'.join(map(str, errors[0].get('loc', ())))}: {errors[0].get('msg', '')}"
+
+
+def _shown(observation: Mapping[str, Json]) -> str:
+    kept = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
+    only = list(kept.values())
+    return only[0] if len(only) == 1 and isinstance(only[0], str) else as_text("act", kept)
+
+
+def _result(result: Json) -> str:
+    """What a tool of an MCP environment answered: the texts of its content, or the value as JSON."""
+    blocks = result.get("content") if isinstance(result, dict) else None
+    texts = [block["text"] for block in blocks or () if isinstance(block, dict) and isinstance(block.get("text"), str)]
+    if texts:
+        return "\n".join(texts)
+    return as_text("act", result)
+
+
+async def _act(env: OpenEnv, **action: Any) -> str:
+    return await env.act(action)
+
+
+def _calls(name: str) -> Callable[..., Any]:
+    async def call(env: OpenEnv, **arguments: Any) -> str:
+        return await env.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
+
+    return call

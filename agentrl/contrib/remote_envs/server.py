@@ -1,0 +1,252 @@
+"""Serve an environment of the catalog over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from agentrl import __version__
+from agentrl.contrib.remote_envs import wire
+from agentrl.contrib.remote_envs.openenv import OpenEnvFace
+from agentrl.contrib.remote_envs.sessions import KINDS, EnvSessions, RefusedError, Secret, SessionLimits
+from agentrl.contrib.remote_envs.wire import Asked
+from agentrl.data.trajectory import Json, Task
+from agentrl.env.base import ToolEnv, plain_prompt
+from agentrl.utils.errors import ConfigError, DependencyError, EnvError, UserError
+from agentrl.utils.network import strict_json, uvicorn_config
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+log = logging.getLogger(__name__)
+MOST_CONTAINERS, MOST_DEPTH = 4_000_000, 512
+"""Of a trainer's request: what a policy wrote is in it, as Python writes JSON."""
+
+
+class EnvProvider(Protocol):
+    """What is served."""
+
+    @property
+    def name(self) -> str:
+        """The environment's id."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it is, in a line."""
+        ...
+
+    def play(self) -> ToolEnv:
+        """A new environment as it is, which scores its own episodes."""
+        ...
+
+    def build(self, asked: Asked) -> ToolEnv:
+        """A new environment, as a client asks for it. Raises UserError if it cannot be had here."""
+        ...
+
+    def card(self, asked: Asked) -> dict[str, Json]:
+        """What a client must know of such an environment before an episode, as JSON."""
+        ...
+
+
+class EnvApp:
+    """An ASGI app over one offer. `boot` names this start of the server: sessions do not outlive it."""
+
+    def __init__(self, offer: EnvProvider, secret: Secret, limits: SessionLimits | None = None) -> None:
+        self.offer, self.secret, self.limits = offer, secret, limits or SessionLimits()
+        self.boot = wire.new_id()
+        self.sessions = EnvSessions(offer.build, self.limits, self.boot)
+
+    def asgi(self) -> Any:
+        """The app, with OpenEnv's routes beside agentrl's."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        face = OpenEnvFace(self.offer.play, self.offer.name, self.offer.summary, self.limits, self.secret)
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/describe", self._guarded(self._describe), methods=["POST"]),
+                Route("/v1/ask", self._guarded(self._ask), methods=["POST"]),
+                Route("/v1/sessions/{key}", self._guarded(self._whole), methods=["GET"]),
+                Route("/v1/sessions/{key}/{kind}", self._guarded(self._call), methods=["POST"]),
+                *face.routes("/openenv/{player}"),
+            ]
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return self._answer(200, wire.dumps({"status": "healthy"}))
+
+    def _guarded(self, handle: Callable[[Request, Mapping[str, Json]], Awaitable[Response]]) -> Any:
+        from starlette.requests import ClientDisconnect
+
+        async def handler(request: Request) -> Response:
+            try:
+                self.secret.check(request.headers.get("authorization", ""))
+                return await handle(request, await self._body(request))
+            except RefusedError as refused:
+                return self._answer(refused.status, wire.dumps({"refused": refused.kind, "message": str(refused)}))
+            except (UserError, EnvError, NotImplementedError) as fault:
+                return self._answer(422, wire.dumps({"fault": wire.fault_row(fault)}))
+            except (KeyError, TypeError, ValueError) as problem:
+                text = f"{type(problem).__name__}: {problem}"
+                return self._answer(400, wire.dumps({"refused": "bad_request", "message": text}))
+            except ClientDisconnect:
+                raise
+            except Exception as fault:  # an author's code may raise anything
+                log.exception("a request to %s failed", request.url.path)
+                return self._answer(422, wire.dumps({"fault": wire.fault_row(fault)}))
+
+        return handler
+
+    async def _body(self, request: Request) -> Mapping[str, Json]:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.body:
+                raise RefusedError(413, "too_large", f"a request of more than {self.limits.body} bytes (--max-body)")
+        read = strict_json(body, MOST_CONTAINERS, MOST_DEPTH, rfc=False) if body else {}
+        if not isinstance(read, dict):
+            raise RefusedError(400, "bad_request", "the body is no JSON object")
+        if (theirs := read.get("protocol", wire.PROTOCOL)) != wire.PROTOCOL:
+            older = "client" if isinstance(theirs, int) and theirs < wire.PROTOCOL else "server"
+            raise RefusedError(
+                400,
+                "protocol",
+                f"the server (agentrl {__version__}) speaks protocol {wire.PROTOCOL}, the client {theirs}; upgrade the {older}'s "
+                "agentrl",
+            )
+        return read
+
+    def _answer(self, status: int, body: bytes) -> Response:
+        from starlette.responses import Response
+
+        return Response(body, status, {"x-agentrl-boot": self.boot}, media_type="application/json")
+
+    async def _describe(self, request: Request, body: Mapping[str, Json]) -> Response:
+        limits = {"episodes": self.limits.episodes, "idle": self.limits.idle, "body": self.limits.body}
+        card = self.offer.card(Asked.of(body["env"]))
+        return self._answer(
+            200, wire.dumps({**card, "protocol": wire.PROTOCOL, "agentrl": __version__, "boot": self.boot, "limits": limits})
+        )
+
+    async def _ask(self, request: Request, body: Mapping[str, Json]) -> Response:
+        """What needs no episode."""
+        env = self.offer.build(Asked.of(body["env"]))
+        if body["what"] == "make_task":
+            if type(body["seed"]) is not int or not isinstance(body["split"], str):
+                raise RefusedError(400, "bad_request", "seed: expected a whole number; split: expected text")
+            result: Json = env.make_task(body["seed"], body["split"])
+            wire.check_plain(result)
+        elif body["what"] == "prompt":
+            result = plain_prompt(env, Task(**body["task"]))
+        elif body["what"] == "gold_turns":
+            result = list(env.gold_turns(Task(**body["task"])))
+        else:
+            raise RefusedError(400, "bad_request", f"what = {body['what']!r}: expected make_task, prompt or gold_turns")
+        return self._answer(200, wire.dumps({"result": result}))
+
+    async def _whole(self, request: Request, body: Mapping[str, Json]) -> Response:
+        return self._answer(200, await self.sessions.find(request.path_params["key"]).whole())
+
+    async def _call(self, request: Request, body: Mapping[str, Json]) -> Response:
+        key, kind, number = request.path_params["key"], request.path_params["kind"], body["number"]
+        if kind not in KINDS:
+            raise RefusedError(404, "bad_request", f"there is no request {kind!r}")
+        if type(number) is not int or number < 0:
+            raise RefusedError(400, "bad_request", f"number: expected a whole number from 0, got {repr(number)[:80]}")
+        begins = number == 0 and kind in ("reset", "restore")
+        session = self.sessions.begin(key) if begins else self.sessions.find(key)
+        work = await session.call(kind, number, body)
+        done, _ = await asyncio.wait([work], timeout=min(float(body.get("wait", wire.WAIT_SECONDS)), wire.WAIT_SECONDS))
+        if not done:
+            return self._answer(202, wire.dumps({"calls": session.waiting()}))
+        return self._answer(200, work.result())
+
+
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection stays open: longer than a client keeps one, so that none is closed as it is used."""
+
+
+class HttpServer:
+    """An app on a socket, in the running event loop. Used as a context."""
+
+    def __init__(self, app: EnvApp, host: str, port: int) -> None:
+        """`port` 0 picks a free one. Raises DependencyError without the extra 'server', ConfigError if the port is taken."""
+        if find_spec("websockets") is None:
+            raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
+        import uvicorn
+
+        self.app, self._listener = app, _listen(host, port)
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._listener.getsockname()[1]}"
+        config = uvicorn_config(
+            app.asgi(),
+            host,
+            max_body=sys.maxsize,  # each route has the limit itself, and words for it
+            timeout_keep_alive=KEEP_ALIVE,
+            ws_max_size=app.limits.body,
+            backlog=4096,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = uvicorn.Server(config)
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._server.serve(sockets=[self._listener])),
+            asyncio.create_task(self.app.sessions.keep_swept()),
+        ]
+        while not self._server.started and not self._tasks[0].done():
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.should_exit = True
+        self._tasks[1].cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+        await self.app.sessions.close_all()
+
+    async def wait(self) -> None:
+        """Until it ends: by Ctrl-C or a signal, which uvicorn takes."""
+        await asyncio.wait([self._tasks[0]])
+
+
+def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C; `say` is told how to reach it. Raises ConfigError if the port is taken."""
+
+    async def serve() -> None:
+        async with HttpServer(app, host, port) as server:
+            say(server.url)
+            await server.wait()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_NODATA)
+"""Error numbers of an address of no interface, and of a name that is not found."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=4096)
+    except (OSError, OverflowError) as problem:
+        if isinstance(problem, OSError) and problem.errno in _NOT_HERE:
+            raise ConfigError(f"--host {host}: no address of this machine: {problem}") from problem
+        raise ConfigError(f"--port {port}: cannot listen on {host}:{port}: {problem}; try another port") from problem
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol; without it an answer, which is written in
+    # two parts, waits 40 ms for the client's acknowledgement of the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -1,0 +1,185 @@
+"""The JSON forms of what a client and a server of an environment tell each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from agentrl.data.images import Image
+from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn, UserCall, message_of
+from agentrl.env.call_options import Options
+from agentrl.env.spaces import Action
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import Toolbox
+from agentrl.utils import errors
+from agentrl.utils.errors import EnvError, ToolTimeoutError, UserError
+
+PROTOCOL = 3
+"""Raised if a message changes its meaning; client and server must have the same."""
+
+WAIT_SECONDS = 20.0
+"""How long a server keeps a request waiting for an answer; then it says that it still works, and is asked again."""
+
+SECRET = 32
+"""Characters that a session's id has at least: random ones, so that it cannot be guessed."""
+
+
+def new_id() -> str:
+    """An id that cannot be guessed: 192 random bits."""
+    return secrets.token_urlsafe(24)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which environment a client wants: as `EnvRef`, which a server makes of it."""
+
+    id: str
+    params: Mapping[str, Json] = field(default_factory=dict)
+    sets: Sequence[str] = ()
+    wrappers: Sequence[Mapping[str, Json]] = ()
+    max_output: int | None = None
+
+    def row(self) -> dict[str, Json]:
+        """As JSON; `of` is the inverse."""
+        wanted = {"params": dict(self.params), "sets": list(self.sets), "wrappers": list(self.wrappers)}
+        return {"id": self.id, **wanted, "max_output": self.max_output}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Json]) -> Asked:
+        """Raises ValueError for a row of another shape."""
+        asked = cls(row["id"], row.get("params", {}), row.get("sets", ()), row.get("wrappers", ()), row.get("max_output"))
+        shapes = {
+            "id": (str,),
+            "params": (dict,),
+            "sets": (list, tuple),
+            "wrappers": (list, tuple),
+            "max_output": (int, type(None)),
+        }
+        for name, kinds in shapes.items():
+            if not isinstance(getattr(asked, name), kinds):
+                raise ValueError(f"env.{name}: expected {kinds[0].__name__}, got {getattr(asked, name)!r}"[:200])
+        return asked
+
+
+def dumps(value: Json) -> bytes:
+    """JSON of plain values and of an episode's dataclasses. Raises TypeError for anything else."""
+    return json.dumps(value, default=_fields, separators=(",", ":")).encode()
+
+
+def _fields(item: object) -> dict[str, Json]:
+    if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall | Image):
+        fields = {name: getattr(item, name) for name in item.__dataclass_fields__}
+        return fields if fields.get("images", True) else {name: value for name, value in fields.items() if name != "images"}
+    if isinstance(item, Mapping):
+        return dict(item)
+    raise TypeError(f"{type(item).__name__} has no JSON form")
+
+
+def check_plain(task: Task) -> None:
+    """Raise EnvError if a client would get another task than this one: if it holds what JSON cannot."""
+    for name in ("data", "gold"):
+        here = getattr(task, name)
+        try:
+            there = json.loads(dumps(here))
+        except (TypeError, ValueError) as problem:
+            raise EnvError(f"task {task.id!r}: its {name} cannot be sent to a client: {problem}") from None
+        if not _same(here, there):
+            raise EnvError(
+                f"task {task.id!r}: its {name} is not JSON (keys that are no strings?): a client would get another one"
+            )
+
+
+def _same(here: Json, there: Json) -> bool:
+    if isinstance(here, Mapping):
+        return isinstance(there, dict) and here.keys() == there.keys() and all(_same(here[key], there[key]) for key in here)
+    if isinstance(here, list | tuple):
+        return isinstance(there, list) and len(here) == len(there) and all(map(_same, here, there))
+    return bool(here == there) or here != here  # a nan is not equal to itself
+
+
+def messages_of(rows: Sequence[Mapping[str, Json]]) -> list[Message]:
+    """Inverse of a list of messages' JSON form."""
+    return [message_of(row) for row in rows]
+
+
+def action_of(row: Json) -> Action:
+    """Inverse of an action's JSON form. Raises ValueError for anything else."""
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict):
+        try:
+            return message_of({"tool_calls": (), **row})
+        except (TypeError, KeyError) as problem:
+            raise ValueError(f"action: {problem}") from None
+    raise ValueError(f"action: expected text or an assistant message, got {type(row).__name__}")
+
+
+def tool_rows(toolbox: Toolbox) -> list[dict[str, Json]]:
+    """Every tool's schema and call options, in order."""
+    options = Options.__dataclass_fields__
+    return [{**item.schema, "options": {name: getattr(item.options, name) for name in options}} for item in toolbox]
+
+
+def toolbox_row(toolbox: Toolbox, known: Json = None) -> dict[str, Json]:
+    """The tools by a digest, and in full if the other side does not know that."""
+    rows = tool_rows(toolbox)
+    digest = hashlib.sha256(dumps(rows)).hexdigest()[:16]
+    return {"digest": digest} if digest == known else {"digest": digest, "rows": rows}
+
+
+def tools_of(rows: Sequence[Mapping[str, Json]], where: str) -> dict[str, Tool]:
+    """Stand-ins of a server's tools, by name: what a policy is offered, and who is to blame for their time."""
+
+    async def elsewhere(**arguments: Any) -> None:
+        raise EnvError(f"a tool of {where} runs there, in a step of its episode, and cannot be called alone")
+
+    made = {}
+    for row in rows:
+        options = Options(**{**row["options"], "process": False, "inline": False})
+        declared = {"type": "function", **{key: value for key, value in row.items() if key != "options"}}
+        made[row["function"]["name"]] = Tool.declared(declared, elsewhere, options)
+    return made
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+OUTCOME = ("env_id", "seed", "stop", "error", "terminated", "truncated")
+
+
+def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, keep_calls: int = 0) -> dict[str, Json]:
+    """What an environment itself writes of an episode, without the first messages, turns and calls of the user, which the client
+    has."""
+    return {
+        "task": record.task,
+        "messages": [keep_messages, record.messages[keep_messages:]],
+        "turns": [keep_turns, record.turns[keep_turns:]],
+        **({"user_calls": [keep_calls, record.user_calls[keep_calls:]]} if record.user_calls else {}),
+        **({"parting": record.parting} if record.parting else {}),
+        **({} if record.horizon is None else {"horizon": record.horizon}),
+        "tools": record.tools,
+        "state": record.state,
+        "outcome": {name: getattr(record, name) for name in OUTCOME},
+    }
+
+
+def fault_row(fault: BaseException) -> dict[str, Json]:
+    """An error as JSON; `fault_of` makes an error of it that an episode treats alike."""
+    kinds = (UserError, ToolTimeoutError, EnvError, NotImplementedError, TypeError, ValueError)
+    kind = next((kind.__name__ for kind in kinds if isinstance(fault, kind)), type(fault).__name__)
+    if isinstance(fault, UserError):  # by the class that a client has: its own, or the one that it is a kind of
+        kind = next(one.__name__ for one in type(fault).__mro__ if getattr(errors, one.__name__, None) is one)
+    return {"type": kind, "message": str(fault)}
+
+
+def fault_of(row: Mapping[str, Json], *also: type[Exception]) -> Exception:
+    """An EnvError, unless it is a mistake of the user's or one of `also`: then of the same class as on the server."""
+    name, message = str(row["type"]), str(row["message"])
+    known: Any = next((kind for kind in also if kind.__name__ == name), getattr(errors, name, None))
+    if isinstance(known, type) and issubclass(known, (UserError, ToolTimeoutError, *also)):
+        made: Any = known
+        return cast(Exception, made(message))
+    return EnvError(message if name == EnvError.__name__ else f"{name}: {message}")

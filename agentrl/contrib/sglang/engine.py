@@ -1,0 +1,523 @@
+"""The SGLang engine: a client of servers that are already running, through their native token-in, token-out API."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import pickle
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from agentrl.config.schema import SglangConfig
+from agentrl.contrib.sglang.servers import (
+    BOTH,
+    PARTS,
+    WHOLE,
+    Http,
+    Json,
+    Server,
+    ServerDeadError,
+    Servers,
+    TurnRequests,
+    Versions,
+    check_names,
+    sampling_params,
+    tensors_of,
+    weight_files,
+)
+from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Receiver, WeightTarget, open_receiver
+from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError
+from agentrl.utils.event_loop import OwnedTasks
+from agentrl.utils.threads import in_thread
+
+# Log probabilities of a server, tried
+
+log = logging.getLogger(__name__)
+TOKENS = 8
+LEAST = 1e-3
+"""Difference of logprobs below which a distribution is too flat to tell."""
+
+
+async def prove_temperature(http: Http, prompt: list[int]) -> None:
+    """Raise EngineError if the server's logprobs leave out the temperature. `prompt`: any token ids of the model."""
+    cold, hot = [await _top(http, prompt, temperature) for temperature in (1.0, 2.0)]
+    both = sorted(cold.keys() & hot.keys(), key=lambda token: cold[token])
+    if len(both) < 2 or (spread := cold[both[-1]] - cold[both[0]]) < LEAST:
+        log.warning("%s: the model's distribution is too flat to tell whether its logprobs follow the temperature", http.address)
+        return
+    ratio = (hot[both[-1]] - hot[both[0]]) / spread
+    if ratio > 0.75:
+        raise EngineError(
+            f"{http.address} reports logprobs of another temperature than the request's (at T = 2 they differ {ratio:.2f} times "
+            "as much as at T = 1, and not 0.5): start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+        )
+
+
+async def _top(http: Http, prompt: list[int], temperature: float) -> dict[int, float]:
+    """The likeliest tokens after the prompt, with their logprobs."""
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "sampling_params": sampling_params(Sampling(max_tokens=1, temperature=temperature), 1),
+        "return_logprob": True,
+        "top_logprobs_num": TOKENS,
+    }
+    answer: Json = await http.post("/generate", body)
+    try:
+        [entries] = answer["meta_info"]["output_top_logprobs"]
+    except (KeyError, ValueError) as problem:
+        raise EngineError(f"{http.address}/generate: no output_top_logprobs in {str(answer)[:200]}") from problem
+    return {int(token): float(value) for value, token, *_ in entries if value is not None}
+
+
+# New weights
+
+FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
+BODY = 256 << 20
+"""Bytes of weights in the body of one request, when a run's first weights are sent."""
+
+
+class Update(ABC):
+    """One way. `start`, `add` for all tensors, `finish`; or `drop` if they do not all come."""
+
+    def __init__(self, servers: Servers, seconds: float) -> None:
+        """`seconds`: how long a server may take to load weights."""
+        self._servers, self._seconds = servers, seconds
+
+    async def first(self, model: str, name: str) -> None:
+        """Load the weights of a folder or hub name, as the version of that name. Raises EngineError, ModelError."""
+        files = await in_thread("files", weight_files, model)
+        await self._first(model, files, name)
+
+    @abstractmethod
+    async def _first(self, model: str, files: list[Path], name: str) -> None: ...
+
+    @abstractmethod
+    async def start(self, targets: Sequence[Server], name: str) -> None:
+        """New weights of the version of that name begin to come."""
+
+    @abstractmethod
+    async def add(self, tensors: list[Named]) -> None:
+        """The next of them; they may be overwritten when this returns. Raises EngineError if a server refuses them."""
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """All have come: the servers have them when this returns, and no cache of earlier ones. Raises EngineError."""
+
+    async def drop(self) -> None:
+        """They do not all come."""
+        return None
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        return None
+
+
+class FileUpdate(Update):
+    """See the module. `parent`: the folder that the servers see too."""
+
+    def __init__(self, servers: Servers, seconds: float, parent: str | None) -> None:
+        super().__init__(servers, seconds)
+        self._parent = Path(parent or tempfile.gettempdir()).absolute()
+        self._targets: Sequence[Server] = ()
+        self._name = ""
+        self._folder: Path | None = None
+        self._current: Path | None = None
+        self._parts = 0
+
+    async def _first(self, model: str, files: list[Path], name: str) -> None:
+        self._targets, self._name = self._servers.alive(), name
+        if not Path(model).is_dir():
+            await self._load(model, f"the servers must be able to load {model} themselves")
+            return
+        folder = self._make()
+        # Links in the folder that will have all later weights: so a folder that the servers do not see is found out now.
+        for file in files:
+            (folder / file.name).symlink_to(file.resolve())
+        await self.finish()
+
+    async def start(self, targets: Sequence[Server], name: str) -> None:
+        self._targets, self._name, self._parts = targets, name, 0
+        self._make()
+
+    async def add(self, tensors: list[Named]) -> None:
+        assert self._folder is not None
+        self._parts += 1
+        await in_thread("files", save_file, dict(tensors), self._folder / f"model-{self._parts:05d}.safetensors")
+
+    async def finish(self) -> None:
+        assert self._folder is not None
+        where = f"the servers must see {self._folder} and the model's folder under these paths"
+        await self._load(str(self._folder), f"{where}; set weights.folder to one that all machines share")
+        # The one before is kept until now: servers read it again if they cannot load the new one.
+        self._remove(self._current)
+        self._current, self._folder = self._folder, None
+
+    async def _load(self, path: str, condition: str) -> None:
+        # "auto", as the server itself may have been started with `--load-format dummy`, and then loads nothing at all.
+        body = {"model_path": path, "load_format": "auto", "weight_version": self._name, "flush_cache": True}
+        try:
+            await self._servers.post(self._targets, FROM_DISK, body, self._seconds)
+        except EngineError as problem:
+            raise EngineError(f"{problem} ({condition})") from problem
+
+    async def drop(self) -> None:
+        self._remove(self._folder)
+        self._folder = None
+
+    def close(self) -> None:
+        self._remove(self._folder)
+        self._remove(self._current)
+        self._folder = self._current = None
+
+    def _make(self) -> Path:
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="agentrl-sglang-", dir=self._parent))
+            self._folder.chmod(0o755)  # the servers may run as another user
+        except OSError as problem:
+            raise ConfigError(f"sglang: cannot write to weights.folder {self._parent}: {problem}") from problem
+        return self._folder
+
+    def _remove(self, folder: Path | None) -> None:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class HttpUpdate(Update):
+    """See the module. SGLang takes pickled tensors, one copy for each of its ranks, if only a few allowed types are in them.
+    These are pickled by value, as those from another machine must be."""
+
+    _targets: Sequence[Server] = ()
+    _name = ""
+    _last: str | None = None
+    """The tensors that came last: the last of an update also name its version."""
+
+    async def _first(self, model: str, files: list[Path], name: str) -> None:
+        await self.start(self._servers.alive(), name)
+        for part in tensors_of(files, BODY):
+            await self.add(part)
+        await self.finish()
+
+    async def start(self, targets: Sequence[Server], name: str) -> None:
+        self._targets, self._name, self._last = targets, name, None
+        # A server refuses a second session, and one may be open since a run that was killed.
+        await self._end()
+        await self._servers.post(targets, BEGIN, {}, self._seconds)
+
+    async def _end(self) -> None:
+        for server in self._targets:
+            with contextlib.suppress(EngineError):  # if none is open; what else is wrong, the next call says
+                await server.http.post(END, {}, self._seconds)
+
+    async def add(self, tensors: list[Named]) -> None:
+        before = self._last
+        self._last = await in_thread("weights", serialized, tensors)
+        if before is not None:
+            await self._send(before, None)
+
+    async def finish(self) -> None:
+        assert self._last is not None, "an update without tensors"
+        await self._send(self._last, self._name)
+        await self._servers.post([server for server in self._targets if server.cause is None], END, {}, self._seconds)
+        self._last = None
+
+    async def drop(self) -> None:
+        await self._end()
+        self._last = None
+
+    async def _send(self, text: str, name: str | None) -> None:
+        for workers in sorted({server.facts.workers for server in self._targets if server.facts is not None}):
+            some = [server for server in self._targets if server.facts is not None and server.facts.workers == workers]
+            body = {"serialized_named_tensors": [text] * workers, "weight_version": name, "flush_cache": name is not None}
+            await self._servers.post([server for server in some if server.cause is None], FROM_TENSOR, body, self._seconds)
+
+
+def serialized(tensors: list[Named]) -> str:
+    """Tensors as SGLang's MultiprocessingSerializer reads them, in base64 as JSON must have it."""
+    # Copies: a view would be pickled with all of the storage that it is in.
+    return base64.b64encode(pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in tensors])).decode()
+
+
+RETRIES = 3
+"""Times that a turn is sampled again, besides once for each server, since its connection broke."""
+
+
+class SglangEngine(Engine, WeightTarget):
+    """Routes each episode to one server, so that its turns find their prefix cache there.
+
+    If a server dies, its episodes go on at another one. Nobody here starts it again: at each publish it is asked whether it is
+    back, and takes requests once it has the new weights.
+    """
+
+    loads_saved = True
+
+    def __init__(
+        self,
+        model: str,
+        cfg: SglangConfig,
+        *,
+        key: str | None = None,
+        folder: str | None = None,
+        model_type: str | None = None,
+        trust: bool = False,
+        unused: Sequence[int] = (),
+    ) -> None:
+        """`model`: a folder or hub name, whose weights the servers are given at the start. `key`: the servers' API key. `folder`:
+        that they see too (`weights.folder`). `model_type`: as its config says; None if it is not known. `trust`: code of the
+        model's own may run. `unused`: ids for which there is no token (`unused_ids`)."""
+        self._model, self._cfg, self._model_type = model, cfg, model_type
+        self._trust, self._unused = trust, frozenset(unused)
+        self._servers = Servers(cfg, key)
+        self._versions = Versions()
+        self._update: Update = (
+            FileUpdate(self._servers, cfg.load_timeout, folder)
+            if cfg.update == "files"
+            else HttpUpdate(self._servers, cfg.load_timeout)
+        )
+        self._expected: Expected | None = None
+        self._receiver: Receiver | None = None
+        self._context = 0
+        self._turns: dict[str, list[tuple[TurnRequests, Server, asyncio.Task[None]]]] = {}
+        self._unfit: str | None = None
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._lock = asyncio.Lock()
+        self._paused = False
+        self._version = 0
+        self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
+        self._tasks = OwnedTasks()
+
+    async def start(self) -> None:
+        """Give all servers the model's weights, and prove what can be proven. Raises EngineError with server and cause."""
+        expected = expected_parameters(self._model, saved=True, trust=self._trust)
+        for server in self._servers.all:
+            await self._servers.look(server, self._model_type)
+        self._context = min(server.facts.context for server in self._servers.all if server.facts is not None)
+        # They may have the weights of another model of this kind, or of an earlier run. Paused, as at every update: a server may
+        # still sample for a run that was killed.
+        await self._servers.post(self._servers.all, "/pause_generation", {"mode": "retract"})
+        await self._update.first(self._model, self._versions.name(self._version))
+        await self._servers.post(self._servers.all, "/continue_generation", {})
+        for server in self._servers.all:
+            await prove_temperature(server.http, [0, min(1, expected.vocab - 1)])
+        self._expected = expected
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """If the server dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive, the
+        request waits for them."""
+        # A server that breaks every connection and still answers must not keep a turn for ever.
+        for left in range(len(self._servers.all) + RETRIES, -1, -1):
+            await self._whole.wait()
+            self._check(token_ids, sampling)
+            server = self._servers.route(request_key)
+            budget = min(sampling.max_tokens, self._context - len(token_ids))
+            turn = TurnRequests(server.address, list(token_ids), sampling, budget, self._unused)
+            try:
+                generation = await self._turn(turn, server, request_key)
+            except ServerDeadError as cause:
+                await self._servers.lost(server, cause)
+                if left == 0:
+                    raise
+                continue
+            self._prompt_tokens += len(token_ids)
+            self._cached_tokens += turn.cached
+            return generation
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _turn(self, turn: TurnRequests, server: Server, key: str) -> Generation:
+        """A turn, in as many requests as it takes."""
+        server.in_flight += 1
+        try:
+            while turn.finish is None:
+                task = self._tasks.start(self._request(turn, server), f"SGLang request of {key}")
+                entry = (turn, server, task)
+                self._turns.setdefault(key, []).append(entry)
+                try:
+                    await asyncio.wait([task])
+                finally:
+                    self._left(key, entry)
+                if not task.cancelled():
+                    task.result()
+                if turn.aborted:
+                    turn.finish = "abort"
+        finally:
+            server.in_flight -= 1
+        return turn.over(turn.finish)
+
+    def _left(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
+        turn, server, task = entry
+        self._turns[key].remove(entry)
+        if not self._turns[key]:
+            del self._turns[key]
+        if not task.done():  # the caller was cancelled
+            task.cancel()
+            self._abort_later(turn, server)
+
+    async def _request(self, turn: TurnRequests, server: Server) -> None:
+        facts = server.facts
+        assert facts is not None
+        body = turn.request(PARTS if facts.incremental else WHOLE, facts.seeds)
+        async with contextlib.aclosing(server.http.events("/generate", body)) as parts:
+            async for part in parts:
+                before = len(turn.token_ids)
+                turn.add(part, self._versions)
+                self._sampled_tokens += len(turn.token_ids) - before
+
+    def progress(self, request_key: str) -> int | None:
+        """Tokens come in parts."""
+        found = self._turns.get(request_key)
+        return len(found[-1][0].token_ids) if found else None
+
+    async def abort(self, request_key: str) -> None:
+        for turn, server, task in list(self._turns.get(request_key, ())):
+            turn.aborted = True
+            if not turn.in_scheduler:
+                task.cancel()  # the server may hold it back before its scheduler, which would take no notice of the abort
+            with contextlib.suppress(ServerDeadError):  # then the request itself reports it
+                await server.http.post("/abort_request", {"rid": turn.rid})
+
+    def _abort_later(self, turn: TurnRequests, server: Server) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(EngineError):  # nobody waits for it
+                await server.http.post("/abort_request", {"rid": turn.rid})
+
+        self._tasks.start(tell(), "abort of a cancelled SGLang request")
+
+    async def pause(self) -> None:
+        async with self._lock:
+            await self._pause()
+
+    async def _pause(self) -> None:
+        self._paused = True
+        # Not "in_place", which keeps the caches of the old weights, and not "abort", which ends every request.
+        await self._servers.post(self._servers.alive(), "/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        async with self._lock:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        self._paused = False
+        await self._servers.post(self._servers.alive(), "/continue_generation", {})
+
+    def members(self) -> tuple[str, ...]:
+        """This process receives the weights and passes them on."""
+        return ("this process",)
+
+    async def attach(self, offer: Offer) -> None:
+        expected, _ = self._started()
+        check_names(await in_thread("files", weight_files, self._model), expected)
+        receiver = await in_thread("weights", open_receiver, offer, 0)
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = receiver
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        async with self._lock:
+            expected, receiver = self._started()
+            if receiver is None:
+                raise EngineError("no route for weights is attached")
+            self._unfit = f"weights version {version} were only partly published"
+            self._whole.clear()
+            try:
+                await self._replace(version, buckets, expected, receiver)
+            except EngineError as problem:
+                self._unfit = str(problem)
+                raise
+            finally:
+                self._whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
+            self._unfit, self._version = None, version
+
+    async def _replace(self, version: int, buckets: AsyncIterator[Bucket], expected: Expected, receiver: Receiver) -> None:
+        paused = self._paused
+        if not paused:
+            await self._pause()
+        try:
+            await self._ask_the_dead()
+            arrivals = Arrivals(expected)
+            await self._update.start(self._servers.alive(), self._versions.name(version))
+            async for bucket in buckets:
+                for entry in bucket.entries:
+                    arrivals.check(entry.name, entry.shape)
+                await self._update.add(await in_thread("weights", receiver.receive, bucket))
+            arrivals.complete()
+            await self._update.finish()
+        except EngineError:
+            await self._update.drop()
+            raise
+        finally:
+            if not paused:
+                await self._resume()
+
+    async def _ask_the_dead(self) -> None:
+        """A dead server that answers again is paused as the others are, and gets the weights with them."""
+        for server in self._servers.all:
+            if server.cause is not None:
+                with contextlib.suppress(EngineError):  # it stays dead, for the cause that it has
+                    await self._servers.look(server, self._model_type)
+                    await server.http.post("/pause_generation", {"mode": "retract"})
+                    server.cause = None
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        raise EngineError(
+            "an SGLang server names no weight version for an adapter, so adapters are published merged (weights.lora)"
+        )
+
+    async def stats(self) -> EngineStats:
+        """Of this run's requests; `extra`: how many servers are alive."""
+        turns = [turn for entries in self._turns.values() for turn, _, _ in entries]
+        running = sum(bool(turn.token_ids) for turn in turns)
+        return EngineStats(
+            running=running,
+            waiting=len(turns) - running,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            sampled_tokens=self._sampled_tokens,
+            version=self._version,
+            extra={"servers": len(self._servers.alive())},
+        )
+
+    async def close(self) -> None:
+        """The servers go on, with the last weights."""
+        await self._tasks.close()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._update.close()
+        await self._servers.close()
+        self._expected = None
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """The server that each episode's requests go to, for users and tests."""
+        return self._servers.homes()
+
+    def _started(self) -> tuple[Expected, Receiver | None]:
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        return self._expected, self._receiver
+
+    def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
+        expected, _ = self._started()
+        if self._unfit is not None:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        if not token_ids:
+            raise EngineError("the prompt is empty")
+        if len(token_ids) >= self._context:
+            raise PromptTooLongError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._context}")
+        if min(token_ids) < 0 or max(token_ids) >= expected.vocab:
+            raise EngineError(f"the prompt has token ids outside [0, {expected.vocab})")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        if sampling.top_k and sampling.top_p < 1:
+            raise EngineError(BOTH)

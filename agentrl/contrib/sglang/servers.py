@@ -1,0 +1,556 @@
+"""SGLang servers: calls, facts, model files, versions of weights, turns, and the choice of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors import safe_open
+
+from agentrl.config.schema import SglangConfig
+from agentrl.engines.weights.base import Named
+from agentrl.engines.weights.parameters import Expected
+from agentrl.rollout.engine import Finish, Generation, Sampling
+from agentrl.utils.errors import EngineError, ModelError
+from agentrl.utils.parsing import read_json
+
+# Calls
+
+Json = dict[str, Any]
+_GONE = (502, 503, 504)
+"""Statuses of a server that ends or of a proxy that does not reach it."""
+_EVENT = "data: "
+_END = "[DONE]"
+
+
+class ServerDeadError(EngineError):
+    """The server does not answer, or not any more: what it was asked may be asked of another one."""
+
+
+class Http:
+    """One server. Used from one event loop only."""
+
+    def __init__(self, address: str, seconds: float, key: str | None = None) -> None:
+        """`address`: for example "http://10.0.0.5:30000". `seconds`: how long a call may take. `key`: its API key."""
+        self.address, self._seconds = address, seconds
+        # No proxies from the environment: the servers are in the same network, and a proxy's timeouts end long requests.
+        self._client = httpx.AsyncClient(
+            base_url=address,
+            headers=headers(key),
+            timeout=httpx.Timeout(seconds),
+            # SGLang closes an idle connection after 5 s; one that is used at that moment would look like a dead server.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            trust_env=False,
+        )
+
+    async def get(self, route: str) -> Json:
+        """Raises ServerDeadError, or EngineError if the server refuses."""
+        return await self._call("GET", route, None, None)
+
+    async def post(self, route: str, body: Mapping[str, Any], seconds: float | None = None) -> Json:
+        """`seconds`: if it may take another time than other calls. Raises as `get`."""
+        return await self._call("POST", route, body, seconds)
+
+    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Json:
+        limit = self._seconds if seconds is None else seconds
+        try:
+            answer = await self._client.request(method, route, json=body, timeout=httpx.Timeout(limit))
+        except httpx.HTTPError as problem:
+            raise self._dead(route, problem, limit) from problem
+        return read(self.address, route, answer)
+
+    async def events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[Json, None]:
+        """The parts of a streamed answer. If none comes for a call's time, the server is asked whether it is alive: a request
+        may wait in its queue, or while weights are replaced. Raises as `get`."""
+        try:
+            # Only reading may take as long as it does: a server that cannot be reached is given up in time.
+            timeout = httpx.Timeout(self._seconds, read=None)
+            async with self._client.stream("POST", route, json=body, timeout=timeout) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    await answer.aread()
+                    read(self.address, route, answer)
+                async for line in self._lines(answer):
+                    if line == _EVENT + _END:
+                        return
+                    if line.startswith(_EVENT):
+                        yield self._event(route, line.removeprefix(_EVENT))
+        except httpx.HTTPError as problem:
+            raise self._dead(route, problem, self._seconds) from problem
+        raise ServerDeadError(f"{self.address}{route}: the answer broke off")
+
+    async def _lines(self, answer: httpx.Response) -> AsyncGenerator[str, None]:
+        lines = answer.aiter_lines()
+        while True:
+            coming = asyncio.ensure_future(anext(lines, None))
+            try:
+                while not (await asyncio.wait([coming], timeout=self._seconds))[0]:
+                    await self.get("/server_info")  # the scheduler's process answers it, not only the HTTP one
+                line = coming.result()
+            finally:
+                coming.cancel()
+            if line is None:
+                return
+            yield line
+
+    def _event(self, route: str, text: str) -> Json:
+        event: Json = read_json(text)
+        if "error" in event:
+            raise EngineError(f"{self.address}{route}: {_message(event)}")
+        return event
+
+    def _dead(self, route: str, problem: httpx.HTTPError, seconds: float) -> ServerDeadError:
+        where = f"{self.address}{route}"
+        if isinstance(problem, httpx.TimeoutException):
+            return ServerDeadError(f"{where}: no answer within {seconds:g} s (sglang.timeout, sglang.load_timeout)")
+        return ServerDeadError(f"{where}: {problem or type(problem).__name__}")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def headers(key: str | None) -> dict[str, str]:
+    """As SGLang's servers take their API key."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def read(address: str, route: str, answer: httpx.Response) -> Json:
+    """The body of an answer. Raises ServerDeadError or EngineError if it is a refusal."""
+    where, status = f"{address}{route}", answer.status_code
+    try:
+        body = answer.json() if answer.content else {}
+    except ValueError:
+        body = answer.text
+    # Some routes answer 200 and say in the body that nothing was done.
+    if status == httpx.codes.OK and not (isinstance(body, dict) and body.get("success") is False):
+        return body if isinstance(body, dict) else {"answer": body}
+    if status in _GONE:
+        raise ServerDeadError(f"{where}: {status} {_message(body)}")
+    if status in (401, 403):
+        raise EngineError(f"{where}: {status}: the server wants another API key; set sglang.api_key_env")
+    if status in (404, 405):
+        raise EngineError(f"{where}: {status}: the server has no such route; is it SGLang of a version that agentrl knows?")
+    raise EngineError(f"{where}: {status} {_message(body)}")
+
+
+def _message(body: Any) -> str:
+    """SGLang has its reason under `message`, or under `error` as text or with a message of its own."""
+    while isinstance(body, dict):
+        body = body.get("error") or body.get("message") or str(body)
+    return " ".join(str(body).split())[:600]
+
+
+# Facts of a server
+
+MODEL, SERVER = "/model_info", "/server_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`context`: tokens that a prompt and its turn may have together; `workers`: the tensor-parallel ranks; `replicas`: its
+    data-parallel copies of the model; `incremental`: whether the parts of a streamed answer have the new tokens only; `seeds`:
+    whether its noise takes seeds."""
+
+    address: str
+    version: str
+    model_type: str | None
+    context: int
+    workers: int
+    replicas: int
+    incremental: bool
+    seeds: bool
+    refused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, address: str, model: Json, server: Json) -> Facts:
+        """From the answers to MODEL and SERVER. Raises EngineError if a field is missing, as from another server."""
+        try:
+            return cls(
+                address=address,
+                version=str(server["version"]),
+                model_type=model.get("model_type"),
+                # A prompt must be shorter, and SGLang keeps a few more tokens for itself: below this all is within its limits.
+                context=int(server["max_req_input_len"]),
+                workers=int(server["tp_size"]),
+                replicas=int(server["dp_size"]),
+                incremental=bool(server["incremental_streaming_output"]),
+                seeds=bool(server["enable_deterministic_inference"]),
+                refused=tuple(_refused(model, server)),
+            )
+        except KeyError as missing:
+            raise EngineError(f"{address}{MODEL} and {SERVER} do not give {missing}: is it SGLang 0.5.23 or newer?") from missing
+
+
+def _refused(model: Json, server: Json) -> Iterator[str]:
+    if not model["is_generation"]:
+        yield "it serves a model that does not generate"
+    if server["allow_auto_truncate"]:
+        yield "--allow-auto-truncate cuts prompts that are too long without a word"
+    if server["speculative_algorithm"]:
+        yield "--speculative-algorithm: that the logprobs of drafted tokens are those of the policy was not checked"
+    if server["disaggregation_mode"] != "null":
+        yield f"--disaggregation-mode {server['disaggregation_mode']}: it must compute both prompts and answers"
+    if server["skip_tokenizer_init"]:
+        yield "--skip-tokenizer-init"  # its answers and stop conditions take another way through the server
+
+
+def check(facts: Facts, cfg: SglangConfig, model_type: str | None) -> None:
+    """Raise EngineError if the server cannot be used. `model_type`: of the run's model; None if it is not known."""
+    where = f"sglang.servers: {facts.address} (SGLang {facts.version})"
+    if facts.refused:
+        raise EngineError(f"{where} cannot be used: {'; '.join(facts.refused)}")
+    if model_type is not None and facts.model_type != model_type:
+        raise EngineError(f"{where} serves a model of type {facts.model_type!r}, and the run's is {model_type!r}")
+    if cfg.update == "http" and facts.replicas > 1:
+        raise EngineError(
+            f'{where} has --dp-size {facts.replicas}, with which it takes no weights in requests: use sglang.update = "files"'
+        )
+    if cfg.seeds and not facts.seeds:
+        raise EngineError(
+            f"{where} ignores seeds, so no run could be repeated: start it with --enable-deterministic-inference, or set "
+            "sglang.seeds = false"
+        )
+
+
+def ask(address: str, cfg: SglangConfig, key: str | None) -> Facts:
+    """The facts of a server, before a run and without an event loop. Raises EngineError if it cannot be reached."""
+    answers = []
+    for route in (MODEL, SERVER):
+        try:
+            answer = httpx.get(f"{address}{route}", headers=headers(key), timeout=cfg.timeout, trust_env=False)
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+            why = f"no answer within {cfg.timeout:g} s" if isinstance(problem, httpx.TimeoutException) else problem
+            raise EngineError(f"sglang.servers: {address}{route} cannot be reached: {why}") from problem
+        answers.append(read(address, route, answer))
+    return Facts.of(address, *answers)
+
+
+# Files of a model folder
+
+
+def weight_files(model: str) -> list[Path]:
+    """The safetensors files of a folder or of a hub name, which is downloaded if it is not there. Raises ModelError."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=["*.safetensors"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as problem:
+            raise ModelError(f"{model}: its weights cannot be read: {problem}") from problem
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{model} has no safetensors files, which SGLang's servers would load")
+    return files
+
+
+def tensors_of(files: list[Path], size: int) -> Iterator[list[Named]]:
+    """All tensors in lists of at most `size` bytes, or of one."""
+    part: list[Named] = []
+    used = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
+                tensor = file.get_tensor(name)
+                if part and used + tensor.nbytes > size:
+                    yield part
+                    part, used = [], 0
+                part.append((name, tensor))
+                used += tensor.nbytes
+    if part:
+        yield part
+
+
+def check_names(files: list[Path], expected: Expected) -> None:
+    """Raise EngineError if the files name weights in another way than the trainer, which publishes under the names that
+    transformers saves a model with: SGLang's loaders know those of the files, and skip some others without a word."""
+    stored = {name for path in files for name in _names(path)}
+    same = stored | {name for name, other in expected.tied.items() if other in stored}
+    aliases = {other for name, other in expected.tied.items() if name in stored}
+    unknown = sorted(expected.shapes.keys() - same - aliases)
+    if unknown:
+        raise EngineError(
+            f"sglang: the model's files have other names for its weights than transformers saves it with ({unknown[0]} and "
+            f"{len(unknown) - 1} more), and SGLang loads by those of the files: such a model cannot be trained with this engine"
+        )
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+# Versions of weights
+
+
+class Versions:
+    """The versions that this engine has brought to its servers. With a prefix of its own: what another trainer brings to the
+    same server would pass for ours under the same number."""
+
+    def __init__(self) -> None:
+        self._prefix = f"agentrl-{uuid.uuid4().hex[:12]}-"
+        self._known: dict[str, int] = {}
+
+    def name(self, version: int) -> str:
+        """The name under which a server is given this version."""
+        name = f"{self._prefix}{version}"
+        self._known[name] = version
+        return name
+
+    def of(self, meta: Json, count: int, address: str) -> list[int]:
+        """The version of each of an answer's `count` tokens. Raises EngineError if the answer does not say, or if the server has
+        other weights than this engine gave it."""
+        spans = meta.get("weight_versions")
+        if not spans and count:
+            raise EngineError(f"{address} does not say which weights sampled which token (meta_info.weight_versions)")
+        found: list[int] = []
+        for span in spans or []:
+            name, start, end = span["version"], int(span["start"]), int(span["end"])
+            if start != len(found) or end < start:
+                raise EngineError(f"{address}: weight versions {spans} do not follow each other")
+            if end > start and name not in self._known:
+                raise EngineError(f"{address} sampled with weights {name!r}, which are not this run's: does another one use it?")
+            found += [self._known.get(name, 0)] * (end - start)
+        if len(found) != count:
+            raise EngineError(f"{address}: weight versions of {len(found)} tokens in an answer of {count}")
+        return found
+
+
+# A turn
+
+WHOLE, PARTS = 256, 16
+"""Tokens between two parts of a streamed answer: if each part repeats all tokens so far, and if it has only the new ones."""
+
+BOTH = (
+    "SGLang takes top_p of the probability of all tokens, and the other engines of that which top_k leaves: together they would "
+    "draw from other tokens; set one of rollout.top_k and rollout.top_p"
+)
+
+
+@dataclass(slots=True)
+class TurnRequests:
+    """What a turn has sampled in its requests so far, and in the current one. `address`: of the server, for messages."""
+
+    address: str
+    prompt: list[int]
+    sampling: Sampling
+    budget: int
+    unused: frozenset[int] = frozenset()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    cached: int = 0
+    aborted: bool = False
+    finish: Finish | None = None
+    rid: str = ""
+    _from: int = 0
+    """Tokens of earlier requests."""
+
+    def request(self, interval: int, seeds: bool) -> dict[str, Any]:
+        """The body of its next request. `interval`: see WHOLE; `seeds`: whether the server's noise takes them."""
+        # Of one length: SGLang aborts each request whose id begins with the one that is to be aborted.
+        self.rid, self._from = uuid.uuid4().hex, len(self.token_ids)
+        options = {"stream_interval": interval, "sampling_seed": self._seed() if seeds else None}
+        return {
+            "rid": self.rid,
+            "input_ids": [*self.prompt, *self.token_ids],
+            "sampling_params": sampling_params(self.sampling, self.budget - len(self.token_ids)) | options,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": True,
+        }
+
+    def _seed(self) -> int:
+        # A server that draws with seeds gives all requests without one the same.
+        seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
+        return seed % 2**63
+
+    @property
+    def in_scheduler(self) -> bool:
+        """Whether the current request has sampled: before, an abort may come to the scheduler ahead of it and have no effect."""
+        return len(self.token_ids) > self._from
+
+    def add(self, part: Json, known: Versions) -> None:
+        """Take a part of the answer; the last one sets `finish`, unless the turn goes on in another request. Raises EngineError
+        for an answer that cannot be trained on."""
+        meta = part["meta_info"]
+        count = int(meta.get("completion_tokens", 0))
+        ids, logprobs = self._columns(meta.get("output_token_logprobs") or [])
+        if lost := self.unused.intersection(ids):
+            # A bias would forbid them, and be in the logprobs: those would no longer be of the whole vocabulary.
+            raise EngineError(f"{self.address} drew the id {min(lost)}, for which the tokenizer has no token")
+        # A part has all tokens so far, or the new ones: the last part of an aborted request may have all in either mode.
+        if len(ids) == count:
+            del self.token_ids[self._from :], self.logprobs[self._from :]
+        if self._from + count != len(self.token_ids) + len(ids):
+            raise EngineError(f"{self.address}: {len(ids)} logprobs in a part of an answer of {count} tokens")
+        self.token_ids += ids
+        self.logprobs += logprobs
+        reason = meta.get("finish_reason")
+        if reason is not None:
+            self.versions += known.of(meta, count, self.address)
+            # Of the first request: what the others find is their own turn.
+            self.cached = self.cached if self._from else int(meta.get("cached_tokens", 0))
+            self.finish = self._finish(reason)
+
+    def _columns(self, entries: list[list[Any]]) -> tuple[list[int], list[float]]:
+        """Entries are (logprob, id, text)."""
+        if any(entry[0] is None for entry in entries):
+            raise EngineError(f"{self.address}: a sampled token has no finite logprob")
+        return [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
+
+    def _finish(self, reason: Json) -> Finish | None:
+        kind, left = reason["type"], self.budget - len(self.token_ids)
+        if kind == "abort":
+            # Requested aborts have no status; with one, the server says why it cannot answer.
+            if reason.get("status_code"):
+                raise EngineError(f"{self.address}/generate: {reason['status_code']} {reason.get('message')}")
+            return "abort"
+        if kind == "length":
+            if left > 0:
+                raise EngineError(
+                    f"{self.address} ended a turn after {len(self.token_ids)} of {self.budget} tokens: its KV cache has no room "
+                    "for more, or SGLANG_MAX_NEW_TOKENS_LIMIT is set"
+                )
+            return "length"
+        matched = reason.get("matched")
+        if not isinstance(matched, int):
+            raise EngineError(f"{self.address} ended a turn for another reason than its tokens: {matched}")
+        if matched in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if left == 0 else None
+
+    def over(self, finish: Finish) -> Generation:
+        """The turn."""
+        return Generation(self.token_ids, self.logprobs, self.versions, finish)
+
+
+def sampling_params(sampling: Sampling, tokens: int) -> dict[str, Any]:
+    """Everything that enters the draw, so that no default of the server or of the model's generation config does."""
+    return {
+        "max_new_tokens": tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+# The servers of an engine
+
+log = logging.getLogger(__name__)
+_KEYS_REMEMBERED = 65536
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    """One server. `cause`: why it is dead, None while it takes requests."""
+
+    http: Http
+    facts: Facts | None = None
+    in_flight: int = 0
+    cause: str | None = None
+
+    @property
+    def address(self) -> str:
+        return self.http.address
+
+
+class Servers:
+    """All servers of the config, from `start` to `close`."""
+
+    def __init__(self, cfg: SglangConfig, key: str | None) -> None:
+        self._cfg = cfg
+        self.all = [Server(Http(address, cfg.timeout, key)) for address in addresses(cfg.servers)]
+        self._home: OrderedDict[str, Server] = OrderedDict()
+
+    def alive(self) -> list[Server]:
+        return [server for server in self.all if server.cause is None]
+
+    async def look(self, server: Server, model_type: str | None) -> None:
+        """Ask a server what it is. Raises EngineError if it cannot be used."""
+        facts = Facts.of(server.address, await server.http.get(MODEL), await server.http.get(SERVER))
+        check(facts, self._cfg, model_type)
+        server.facts = facts
+
+    def route(self, key: str) -> Server:
+        """The server that has the episode's cache; for a new episode, or if that one died, the one with the fewest requests.
+        Raises EngineError if all are dead."""
+        server = self._home.pop(key, None)
+        if server is None or server.cause is not None:
+            able = self.alive()
+            if not able:
+                raise EngineError(f"no SGLang server is alive: {self.deaths()}")
+            server = min(able, key=lambda one: one.in_flight)
+        self._home[key] = server
+        if len(self._home) > _KEYS_REMEMBERED:
+            self._home.popitem(last=False)
+        return server
+
+    def homes(self) -> dict[str, str]:
+        """The server's address for each remembered episode."""
+        return {key: server.address for key, server in self._home.items()}
+
+    async def lost(self, server: Server, cause: ServerDeadError) -> None:
+        """A request's connection broke: the server is dead, unless it answers another one."""
+        try:
+            if server.cause is None:
+                await server.http.get(MODEL)
+                log.warning("%s; the server answers, and the turn is sampled again", cause)
+        except EngineError:
+            self.died(server, cause)
+
+    def died(self, server: Server, cause: ServerDeadError) -> None:
+        """Record a death once, however many requests report it."""
+        if server.cause is None:
+            server.cause = str(cause)
+            log.warning(
+                "SGLang server %s; its %d requests move on, and it is asked again at the next publish", cause, server.in_flight
+            )
+
+    def deaths(self) -> str:
+        return "; ".join(server.cause for server in self.all if server.cause is not None) or "the engine is closed"
+
+    async def post(
+        self, servers: Sequence[Server], route: str, body: Mapping[str, Any], seconds: float | None = None
+    ) -> list[Json]:
+        """Call each of them. One that turns out to be dead is left out. Raises EngineError if one refuses, or if none is left."""
+        calls = [server.http.post(route, body, seconds) for server in servers]
+        # All answers before any error: raising at the first would leave the others' calls under way.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, ServerDeadError):
+                self.died(server, answer)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ServerDeadError):
+                raise answer
+        if not self.alive():
+            raise EngineError(f"no SGLang server is alive: {self.deaths()}")
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def close(self) -> None:
+        for server in self.all:
+            await server.http.close()
+        self._home.clear()
+
+
+def addresses(given: Sequence[str]) -> list[str]:
+    """Addresses without a slash at their end."""
+    return [address.rstrip("/") for address in given]

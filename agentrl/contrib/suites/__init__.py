@@ -1,0 +1,1 @@
+"""Parts of benchmark suites, and environments of other frameworks."""

@@ -1,0 +1,225 @@
+"""verifiers (package verifiers), both ways: our environment as theirs, and theirs as ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Turn
+from agentrl.env.authoring import SPLITS
+from agentrl.env.base import ScorerLike, ToolEnv
+from agentrl.env.spaces import Observation
+from agentrl.env.tool import Tool
+from agentrl.utils.errors import DependencyError, EnvError, TaskDataError
+from agentrl.utils.parsing import read_json
+
+
+def _require() -> None:
+    if find_spec("verifiers") is None:
+        raise DependencyError("verifiers needs its package: pip install 'agentrl[verifiers]'")
+
+
+# -- messages, both ways ---------------------------------------------------------------------------
+
+
+def _to_theirs(message: Message) -> dict[str, Any]:
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [
+            {
+                "id": c.id,
+                "name": c.name,
+                "arguments": c.raw if c.arguments is None else json.dumps(c.arguments),
+            }
+            for c in message.tool_calls
+        ]
+    if message.role == "tool":
+        row["tool_call_id"] = message.tool_call_id or ""
+    return row
+
+
+def _to_ours(message: Any) -> Message:
+    row = message if isinstance(message, dict) else message.model_dump()
+    content = row.get("content") or ""
+    text = content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+    calls = tuple(_call(call) for call in row.get("tool_calls") or ())
+    return Message(row["role"], text, calls, tool_call_id=row.get("tool_call_id"))
+
+
+def _call(row: dict[str, Any]) -> ToolCall:
+    raw = row["arguments"]
+    try:
+        arguments = read_json(raw)
+    except ValueError as problem:
+        return ToolCall(row["name"], None, row["id"], raw, f"not valid JSON: {problem}")
+    if not isinstance(arguments, dict):
+        return ToolCall(row["name"], None, row["id"], raw, "the arguments are not a JSON object")
+    return ToolCall(row["name"], arguments, row["id"], raw)
+
+
+# -- ours as theirs --------------------------------------------------------------------------------
+
+
+def _rows(build: Callable[[], ToolEnv], tasks: int, split: str) -> Any:
+    """A dataset of the opening messages of seeds 0..tasks-1."""
+    from datasets import Dataset
+
+    env = build()
+    made = []
+    for seed in range(tasks):
+        observation, _ = env.reset(seed=seed, options={"split": split})
+        prompt = [_to_theirs(message) for message in observation]
+        made.append({"prompt": prompt, "answer": "", "info": json.dumps({"seed": seed, "split": split})})
+    env.close()
+    return Dataset.from_list(made)
+
+
+def to_verifiers(
+    build: Callable[[], ToolEnv], scorer: ScorerLike, *, tasks: int = 100, max_turns: int = 20, **options: Any
+) -> Any:
+    """A verifiers MultiTurnEnv over an environment: `tasks` tasks each for train (dataset) and held-out
+    (eval dataset), scored by our reward spec. An episode that could not be scored has the reward nan.
+    `options` go to verifiers. Raises DependencyError without the package.
+    """
+    _require()
+    import verifiers as vf
+    from verifiers.utils.message_utils import normalize_messages
+
+    async def reward(state: Any) -> float:
+        score = await scorer.ascore(state["agentrl_env"].trajectory)
+        return float("nan") if score.value is None else float(score.value)
+
+    class Exported(vf.MultiTurnEnv):  # type: ignore[misc]
+        async def setup_state(self, state: Any) -> Any:
+            env = state["agentrl_env"] = build()
+            info = state["info"]
+            await env.areset(seed=info["seed"], options={"split": info["split"]})
+            return state
+
+        async def env_response(self, messages: Any, state: Any, **more: Any) -> Any:
+            try:
+                answer = await state["agentrl_env"].astep(_to_ours(messages[-1]))
+            except EnvError as fault:
+                raise vf.Error(str(fault)) from fault
+            observation, _, terminated, truncated, _ = answer
+            theirs = normalize_messages([_to_theirs(m) for m in observation], field_name="env_response")
+            if terminated or truncated:
+                state["final_env_response"] = theirs
+            return theirs
+
+        @vf.cleanup  # type: ignore[untyped-decorator]
+        async def end_episode(self, state: Any) -> None:
+            env = state["agentrl_env"]
+            if env.is_open:
+                await env.aend(StopReason.MAX_TURNS)
+
+    functions = [schema["function"] for schema in build().toolbox.schemas()]
+    tools = [vf.Tool(name=f["name"], description=f.get("description", ""), parameters=f["parameters"])
+             for f in functions]  # fmt: skip
+    # In a separate thread, so that this can also be called while an event loop runs.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        train, held_out = pool.map(partial(_rows, build, tasks), SPLITS)
+    return Exported(
+        dataset=train, eval_dataset=held_out, rubric=vf.Rubric(funcs=[reward]), tool_defs=tools,
+        max_turns=max_turns, **options,
+    )  # fmt: skip
+
+
+# -- theirs as ours --------------------------------------------------------------------------------
+
+
+class VerifiersEnv(ToolEnv):
+    """A verifiers environment (SingleTurn, MultiTurn or Tool). Its own rubric's reward is in the state."""
+
+    id = "verifiers/Env-v0"
+    host_params = frozenset({"load", "args"})
+    shared = frozenset({"theirs"})
+
+    def __init__(self, *, load: str = "", args: dict[str, Any] | None = None, environment: Any = None, **base: Any) -> None:
+        """`load`, `args`: arguments of `verifiers.load_environment`; or an existing `environment`. Raises
+        DependencyError without the package."""
+        _require()
+        import verifiers as vf
+
+        super().__init__(**base)
+        self.theirs = environment if environment is not None else vf.load_environment(load, **(args or {}))
+        self.theirs_state: Any = None
+        self.result: dict[str, Json] = {}
+        for item in self.theirs.tool_defs or ():
+            self.toolbox.add(Tool.from_schema(item.name, item.description, dict(item.parameters), _not_here))
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        if split not in SPLITS:
+            raise TaskDataError(f"verifiers: no split {split!r}; expected one of {', '.join(SPLITS)}")
+        rows = self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset()
+        draw = rng_seed % len(rows)
+        row = json.loads(json.dumps(rows[draw], default=str))
+        gold = {"answer": row.get("answer", "")}
+        return Task(f"verifiers/{split}/{draw}", rng_seed, split, {"row": row}, gold)
+
+    def task_count(self, split: str) -> int | None:
+        return len(self.theirs.get_dataset() if split == "train" else self.theirs.get_eval_dataset())
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [_to_ours(message) for message in task.data["row"]["prompt"]]
+
+    async def setup(self, task: Task) -> None:
+        self.result = {}
+        row = {"example_id": 0, **task.data["row"]}
+        state = await self.theirs.init_state(row, client=no_client(), model="")
+        self.theirs_state = await self.theirs.setup_state(state) or state
+
+    def state(self) -> Json:
+        return dict(self.result)
+
+    async def _answer(self, turn: Turn) -> tuple[Observation, bool]:
+        """Their rollout loop, inverted: our turn goes into their state, and their environment answers it."""
+        from verifiers.types import AssistantMessage
+
+        state = self.theirs_state
+        said = AssistantMessage.model_validate({**_to_theirs(turn.message)})
+        before = state["trajectory"][-1] if state["trajectory"] else None
+        history = state["prompt"] if before is None else before["full"]
+        step = {
+            "prompt": history,
+            "completion": [said],
+            "reward": None,
+            "extras": {},
+            "full": [*history, said],
+        }
+        state["trajectory"].append(step)
+        if await self.theirs.is_completed(state):
+            return await self._scored([])
+        answers = await self.theirs.env_response(step["full"], state)
+        step["full"] = [*step["full"], *answers]
+        ours = [_to_ours(message) for message in answers]
+        turn.results = [ToolResult(m.tool_call_id or "", "", m.content) for m in ours if m.role == "tool"]
+        if await self.theirs.is_completed(state):
+            return await self._scored(ours)
+        return ours, False
+
+    async def _scored(self, observation: Observation) -> tuple[Observation, bool]:
+        state = self.theirs_state
+        await self.theirs.cleanup(state)
+        await self.theirs.rubric.score_rollout(state)
+        self.result = {"reward": float(state["reward"]), "metrics": dict(state["metrics"] or {})}
+        return observation, True
+
+
+@cache
+def no_client() -> Any:
+    """Takes the place of verifiers' model client, which is never used because the policy is on our side."""
+    from verifiers.clients import Client
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise EnvError("a verifiers environment called its model client, which does not exist here; only the policy samples")
+
+    return type("NoClient", (Client,), dict.fromkeys(Client.__abstractmethods__, refuse))(object())
+
+
+async def _not_here(**arguments: Any) -> None:
+    raise EnvError("tools of a verifiers environment are called by its own env_response")

@@ -1,0 +1,158 @@
+"""A model of torchtitan as a training engine: its models and parallelism, with agentrl's packed attention, head and weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agentrl.config.schema import ModelConfig
+from agentrl.trainer.attention import register_packed_attention
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import Role
+from agentrl.trainer.memory import by_size
+from agentrl.trainer.model_folder import Loader, ModuleTensor, materialize
+from agentrl.trainer.optim import Offloaded
+from agentrl.trainer.pretrained import empty_causal_lm, load_model_config
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, Layout, compute_dtype
+from agentrl.utils.errors import ConfigError, DependencyError
+
+# The package
+
+KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+def require_torchtitan() -> None:
+    """Make torchtitan importable. Raises DependencyError if it is not installed, or is another version than it works with.
+
+    Its models import Triton kernels for one way to exchange tokens between experts, which is not used here. Without Triton,
+    which builds of torch for CPUs lack, a module that only refuses to be called is put in place of these kernels.
+    """
+    if importlib.util.find_spec("torchtitan") is None:
+        raise DependencyError("model.engine = \"titan\" needs torchtitan: pip install 'agentrl[titan]'")
+    if KERNELS not in sys.modules and importlib.util.find_spec("triton") is None:
+        sys.modules[KERNELS] = _Missing(KERNELS)
+    try:
+        import torchtitan.models.llama3
+        import torchtitan.models.qwen3  # noqa: F401
+    except ImportError as error:
+        reason = "this torchtitan is not one that agentrl works with (see the extra `titan`), or a package of its is missing"
+        raise DependencyError(f'model.engine = "titan": {reason}: {error}') from error
+
+
+class _Missing(ModuleType):
+    """A module whose names are functions that raise."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise DependencyError(f"{self.__name__}.{name} needs Triton")
+
+        return refuse
+
+
+WRAPPER = "_checkpoint_wrapped_module."
+"""What torchtitan's checkpointing puts into names."""
+
+
+@TRAIN_ENGINES.register(
+    "titan",
+    traits={
+        "sft",
+        "replicas",
+        "sequence_parallel",
+        "tensor_parallel",
+        "expert_parallel",
+        "offload",
+        "shard_gradients",
+        "activation_checkpointing",
+        "prefix_sharing",
+        "router_replay",
+    },
+)
+class TitanEngine(FsdpEngine):
+    """One rank's part of a torchtitan model; it needs a process group, also for one rank."""
+
+    def __init__(
+        self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
+    ) -> None:
+        """Raises also DependencyError without torchtitan, and ModelError for a family that is not in titan/families.py."""
+        if role != "policy":
+            raise ConfigError(f'model.engine = "titan" computes logprobs, and has no role "{role}"')
+        require_torchtitan()
+        from agentrl.contrib.titan.model import (
+            Sharding,
+            TitanRouting,
+            dims_of,
+            family_of,
+            hf_names,
+            sharded_decoder,
+            titan_config,
+        )
+
+        register_packed_attention()  # also for what it sets for this process
+        self.path, self.cfg, self.max_grad_norm = path, cfg, max_grad_norm
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.compute_dtype, self.sharded = compute_dtype(cfg, self.device), True
+        shell = empty_causal_lm(path)
+        loader = Loader(path, shell)
+        self.config, self.tied = shell.config, bool(shell.config.tie_word_embeddings)
+        self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in shell.parameters()))
+        family = family_of(path, self.config)
+        # transformers' own rotary embedding, made outside of the meta device: its frequencies are numbers.
+        made = titan_config(family, self.config, type(shell.base_model.rotary_emb)(self.config), cfg.expert_parallel > 1)
+        self.layout = Layout.of(cfg, self.device, dist.get_world_size())  # which ranks share tokens; the meshes are torchtitan's
+        dims = dims_of(cfg, self.device)
+        self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
+        self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
+        self.routing = TitanRouting(self.module, self.layout.ulysses)
+        self._load(loader)
+        self.module.train()
+        self.optimizers, self._offloaded = None, Offloaded()
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
+
+    @classmethod
+    def check(cls, cfg: ModelConfig, ranks: int) -> None:
+        require_torchtitan()
+        if cfg.path is not None:
+            from agentrl.contrib.titan.model import family_of
+
+            family_of(cfg.path, load_model_config(cfg.path))
+        if cfg.tensor_parallel > 1 and cfg.expert_parallel > 1:
+            # torchtitan redistributes tokens between the two only with its own sequence parallelism.
+            raise ConfigError(
+                'model.tensor_parallel with model.expert_parallel: model.engine = "titan" has one of them; "fsdp2" has both'
+            )
+        super().check(cfg, ranks)
+
+    def _load(self, loader: Loader) -> None:
+        counts = [name for name, buffer in self.module.named_buffers() if buffer.is_meta]  # of the tokens of each expert
+        materialize(self.module, self.device)
+        for name in counts:
+            self.module.get_buffer(name).zero_()
+        if self.tied:  # they came apart as each got its memory; FSDP2 keeps the first of them, which is the embedding's
+            decoder = self.module
+            decoder.lm_head.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr, assignment]
+        entries = {}
+        for name in self.module.state_dict():
+            owner, _, leaf = name.rpartition(".")
+            entries[self.hf_name(name)] = ModuleTensor(self.module.get_submodule(owner), leaf)
+        loader.read_into(entries)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(self.device)
+
+    def hf_name(self, name: str) -> str:
+        return self._names[name.replace(WRAPPER, "")]
+
+    def _left_out(self, name: str) -> bool:
+        return self.tied and name == "lm_head.weight"
+
+    # Not FsdpEngine's: the roles and the adapters that these need are not here.
+    values, scores = BaseEngine.values, BaseEngine.scores
+    adapter, frozen_base = BaseEngine.adapter, BaseEngine.frozen_base

@@ -1,0 +1,464 @@
+"""torchtitan's models with agentrl's parts. Import it after `engine.require_torchtitan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import spmd_types
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchtitan.distributed.parallel_dims
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common import Embedding
+from torchtitan.models.common.config_utils import (
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_token_dispatcher_config,
+)
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+from agentrl.config.schema import ModelConfig
+from agentrl.data.expert_routing import FREE, Load, Routers
+from agentrl.trainer.attention import PackedSequences, packed_attention
+from agentrl.trainer.language_model import Micro, shares, token_logprobs
+from agentrl.trainer.layers import Routing
+from agentrl.trainer.parallel import Ulysses, divided
+from agentrl.utils.errors import ModelError
+
+# Parts that are agentrl's
+
+
+class PackedAttention(Module):
+    """Causal attention within each row of `attention_masks`, which is agentrl's layout of the rows here."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    # Named as torchtitan's sharding of attention names them: batch (1), tokens, heads, width.
+    def forward(
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: PackedSequences, scale: float | None, **_: Any
+    ) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        return packed_attention(self, q, k, v, None, packed=attention_masks, scaling=scale)[0]
+
+
+class Rotary(CosSinRoPE):
+    """Rotary embeddings with the frequencies that transformers computes for a model's config, scaled or not.
+
+    torchtitan keeps angles of all positions in every layer; here they are made from the positions, as a model's context of
+    128k tokens would take 128 MiB a layer. The halves of a head are rotated as in transformers, so that no weight has to be
+    permuted, neither on loading nor on publishing.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        frequencies: tuple[float, ...]  # one per pair of dimensions of a head
+        scale: float = 1.0
+
+    def _precompute_cache(self) -> Tensor:
+        return torch.tensor(self.config.frequencies, dtype=torch.float32, device="cpu")
+
+    def _reshape_cache(self, query: Tensor, positions: Tensor | None = None) -> Tensor:
+        assert positions is not None
+        angles = positions[..., None].float() * local(self.cache)  # [1, T, D / 2]
+        both = torch.cat([angles, angles], dim=-1)
+        found = (torch.cat([both.cos(), both.sin()], dim=-1) * self.config.scale)[:, :, None]
+        return as_replicated(found, query)
+
+
+class LogprobDecoder:
+    """Mixed into a torchtitan decoder: its forward returns log pi and entropy of chosen tokens.
+
+    The head is applied inside this forward, because only there a sharded weight is gathered.
+    """
+
+    _skip_lm_head = True  # torchtitan's switch: its own forward ends with the last norm
+
+    def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        """Of the tokens `micro.targets`: two float32 [M]."""
+        group = micro.packed.ulysses
+        part = slice(0, None) if group is None else group.slice_of(len(micro.input_ids))
+        packed = micro.packed if micro.experts is None else replace(micro.packed, experts=micro.experts[part])
+        model: Any = super()
+        hidden = local(model.forward(micro.input_ids[None, part], micro.position_ids[None, part], packed))[0]
+        head: Callable[..., tuple[Tensor, Tensor]] = self.lm_head  # type: ignore[attr-defined]
+        if group is None:
+            return head(hidden.index_select(0, micro.before), micro.targets, temperature, entropy)
+        mine, counts, back = shares(micro.before, len(hidden), group)
+        own = head(hidden.index_select(0, micro.before[mine] - part.start), micro.targets[mine], temperature, entropy)
+        return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
+
+
+class LogprobHead(Linear):
+    """The output embedding; its forward returns log pi and entropy of given tokens, and never all logits at once."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    tensor: Ulysses | None = None
+    """The ranks of tensor parallelism, which divide the tokens among them."""
+
+    def forward(self, input: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        """`input`: hidden states [M, E], which all tensor-parallel ranks have; `targets` int64 [M] -> two float32 [M]."""
+
+        def compute(hidden: Tensor, head: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return token_logprobs(hidden, head.weight.to(hidden.dtype), targets, temperature, entropy=entropy)
+
+        return divided(compute, input, self, targets, self.tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that tensor-parallel ranks hold alike."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_replicated(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that all tensor-parallel ranks hold alike, as a DTensor if `like` is one."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+# Routers
+
+
+class Router(TokenChoiceTopKRouter):
+    """Sends tokens where `rows` says (`PackedSequences.experts`), and where it says nothing to the experts with the highest
+    scores; `told` is called with what was chosen. `layer`: which of the model's routers it is."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.experts, self.layer, self.strict = config.num_experts, 0, False
+        self.rows: PackedSequences | None = None
+        self.told: Callable[[Tensor], None] | None = None
+
+    def forward(self, x_BLD: Tensor, expert_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates and experts of the tokens, both [1, T, k], and the scores of all experts [1, T, E]."""
+        gates, chosen, scores = super().forward(x_BLD, expert_bias_E)
+        if self.rows is not None and self.rows.experts is not None:
+            dictated = self.rows.experts[None, :, self.layer]
+            chosen = torch.where(dictated == FREE[dictated.dtype], chosen, dictated.to(chosen.dtype))
+            gates = scores.gather(-1, chosen)
+            if self.route_norm:
+                gates = gates / gates.sum(-1, keepdim=True)
+            gates = gates * self.route_scale
+        if self.told is not None:
+            self.told(chosen[0])
+        return gates, chosen, scores
+
+
+class RoutedBlock(Qwen3TransformerBlock):
+    """A layer that tells its router where the tokens are to go; also when it is computed again for the backward pass."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3TransformerBlock.Config):
+        pass
+
+    def forward(self, x: Tensor, attention_masks: PackedSequences, positions: Tensor | None = None) -> Tensor:
+        self.moe.router.rows = attention_masks
+        found: Tensor = super().forward(x, attention_masks, positions)
+        return found
+
+
+class TitanRouters(Routers):
+    """The routers of a torchtitan model, in the order of its layers."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._dictated, self.problem = None, ""
+        found: Any = [module for module in decoder.modules() if isinstance(module, Router)]
+        for layer, router in enumerate(found):
+            router.layer = layer
+        self._routers = found
+
+
+class TitanRouting(Routing):
+    """`Routing` of a torchtitan model."""
+
+    def __init__(self, decoder: nn.Module, group: Ulysses | None) -> None:
+        self._routers, self._group = TitanRouters(decoder), group
+        self._load = Load(self._routers)
+
+
+# Experts
+
+NAMES = {
+    f"layers.{{}}.moe.routed_experts.inner_experts.{name}": f"model.layers.{{}}.mlp.experts.{name}"
+    for name in ("gate_up_proj", "down_proj")
+}
+"""The Hugging Face names of the experts' weights, which torchtitan's own table has one by one."""
+
+
+class Experts(GroupedExperts):
+    """All experts of a layer, with the two weights that transformers has for them; torchtitan has three.
+
+    They compute in the type of their weights; torchtitan's always compute in bfloat16, which in a float32 run is not what the
+    engine that sampled computed.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = config.num_experts
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Tokens [R, D], sorted by expert, and their numbers per expert [E] -> [R, D]."""
+        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate_up, down = (local(weight).to(x_RD.dtype).transpose(-2, -1) for weight in (self.gate_up_proj, self.down_proj))
+        gate, up = torch._grouped_mm(x_RD, gate_up, offs=offsets).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, down, offs=offsets)
+
+
+def is_sparse(config: Any, layer: int) -> bool:
+    """Whether a layer of a Qwen3-MoE model has experts."""
+    listed = layer in (config.mlp_only_layers or [])
+    return not listed and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+
+
+def experts_config(config: Any) -> Any:
+    """torchtitan's config of the experts of one layer, without its balancing of their load, which is no part of the model."""
+    count, top = config.num_experts, config.num_experts_per_tok
+    return make_moe_config(
+        num_experts=count,
+        load_balance_coeff=None,
+        router=Router.Config(
+            num_experts=count,
+            gate=Linear.Config(in_features=config.hidden_size, out_features=count),
+            top_k=top,
+            score_func="softmax",
+            route_norm=config.norm_topk_prob,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(dim=config.hidden_size, hidden_dim=config.moe_intermediate_size, num_experts=count),
+            token_dispatcher=make_token_dispatcher_config(num_experts=count, top_k=top, comm_backend="standard"),
+        ),
+    )
+
+
+def shard_experts(config: Any, expert_parallel: bool) -> None:
+    """Fill in how the experts of all layers of a torchtitan config are divided."""
+    for layer in config.layers:
+        if layer.moe is not None:
+            layout = {"gate_up_proj": spmd_types.R, "down_proj": spmd_types.R}  # over tensor-parallel ranks
+            set_moe_sharding_config(layer.moe, enable_ep=expert_parallel, enable_sp=False, expert_param_layout=layout)
+
+
+# Families
+
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the length of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What torchtitan has for one architecture; `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
+
+    model: Any
+    block: Any
+    adapter: Any
+    shard: Callable[[Any], None]
+    parallelize: Callable[..., Any]
+    qk_norm: bool
+    sparse: bool = False
+
+
+QWEN3 = Family(
+    Qwen3Model,
+    Qwen3TransformerBlock,
+    Qwen3StateDictAdapter,
+    lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
+    parallelize_qwen3,
+    qk_norm=True,
+)
+FAMILIES: dict[str, Family] = {
+    "qwen3": QWEN3,
+    "qwen3_moe": replace(QWEN3, sparse=True),
+    "llama": Family(
+        Llama3Model,
+        Llama3TransformerBlock,
+        Llama3StateDictAdapter,
+        lambda config: set_llama3_sharding_config(config, enable_sp=False),
+        parallelize_llama,
+        qk_norm=False,
+    ),
+}
+"""By `model_type` of transformers."""
+
+
+def family_of(path: str, config: Any) -> Family:
+    """The family of a model. Raises ModelError for one that is not here, and for what its torchtitan model does not have."""
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ModelError(f'{path}: model.engine = "titan" has models for {", ".join(FAMILIES)}, not for {kind}; "fsdp2" does')
+    rope = config.rope_parameters or {}
+    known = {
+        "hidden_act": (config.hidden_act, ("silu",)),
+        "attention_bias": (getattr(config, "attention_bias", False), (False,)),
+        "mlp_bias": (getattr(config, "mlp_bias", False), (False,)),
+        "attention_dropout": (config.attention_dropout or 0.0, (0.0,)),
+        "use_sliding_window": (getattr(config, "use_sliding_window", False), (False,)),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), (1.0,)),
+        "rope_type": (rope.get("rope_type", "default"), ROPES),
+    }
+    for key, (value, allowed) in known.items():
+        if value not in allowed:
+            raise ModelError(f'{path}: {key} = {value!r} in its config.json: model.engine = "titan" supports {allowed}')
+    return FAMILIES[kind]
+
+
+def titan_config(family: Family, config: Any, rotary: Any, expert_parallel: bool) -> Any:
+    """torchtitan's config of a model. `rotary`: transformers' rotary embedding of it, for the frequencies. `expert_parallel`: the
+    ranks have different experts."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def norm(size: int) -> Any:
+        return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps)
+
+    rope = Rotary.Config(
+        dim=width,
+        max_seq_len=config.max_position_embeddings,
+        frequencies=tuple(rotary.inv_freq.tolist()),
+        scale=float(rotary.attention_scaling),
+    )
+    # Weights are loaded, never drawn: no initialization is given.
+    sparse = [family.sparse and is_sparse(config, layer) for layer in range(config.num_hidden_layers)]
+    layers = [
+        (RoutedBlock if experts else family.block).Config(
+            attention_norm=norm(config.hidden_size),
+            ffn_norm=norm(config.hidden_size),
+            attention=make_gqa_config(
+                dim=config.hidden_size,
+                n_heads=heads,
+                n_kv_heads=config.num_key_value_heads,
+                head_dim=width,
+                wqkv_param_init={},
+                wo_param_init={},
+                inner_attention=PackedAttention.Config(),
+                rope=rope,
+                qk_norm=norm(width) if family.qk_norm else None,
+            ),
+            feed_forward=None
+            if experts
+            else make_ffn_config(
+                dim=config.hidden_size, hidden_dim=config.intermediate_size, w1_param_init={}, w2w3_param_init={}
+            ),
+            moe=experts_config(config) if experts else None,
+        )
+        for experts in sparse
+    ]
+    found = family.model.Config(
+        dim=config.hidden_size,
+        vocab_size=config.vocab_size,
+        tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.hidden_size),
+        norm=norm(config.hidden_size),
+        lm_head=LogprobHead.Config(in_features=config.hidden_size, out_features=config.vocab_size),
+        layers=layers,
+        enable_weight_tying=bool(config.tie_word_embeddings),
+    )
+    family.shard(found)
+    shard_experts(found, expert_parallel)
+    # The head gathers its weight itself, and takes and returns plain tensors.
+    found.lm_head.sharding_config = ShardingConfig(state_shardings=found.lm_head.sharding_config.state_shardings)
+    return found
+
+
+def hf_names(family: Family, config: Any, names: list[str]) -> dict[str, str]:
+    """The Hugging Face name of each of torchtitan's parameters, by its adapter's own table. Raises ModelError if it lacks one."""
+    table = {titan: name for name, titan in family.adapter(config, None).from_hf_map.items() if titan is not None}
+    table |= NAMES
+    found = {}
+    for name in names:
+        layer = next((part for part in name.split(".") if part.isdigit()), "")
+        pattern = name.replace(f".{layer}.", ".{}.", 1) if layer else name
+        if pattern not in table:
+            raise ModelError(f"torchtitan's table of names has no {name}")
+        found[name] = table[pattern].format(layer)
+    return found
+
+
+# Sharding
+
+BACKEND = "partial_dtensor"
+"""Parameters as DTensors, which can be gathered and saved like those of FSDP2; with torchtitan's default they are plain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What torchtitan is asked for: the type of the computation, and whether layers compute their activations twice."""
+
+    dtype: torch.dtype
+    checkpoints: bool
+
+
+def dims_of(cfg: ModelConfig, device: torch.device) -> ParallelDims:
+    """torchtitan's meshes over all ranks."""
+    world = dist.get_world_size()
+    # torchtitan takes the kind of accelerator that the machine has, and a GPU if it has none.
+    torchtitan.distributed.parallel_dims.device_type = device.type
+    set_spmd_backend(BACKEND)
+    tensor, experts = cfg.tensor_parallel, cfg.expert_parallel
+    found = ParallelDims(cfg.replicas, -1, cp=1, tp=tensor, pp=1, ep=experts, world_size=world, spmd_backend=BACKEND)
+    found.build_mesh()
+    return found
+
+
+def sharded_decoder(family: Family, config: Any, dims: ParallelDims, asked: Sharding) -> nn.Module:
+    """The model on the meta device, with torchtitan's names. Gradients are summed over the ranks, in float32."""
+    name = str(asked.dtype).removeprefix("torch.")
+    with torch.device("meta"):
+        decoder: nn.Module = type("TitanDecoder", (LogprobDecoder, family.model), {})(config)
+    family.parallelize(
+        decoder,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param=name),
+        parallelism=ParallelismConfig(spmd_backend=BACKEND),
+        compile_config=CompileConfig(),
+        ac_config=FullAC.Config(preserve_rng_state=False) if asked.checkpoints else None,
+        dump_folder="",
+    )
+    if dims.tp > 1:
+        head: Any = decoder.lm_head
+        head.tensor = Ulysses(dims.get_mesh("tp").get_group())
+    for part in decoder.modules():
+        if isinstance(part, FSDPModule):
+            # torchtitan asks for sums by the divide factor alone, which gloo does not support.
+            part.set_force_sum_reduction_for_comms(True)
+    return decoder

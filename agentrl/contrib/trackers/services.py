@@ -1,0 +1,315 @@
+"""Trackers of services: Weights & Biases, MLflow, Trackio."""
+
+from __future__ import annotations
+
+import math
+import netrc
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+from agentrl.config import TrainConfig
+from agentrl.config.identity import without_secrets
+from agentrl.run.folder import RunFolder
+from agentrl.run.trackers import FLUSH_S, TRACKERS, Cell, Status, TrackedRun, Tracker
+from agentrl.utils.errors import ConfigError, DependencyError
+from agentrl.utils.files import atomic_write
+from agentrl.utils.parsing import json_text, read_json
+
+# Packages
+
+
+def need(tracker: str, extra: str, *packages: str) -> None:
+    """Raise DependencyError, with the line that installs them, if one of these is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise DependencyError(f"{tracker} needs {', '.join(missing)}: pip install 'agentrl[{extra}]'")
+
+
+# What a service was given
+
+
+class GivenRows:
+    """`trackers/NAME.json`: `ids` as the tracker set them, the last step of each phase, and the number of rows."""
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._path = folder.path / "trackers" / f"{name}.json"
+        found: dict[str, Any] = read_json(self._path.read_text()) if self._path.is_file() else {}
+        self.ids: dict[str, str] = found.get("ids", {})
+        self.rows: int = found.get("rows", 0)
+        self._steps: dict[str, int] = found.get("steps", {})
+
+    def knows(self, phase: str, step: int) -> bool:
+        """Whether the service has that row."""
+        return step <= self._steps.get(phase, -1)
+
+    def add(self, phase: str, step: int) -> None:
+        """The service has the row now."""
+        self._steps[phase] = step
+        self.rows += 1
+        self.save()
+
+    def save(self) -> None:
+        """Write the file; afterwards another process knows it."""
+        self._path.parent.mkdir(exist_ok=True)
+        atomic_write(self._path, json_text({"ids": self.ids, "steps": self._steps, "rows": self.rows}) + "\n")
+
+
+# Weights & Biases
+
+EXIT: Mapping[Status, int] = {"done": 0, "failed": 1, "interrupted": 255}
+"""As W&B's own hooks set it: 0 finishes a run, 255 is Ctrl-C, any other number is a failure."""
+
+
+@TRACKERS.register("wandb")
+class WeightsAndBiases(Tracker):
+    """One W&B run for the whole run, also over resumes. A value is called PHASE/KEY, and its axis is the run's step
+    (`PHASE/step`), since W&B's own counts rows of all phases."""
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        project: str = "agentrl",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        """`mode`: by default the environment variable WANDB_MODE, or online."""
+        import wandb
+
+        self._wandb, self._offline = wandb, _mode(mode) == "offline"
+        self._given = GivenRows(run.folder, "wandb")
+        self._given.ids.setdefault("run", secrets.token_hex(4))
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            group=group,
+            tags=tags,
+            name=run.name,
+            id=self._given.ids["run"],
+            resume="allow",
+            mode=_mode(mode),
+            dir=str(run.folder.path),
+            config=without_secrets(run.config),
+            settings=wandb.Settings(finish_timeout=FLUSH_S / 2, console="off", x_disable_stats=True),
+        )
+        self._given.save()
+        self._phases: set[str] = set()
+
+    @classmethod
+    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+        need('trackers "wandb"', "wandb", "wandb")
+        if _mode(args["mode"]) == "online" and not _logged_in():
+            raise ConfigError(
+                'trackers "wandb": there is no login: run `wandb login` or set WANDB_API_KEY; or set args.mode = "offline" '
+                "(also WANDB_MODE=offline), and bring the files there later with `wandb sync`"
+            )
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        if self._given.knows(phase, step):
+            return
+        self._log(phase, step, {key: value for key, value in values.items() if value is not None})
+        self._given.add(phase, step)
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        if rows and not self._given.knows(f"{phase}/episodes", step):
+            head = list(rows[0])
+            table = self._wandb.Table(columns=head, data=[[row[key] for key in head] for row in rows], allow_mixed_types=True)
+            self._log(phase, step, {"episodes": table})
+            self._given.add(f"{phase}/episodes", step)
+
+    def picture(self, name: str, path: Path) -> None:
+        self._run.log({name: self._wandb.Image(str(path))}, step=self._given.rows)
+        self._given.rows += 1
+        self._given.save()
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update({key: value for key, value in summary.items() if value is not None} | {"status": status})
+        self._run.finish(exit_code=EXIT[status])
+
+    def look(self) -> str:
+        return f"wandb sync {Path(self._run.dir).parent}" if self._offline else str(self._run.url)
+
+    def _log(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        if phase not in self._phases:
+            self._phases.add(phase)
+            self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+        row = {f"{phase}/{key}": value for key, value in values.items()}
+        # W&B's own step must not go back, and counts what this run was given since it began, over all resumes.
+        self._run.log({**row, f"{phase}/step": step}, step=self._given.rows)
+
+
+def _mode(mode: str | None) -> str:
+    return mode or os.environ.get("WANDB_MODE") or "online"
+
+
+def _logged_in() -> bool:
+    """Whether W&B would find a key without asking for one."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# MLflow
+
+ENDS: Mapping[Status, str] = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+SQLITE = "sqlite:///"
+BATCH, PARAMS, LONGEST = 1000, 100, 500
+"""Metrics and parameters of one request, and the characters of a parameter: what every MLflow server takes."""
+
+
+@TRACKERS.register("mlflow")
+class MLflow(Tracker):
+    """One MLflow run for the whole run, also over resumes. A metric is called PHASE/KEY; characters that MLflow's names cannot
+    have become "_"."""
+
+    def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = "agentrl") -> None:
+        """`uri`: of the server, or `sqlite:///FILE`; by default the environment variable MLFLOW_TRACKING_URI."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._uri = Metric, _uri(uri)
+        self._client = MlflowClient(self._uri)
+        self._given = GivenRows(run.folder, "mlflow")
+        if "run" in self._given.ids:
+            self._client.update_run(self._given.ids["run"], status="RUNNING")
+            return
+        made = self._client.create_run(self._experiment(experiment), run_name=run.name)
+        self._given.ids["run"] = made.info.run_id
+        self._given.save()
+        params = [Param(_name(key), text[:LONGEST]) for key, text in _flat("", without_secrets(run.config))]
+        for start in range(0, len(params), PARAMS):
+            self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS])
+
+    @classmethod
+    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+        uri = _uri(args["uri"])
+        database = uri.partition(":")[0].startswith(("sqlite", "postgresql", "mysql", "mssql"))
+        need('trackers "mlflow"', "mlflow", "mlflow", *(("sqlalchemy", "alembic") if database else ()))
+        if not uri:
+            raise ConfigError(
+                'trackers "mlflow": set args.uri or MLFLOW_TRACKING_URI to the address of your server; without a network use '
+                f'a file: args.uri = "{SQLITE}{Path("mlflow.db").absolute()}", which `mlflow ui --backend-store-uri` shows'
+            )
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        if self._given.knows(phase, step):
+            return
+        now = round(1000 * time.time())
+        metrics = [
+            self._metric(_name(f"{phase}/{key}"), float(value), now, step)
+            for key, value in values.items()
+            if value is not None and math.isfinite(value)
+        ]
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(self._given.ids["run"], metrics=metrics[start : start + BATCH])
+        self._given.add(phase, step)
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        head = list(rows[0]) if rows else []
+        table = {"columns": head, "data": [[row[key] for key in head] for row in rows]}
+        self._client.log_dict(self._given.ids["run"], table, f"episodes/{phase}_{step:06d}.json")
+
+    def picture(self, name: str, path: Path) -> None:
+        self._client.log_artifact(self._given.ids["run"], str(path))
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self._client.log_dict(self._given.ids["run"], dict(summary), "summary.json")
+        self._client.set_terminated(self._given.ids["run"], ENDS[status])
+
+    def look(self) -> str:
+        if self._uri.startswith("sqlite"):
+            return f"mlflow ui --backend-store-uri {self._uri}"
+        experiment = self._client.get_run(self._given.ids["run"]).info.experiment_id
+        return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._given.ids['run']}"
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        # Beside the database: MLflow's own default is the working directory.
+        beside = (Path(self._uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
+        return str(self._client.create_experiment(name, beside if self._uri.startswith(SQLITE) else None))
+
+
+def _uri(uri: str | None) -> str:
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+
+
+def _name(key: str) -> str:
+    return re.sub(r"[^\w\-. /:]", "_", key)
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+    else:
+        yield prefix, str(value)
+
+
+# Trackio
+
+
+@TRACKERS.register("trackio")
+class Trackio(Tracker):
+    """One Trackio run for the whole run, also over resumes. A value is called PHASE/KEY. Trackio goes on with a run by its name,
+    so the name has a few letters that no other run has."""
+
+    def __init__(self, run: TrackedRun, *, project: str = "agentrl", space: str | None = None) -> None:
+        """`space`: "user/name" of a Space; by default the environment variable TRACKIO_SPACE_ID, or none: the files of this
+        machine (TRACKIO_DIR)."""
+        import trackio
+
+        self._given, self._project, self._space = GivenRows(run.folder, "trackio"), project, space
+        self._given.ids.setdefault("run", f"{run.name}-{secrets.token_hex(2)}")
+        self._run: Any = trackio.init(
+            project=project,
+            name=self._given.ids["run"],
+            space_id=space,
+            config=without_secrets(run.config),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        self._given.save()
+
+    @classmethod
+    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+        need('trackers "trackio"', "trackio", "trackio")
+        space = args["space"] or os.environ.get("TRACKIO_SPACE_ID")
+        if space:
+            from huggingface_hub import get_token
+
+            if get_token() is None:
+                raise ConfigError(
+                    f'trackers "trackio": there is no login for the Space {space}: run `hf auth login` or set HF_TOKEN; without '
+                    "args.space (and TRACKIO_SPACE_ID) the run is kept on this machine"
+                )
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        if self._given.knows(phase, step):
+            return
+        self._run.log({f"{phase}/{key}": value for key, value in values.items() if value is not None}, step=step)
+        self._given.add(phase, step)
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        end = {f"summary/{key}": value for key, value in summary.items() if isinstance(value, (int, float))}
+        self._run.log({**end, "summary/status": status}, step=summary.get("steps", 0))
+        self._run.finish()
+
+    def look(self) -> str:
+        return f"trackio show --project {self._project}" if not self._space else f"https://huggingface.co/spaces/{self._space}"

@@ -1,0 +1,273 @@
+"""Answer the page's questions as JSON, one function per question."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import sqlite3
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from agentrl.contrib.view import episode as episodes_of
+from agentrl.contrib.view import episode as tokens
+from agentrl.contrib.view import queries
+from agentrl.contrib.view.library import Library, Shelved
+from agentrl.contrib.view.queries import suspects
+from agentrl.run.metrics import metrics_table
+from agentrl.run.reader import RunRecord
+from agentrl.utils.errors import AgentrlError, UserError
+from agentrl.utils.parsing import read_json, toml_table
+from agentrl.utils.redaction import learn, redact_said, redacted
+
+# The state that an episode began with, and what it changed.
+#
+# A trajectory has only its final state. The first one is what the environment sets up for the task, so it is made again from the
+# task's seed, when somebody looks: that costs a run nothing. It is shown only if the environment also makes the same task as then.
+# What would start more than Python code (a server, a sandbox, tools of other processes, an agent's program) is not started for it.
+
+Json = Any
+LIMIT_S = 10.0
+MOST = 500
+"""Differences that are listed."""
+
+
+def differences(before: Json, after: Json, at: str = "") -> Iterator[dict[str, Json]]:
+    """Where two JSON values differ, outermost place first: JSON Pointer, `kind` (changed, added, removed), and both values (None
+    for one that is not there)."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from _one(before, after, key in before, key in after, key, at)
+    elif isinstance(before, list) and isinstance(after, list):
+        for key in range(max(len(before), len(after))):
+            yield from _one(before, after, key < len(before), key < len(after), key, at)
+    elif before != after or isinstance(before, bool) != isinstance(after, bool):
+        yield {"path": at or "/", "kind": "changed", "before": before, "after": after}
+
+
+def _one(before: Json, after: Json, was: bool, is_: bool, key: Any, at: str) -> Iterator[dict[str, Json]]:
+    place = f"{at}/{str(key).replace('~', '~0').replace('/', '~1')}"
+    if was and is_:
+        yield from differences(before[key], after[key], place)
+    elif was:
+        yield {"path": place, "kind": "removed", "before": before[key], "after": None}
+    else:
+        yield {"path": place, "kind": "added", "before": None, "after": after[key]}
+
+
+def state_diff(run: RunRecord, found: Mapping[str, Json], allowed: bool) -> dict[str, Json]:
+    """`state_diff`: the differences from the first state to the last, None if they are not known, and `state_problem`, why."""
+    out: dict[str, Json] = {"state_before": None, "state_diff": None, "state_problem": None}
+    if found.get("state") is None:
+        return out | {"state_problem": "the environment has recorded no state"}
+    if not allowed:
+        return out | {"state_problem": "environments are not run (--no-envs)"}
+    task = found["task"]
+    seed, split, name = task.get("seed"), str(task.get("split", "train")), str(found.get("env") or "")
+    content = json.dumps([task.get("data"), task.get("gold")], sort_keys=True)
+    try:
+        before = read_json(_initial(run.path, run.text, name, seed, split, content))
+    except Exception as problem:  # of an environment's own code, which may raise anything
+        said = str(problem) if isinstance(problem, AgentrlError) else f"{type(problem).__name__}: {problem}"
+        return out | {"state_problem": f"the first state could not be made again: {said}"}
+    made = differences(before, found["state"])
+    return out | {"state_before": before, "state_diff": [item for item, _ in zip(made, range(MOST), strict=False)]}
+
+
+@functools.lru_cache(maxsize=256)
+def _initial(path: Path, config: str, env: str, seed: int, split: str, content: str) -> str:
+    """The first state of a task as JSON text. Raises AgentrlError if it is not the task of then, or would start other processes;
+    TimeoutError; and whatever the environment raises."""
+    return asyncio.run(asyncio.wait_for(_set_up(RunRecord(path), env, seed, split, content), LIMIT_S))
+
+
+async def _set_up(run: RunRecord, name: str, seed: int, split: str, content: str) -> str:
+    from agentrl.env.catalog import EnvRef
+
+    config = run.config
+    env = next((env for env in config.envs if env.called == name), config.envs[0])
+    tools = env.tools or config.tools
+    for key, value in {"url": env.url, "sandbox": env.sandbox, "agent": env.agent or config.agent, "tools": tools.mcp}.items():
+        if value:
+            raise AgentrlError(f"env.{key}: it would be started for it")
+    made = EnvRef(env.id, env.params).build()
+    # Of a class that runs commands in a sandbox, or has a server of tools: a run folder must not choose what is started.
+    if "sandbox" in inspect.signature(type(made).__init__).parameters or made._sources:
+        raise AgentrlError(f"{made.id} starts other processes")
+    try:
+        await made.areset(seed=seed, options={"split": split})
+        if json.dumps([made.task.data, made.task.gold], sort_keys=True, default=dict) != content:
+            raise AgentrlError("the environment makes another task of this seed than then")
+        return json.dumps(made.state())
+    finally:
+        await made.aclose()
+
+
+Asked = Mapping[str, str]
+_KEPT = 64
+FIRST_S = 0.5
+"""Seconds that the first question about a run's episodes waits for its index, which suffices for a small run."""
+
+
+def _shown(text: str) -> str:
+    """A config's text without what it holds of secrets by its names and addresses."""
+    with suppress(ValueError):
+        learn(toml_table(text))
+    return redact_said(text)
+
+
+class Api:
+    """Answers about the runs of a library. All of them read only."""
+
+    def __init__(self, library: Library, envs: bool = True) -> None:
+        """`envs`: environments may be run, for the states that episodes began with."""
+        self.library, self._envs = library, envs
+        self._kept: OrderedDict[Any, Json] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def runs(self, asked: Asked) -> Json:
+        return [self.library.row(one) for one in self.library.scan()]
+
+    def run(self, ident: str, asked: Asked) -> Json:
+        one = self.library.get(ident)
+        row = self.library.row(one)
+        with self._index(one) as db:
+            known = {found["name"]: found for found in db.execute("SELECT name, rows, damaged, problem FROM files")}
+        steps = []
+        for file in one.run.files:
+            found = known.get(file.name)
+            steps.append(
+                {
+                    "file": file.name,
+                    "phase": file.phase,
+                    "step": file.step,
+                    "episodes": None if found is None else found["rows"] - found["damaged"],
+                    "damaged": 0 if found is None else found["damaged"],
+                    "problem": None if found is None else found["problem"],
+                }
+            )
+        fresh = RunRecord(one.run.path)
+        summary = None if row["status"] == "damaged" else fresh.summary
+        config = _shown(fresh.text)
+        return {**row, "config": config, "summary": redacted(summary, said=True), "metric_table": metric_table(), "steps": steps}
+
+    def metrics(self, ident: str, asked: Asked) -> Json:
+        one = self.library.get(ident)
+        _only(asked, "after", "edition")
+        rows = one.metrics.rows()
+        after = queries.whole(asked, "after", 0, 0, 1 << 40)
+        edition = one.metrics.edition
+        # A resumed run writes its last rows again: who has read more than there is, or another edition, begins anew.
+        anew = after > len(rows) or queries.whole(asked, "edition", edition, 0, 1 << 40) != edition
+        return {"rows": rows[0 if anew else after :], "next": len(rows), "edition": edition, "anew": anew}
+
+    def episodes(self, ident: str, asked: Asked) -> Json:
+        one, page = self.library.get(ident), queries.page_of(asked)
+        with self._index(one) as db:
+            found = queries.episodes(db, page, self._high(db, ident))
+        indexed, of = one.index.progress()
+        return {"total": found["total"], "indexed": indexed, "of": of, "rows": found["rows"], "problem": one.problem}
+
+    def facets(self, ident: str, asked: Asked) -> Json:
+        _only(asked)
+        with self._index(self.library.get(ident)) as db:
+            return self._once(db, (ident, "facets"), lambda: queries.facets(db))
+
+    def episode(self, ident: str, episode: str, asked: Asked) -> Json:
+        one = self.library.get(ident)
+        with self._index(one) as db:
+            row = episodes_of.find(db, episode)
+            found = episodes_of.stored(one.run, row)
+            out = {**queries.episode_row(row, self._high(db, ident)), **episodes_of.detail(found, row, db)}
+        out["signs"] = {name: row[name] for name in ("gold_answer", "gold_calls", "repeated", "judge")}
+        return out | state_diff(RunRecord(one.run.path), found, self._envs)
+
+    def tokens(self, ident: str, episode: str, asked: Asked) -> Json:
+        _only(asked, "ledger", "offset", "limit")
+        one = self.library.get(ident)
+        ledger, offset = (queries.whole(asked, name, 0, 0, 1 << 31) for name in ("ledger", "offset"))
+        limit = queries.whole(asked, "limit", 4000, 1, tokens.MOST)
+        with self._index(one) as db:
+            row = episodes_of.find(db, episode)
+        return tokens.columns(RunRecord(one.run.path), row, episodes_of.stored(one.run, row), ledger, offset, limit)
+
+    def groups(self, ident: str, asked: Asked) -> Json:
+        _only(asked, "step", "limit", "offset")
+        limit, offset = queries.whole(asked, "limit", 200, 1, queries.MOST), queries.whole(asked, "offset", 0, 0, 1 << 40)
+        with self._index(self.library.get(ident)) as db:
+            return queries.groups(db, _step(asked), limit, offset)
+
+    def failures(self, ident: str, asked: Asked) -> Json:
+        _only(asked, "step", "by", "kind")
+        if asked.get("by", "reason") != "reason":
+            raise UserError(f"by={asked['by']!r}: expected reason")
+        with self._index(self.library.get(ident)) as db:
+            step, kind = _step(asked), asked.get("kind") or None
+            return self._once(db, (ident, "failures", step, kind), lambda: queries.failures(db, step, kind))
+
+    def suspects(self, ident: str, asked: Asked) -> Json:
+        _only(asked)
+        one = self.library.get(ident)
+        with self._index(one) as db:
+            rows = one.metrics.rows()
+            return self._once(db, (ident, "suspects", len(rows), one.metrics.edition), lambda: suspects(db, rows))
+
+    def compare(self, asked: Asked) -> Json:
+        _only(asked, "a", "b")
+        return queries.compared(*(self._tasks(asked.get(side, ""), side) for side in ("a", "b")))
+
+    def _tasks(self, given: str, side: str) -> Json:
+        ident, colon, step = given.rpartition(":")
+        if not colon:
+            raise UserError(f"{side}={given!r}: expected RUN:STEP")
+        with self._index(self.library.get(ident)) as db:
+            return queries.by_task(db, queries.find_file(db, step))
+
+    def _high(self, db: sqlite3.Connection, ident: str) -> Mapping[str, float]:
+        found: Mapping[str, float] = self._once(db, (ident, "high"), lambda: queries.high_rewards(db))
+        return found
+
+    def _once(self, db: sqlite3.Connection, key: tuple[Any, ...], make: Callable[[], Json]) -> Json:
+        """What is counted over all episodes, once for each state of the index."""
+        # A file that is written anew gets a new number.
+        stamp = tuple(db.execute("SELECT count(*), max(id), total(done) FROM files").fetchone())
+        with self._lock:
+            held = self._kept.get(key)
+        if held is not None and held[0] == stamp:
+            return held[1]
+        made = make()
+        with self._lock:
+            self._kept[key] = stamp, made
+            self._kept.move_to_end(key)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    @contextmanager
+    def _index(self, one: Shelved) -> Iterator[sqlite3.Connection]:
+        self.library.want(one, FIRST_S)
+        with one.index.reading() as db:
+            yield db
+
+
+def metric_table() -> list[dict[str, Json]]:
+    """Name (or pattern), unit, meaning and phases of all that stands in metrics.jsonl, under the table's headings."""
+    return [
+        {"name": info.name, "unit": info.unit, "meaning": info.meaning, "phases": list(info.phases), "heading": heading}
+        for heading, info in metrics_table()
+    ]
+
+
+def _step(asked: Asked) -> int | None:
+    return queries.whole(asked, "step", 0, 0, 1 << 40) if asked.get("step") else None
+
+
+def _only(asked: Asked, *names: str) -> None:
+    for name in asked:
+        if name not in names:
+            raise UserError(f"there is no parameter {name!r}; expected {', '.join(names) or 'none'}")

@@ -1,0 +1,289 @@
+"""`agentrl view`, `agentrl runs`, `agentrl show`: runs that are there, in a browser and in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.utils.errors import RunFolderError
+from agentrl.utils.terminal import say
+
+if TYPE_CHECKING:
+    from agentrl.contrib.view.api import Api
+    from agentrl.run.reader import RunRecord
+
+
+# agentrl view
+
+VIEW_HELP = "look at runs in a browser: curves, episodes, tokens, failures"
+VIEW_EPILOG = """examples:
+  agentrl view                                all runs in runs/, also those that go on
+  agentrl view runs/quickstart                one run
+  agentrl view runs/a runs/b other/runs       several, and all in a folder
+  agentrl view evals/key_value                what `agentrl eval` wrote
+  agentrl view --port 0 --no-browser          on a free port; prints the address
+
+The page is on this machine only (127.0.0.1). From another one: ssh -L 8300:127.0.0.1:8300 HOST. docs/viewer.md says more.
+"""
+PORT = 8300
+
+
+def add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of runs (default: runs)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"the port on 127.0.0.1 (default {PORT}; 0: a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add_argument("--no-envs", action="store_true", help="run no environment to show the state that an episode began with")
+    parser.set_defaults(run=run_view)
+
+
+def _has_display() -> bool:
+    """Without one, Python would start a browser inside this terminal, if there is one."""
+    names = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in names)
+
+
+def run_view(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; returns 0. Raises RunFolderError if there are no runs."""
+    import webbrowser
+
+    from agentrl.contrib.view.library import Library
+    from agentrl.contrib.view.server import serve
+
+    paths = [Path(name) for name in args.runs or ["runs"]]
+    if not args.runs and not paths[0].is_dir():
+        raise RunFolderError("runs: there is no such folder here; name a run, or start one with agentrl train")
+    library = Library(paths)
+
+    def began(url: str) -> None:
+        say(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
+        if not args.no_browser and _has_display():
+            webbrowser.open(url)
+
+    serve(library, args.port, began, envs=not args.no_envs)
+    return 0
+
+
+# agentrl runs
+
+RUNS_HELP = "list runs, compare them, group their failures"
+RUNS_EPILOG = """examples:
+  agentrl runs                                       the runs in runs/
+  agentrl runs list other/runs --json                those of another folder, as JSON
+  agentrl runs compare runs/seed0 runs/seed1         what differs in their configs, and their final figures
+  agentrl runs failures runs/quickstart --step 10    why episodes did not succeed, by reason
+
+In a browser: agentrl view. One run, a step of it or an episode: agentrl show.
+"""
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands with their arguments."""
+    parser.set_defaults(run=run_list, folders=[])
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    listing = actions.add_parser("list", help="the runs in folders (what `agentrl runs` alone does)")
+    listing.add_argument("folders", nargs="*", metavar="FOLDER", help="folders of runs, or runs (default: runs)")
+    listing.set_defaults(run=run_list)
+    compare = actions.add_parser("compare", help="differences of their configs, and final figures")
+    compare.add_argument("folders", nargs="+", metavar="RUN", help="run folders, side by side")
+    compare.set_defaults(run=run_compare)
+    failures = actions.add_parser("failures", help="why episodes did not succeed, by reason")
+    failures.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
+    failures.add_argument("--step", type=int, help="of the episodes after so many updates")
+    failures.set_defaults(run=run_failures)
+    for action in (listing, compare, failures):
+        # Suppressed: its default would otherwise replace what stands before the action.
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """List runs."""
+    from agentrl.contrib.view.terminal import console, print_json, runs_table
+    from agentrl.run.reader import find_runs, is_run, load_run, overview
+
+    found: list[RunRecord] = []
+    for name in args.folders or ["runs"]:
+        folder = Path(name)
+        found += [load_run(folder)] if is_run(folder) else find_runs(folder)
+        if not folder.is_dir():
+            raise RunFolderError(f"{folder}: there is no such folder")
+    rows = [{"run": str(_short(run.path)), **overview(run)} for run in found]
+    if args.json:
+        print_json(rows)
+    elif rows:
+        console().print(runs_table(rows))
+        for row in rows:
+            if row["status"] == "damaged":
+                say(f"{row['run']!a}: {row['error']!a}")
+    else:
+        say(f"no runs in {', '.join(args.folders or ['runs'])}")
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare runs: a table of config keys that differ, and one of figures."""
+    from agentrl.contrib.view.terminal import config_differences, console, figures, print_json, table
+    from agentrl.run.reader import load_run, overview
+
+    runs = [load_run(folder) for folder in args.folders]
+    names = [str(_short(run.path)) for run in runs]
+    differ = config_differences([run.table for run in runs])
+    rows: list[dict[str, Any]] = [overview(run) for run in runs]
+    found = figures([run.metrics for run in runs], rows)
+    if args.json:
+        print_json({"runs": names, "config": differ, "figures": found})
+        return 0
+    out = console()
+    out.print(table("what differs in the configs", ("key", *names), [(key, *values) for key, values in differ.items()]))
+    out.print(table("figures", ("", *names), [(key, *values) for key, values in found.items()]))
+    return 0
+
+
+def run_failures(args: argparse.Namespace) -> int:
+    """Failures by reason."""
+    from agentrl.contrib.view import queries
+    from agentrl.contrib.view.index import read_now
+    from agentrl.contrib.view.terminal import console, failures_table, print_json
+    from agentrl.run.reader import load_run
+
+    with read_now(load_run(args.folder)) as db:
+        rows = queries.failures(db, args.step)
+        counts = dict(db.execute("SELECT step, count(*) FROM episodes GROUP BY step").fetchall())
+    if args.step is not None and args.step not in counts:
+        raise queries.NotFoundError(f"--step {args.step}: no episodes are of it; there are episodes of {queries.listed(counts)}")
+    count = sum(counts.values()) if args.step is None else counts[args.step]
+    if args.json:
+        print_json(rows)
+    elif rows:
+        console().print(failures_table(rows))
+    else:
+        say(f"none of {count} episodes failed" if count else "there are no episodes")
+    return 0
+
+
+def _short(path: Path) -> Path:
+    """The path from here, if it is below here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+# agentrl show
+
+SHOW_HELP = "show a run, a step or an episode in the terminal"
+SHOW_EPILOG = """examples:
+  agentrl show runs/quickstart                                  its result, its steps, failures, suspects
+  agentrl show runs/quickstart --step 10                        the metrics, groups and episodes of a step
+  agentrl show runs/quickstart --episode step_000010.3          one episode, turn by turn, with its reward
+  agentrl show evals/quickstart/final --episode trajectories.0  of an evaluation
+  agentrl show runs/quickstart --step 10 --json                 the same for programs
+
+What a policy or a tool wrote is shown as text: escape sequences are written out. docs/viewer.md has the JSON.
+"""
+
+
+def add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, help="the episodes after so many updates")
+    what.add_argument("--episode", metavar="ID", help="one episode, as --step and the viewer name it: FILE.ROW")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run_show)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Show; returns 0. Raises RunFolderError or NotFoundError for what is not there."""
+    from pathlib import Path
+
+    from agentrl.contrib.view.api import Api
+    from agentrl.contrib.view.index import say_reading
+    from agentrl.contrib.view.library import Library
+    from agentrl.run.reader import load_run
+
+    found = load_run(args.folder)
+    library = Library([Path(args.folder)])
+    [one] = library.scan()
+    with say_reading(found):
+        library.refresh(one)
+    if one.problem is not None:
+        from agentrl.utils.errors import RunFolderError
+
+        raise RunFolderError(one.problem)
+    # The state that an episode began with would run the environment: that is for who looks in the browser.
+    api = Api(library, envs=False)
+    if args.episode is not None:
+        return _episode(api, one.ident, args)
+    return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
+
+
+def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:
+    from agentrl.contrib.view.terminal import PAGE, console, episode_text, print_json
+
+    row = api.episode(ident, args.episode, {})
+    if args.json:
+        print_json(row)
+    else:
+        out = console()
+        out.print(episode_text(row), width=min(out.width, PAGE))  # boxes are as wide as they may be
+    return 0
+
+
+def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
+    from agentrl.contrib.view.queries import NotFoundError, listed
+    from agentrl.contrib.view.terminal import console, episodes_table, print_json, table
+
+    step = str(args.step)
+    metrics = [row for row in api.metrics(ident, {})["rows"] if row.get("step") == args.step and row.get("phase") not in _WARM]
+    page = api.episodes(ident, {"step": step, "limit": "500"})
+    groups = api.groups(ident, {"step": step, "limit": "500"})
+    if not metrics and not page["rows"]:
+        files = api.run(ident, {})["steps"]
+        wrong = [f"{file['file']}.jsonl: {file['problem'] or 'it has no row'}" for file in files if file["step"] == args.step]
+        steps = sorted({file["step"] for file in files if file["episodes"]})
+        said = "; ".join(wrong) or "the run has no such step"
+        raise NotFoundError(f"--step {step}: {said}; there are episodes of {listed(steps)}")
+    if args.json:
+        print_json({"metrics": metrics, "groups": groups, "episodes": page["rows"], "total": page["total"]})
+        return 0
+    out = console()
+    for row in metrics:
+        shown = [(key, value) for key, value in row.items() if key not in ("step", "phase")]
+        out.print(table(f"metrics of step {step}, {row['phase']}", ("metric", "value"), shown))
+    columns = ("group", "task", "mean", "std", "rewards")
+    rewards = [" ".join("-" if m["reward"] is None else f"{m['reward']:.3g}" for m in group["members"]) for group in groups]
+    keys = ("group", "task", "mean", "std")
+    out.print(table("groups", columns, [(*(g[k] for k in keys), r) for g, r in zip(groups, rewards, strict=True)]))
+    out.print(episodes_table(f"episodes ({len(page['rows'])} of {page['total']})", page["rows"]))
+    return 0
+
+
+_WARM = ("sft", "gate")
+
+
+def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
+    from agentrl.contrib.view.terminal import console, failures_table, print_json, runs_table, table
+
+    run = api.run(ident, {})
+    failures, suspects = api.failures(ident, {})[:10], api.suspects(ident, {})
+    if args.json:
+        print_json({**run, "failures": failures, "suspects": suspects})
+        return 0
+    out = console()
+    planned = api.library.row(api.library.get(ident))
+    out.print(runs_table([planned]))
+    if run["error"]:
+        out.print(table("", ("error",), [(run["error"],)], most=2000))
+    keys = ("file", "phase", "step", "episodes", "damaged", "problem")
+    out.print(table("episodes", keys, [[file[key] for key in keys] for file in run["steps"]]))
+    if failures:
+        out.print(failures_table(failures))
+    if suspects:
+        shown: list[tuple[Any, ...]] = [
+            (s["title"], s["value"], s["why"], " ".join(e["id"] for e in s["episodes"][:2])) for s in suspects
+        ]
+        out.print(table("worth a look", ("suspicion", "value", "why", "for example"), shown, most=200))
+    return 0

@@ -1,0 +1,298 @@
+"""One episode from its file, and the tokens of its ledgers as columns."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.contrib.view.queries import COLUMNS, FROM, NotFoundError
+from agentrl.data.images import by_digest
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.run.reader import EpisodeFile, RunRecord, episode_of, token_columns
+from agentrl.utils.errors import RunFolderError, UserError
+from agentrl.utils.files import open_plain
+from agentrl.utils.parsing import read_json
+
+Json = Any
+MOST = 20_000
+
+
+def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int, offset: int, limit: int) -> dict[str, Json]:
+    """Tokens `offset` to `offset + limit` of ledger `at` of an episode. Numbers are null for a token that has none. Raises
+    UserError for a ledger that there is not."""
+    ledgers = episode_of(json.dumps(found), row["id"]).ledgers
+    if not 0 <= at < len(ledgers):
+        raise UserError(f"ledger={at}: the episode has {len(ledgers)} ledgers")
+    ledger, part = ledgers[at], slice(offset, offset + limit)
+    sampled = ledger.sampled
+    trained = _trained(run, row, ledgers, at)
+    ids = ledger.token_ids[part].tolist()
+    texts, why = _texts(run, ids)
+    out = {
+        "text": texts,
+        "id": ids,
+        "sampled": sampled[part].tolist(),
+        "logprob": _on(sampled, ledger.logprobs[sampled])[part],
+        "version": _on(sampled, ledger.versions[sampled])[part],
+        "turn": ledger.turns[part].tolist(),
+        "advantage": None,
+        "ratio": None,
+        "total": len(ledger),
+        "offset": offset,
+        "text_problem": why,
+    }
+    if trained is not None:
+        out["advantage"] = _on(sampled, trained[0])[part]
+        out["ratio"] = None if trained[1] is None else _on(sampled, trained[1])[part]
+    return out
+
+
+def _on(sampled: Any, values: Any) -> list[float | int | None]:
+    """Values of the sampled tokens among all tokens."""
+    out: list[float | int | None] = [None] * len(sampled)
+    for place, value in zip(np.flatnonzero(sampled).tolist(), values.tolist(), strict=True):
+        out[place] = value
+    return out
+
+
+def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> Any:
+    """Advantages and ratios, if the run wrote them of this episode."""
+    path = run.folder.tokens / f"{row['id'].rpartition('.')[0]}.jsonl"
+    try:
+        stat = path.stat()
+        start, stop = _lines(path, stat.st_ino, stat.st_size)[row["row"] : row["row"] + 2]
+        with open_plain(path) as file:
+            file.seek(start)
+            return token_columns(read_json(file.read(stop - start)), ledgers, at)
+    except (OSError, KeyError, TypeError, ValueError, IndexError):
+        return None  # no such file, or one of another version or run: unknown
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(path: Path, inode: int, size: int) -> list[int]:
+    """Where each line of a file begins, and where the last one ends."""
+    starts = [0]
+    with open_plain(path) as file:
+        for line in file:
+            starts.append(starts[-1] + len(line))
+    return starts
+
+
+def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | None]:
+    """The text of each token, and why there is none. Tokens that are parts of one character have it at the last of them."""
+    path = tokenizer_file(run)
+    if path is None:
+        return [None] * len(ids), "no tokenizer of the run's model is on this machine"
+    try:
+        tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
+        return _split(tokenizer, ids), None
+    except Exception as problem:  # of the Rust library, which has no kind of its own
+        return [None] * len(ids), f"{path}: {problem}"
+
+
+def _split(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
+    alone: list[str] = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+    out: list[str | None] = [*alone]
+    begun = 0
+    for place, text in enumerate(alone):
+        if "\ufffd" not in text:
+            begun = place + 1
+            continue
+        # A character of several tokens: they are joined until they make one, four bytes at most.
+        whole = tokenizer.decode(list(ids[begun : place + 1]), skip_special_tokens=False)
+        if "\ufffd" not in whole:
+            out[begun : place + 1] = [""] * (place - begun) + [whole]
+            begun = place + 1
+        elif place - begun >= 3:
+            begun += 1
+    return out
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer(path: Path, changed: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def tokenizer_file(run: RunRecord) -> Path | None:
+    """The tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; None if there is none."""
+    folder = run.folder
+    folders = [folder.model, folder.warm_start, folder.final]
+    model = run.table.get("model") if run.text else _asked_model(run)
+    given = model.get("path") if isinstance(model, dict) else None
+    if isinstance(given, str):
+        folders.append(Path(given))
+    for place in folders:
+        if os.path.isfile(place / "tokenizer.json"):  # noqa: PTH113 - Path.is_file raises where the folder may not be read
+            return place / "tokenizer.json"
+    if not isinstance(given, str) or given.startswith((".", "/")) or ":" in given:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(given, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _asked_model(run: RunRecord) -> dict[str, Json]:
+    """The model of an evaluation, as its note says."""
+    for name in ("eval.json", "rollout.json"):
+        try:
+            identity = read_json((run.path / name).read_text())["identity"]
+            return {"path": identity.get("model.path")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return {}
+
+
+_KEPT = (
+    *("env_id", "seed", "messages", "evidence", "metrics", "state", "timings", "tools", "rewrites", "cause", "agent"),
+    *("user_calls", "parting"),
+    *("terminated", "truncated"),
+)
+_ID = re.compile(r"([a-z]+(?:_\d+)?)\.(\d+)")
+
+
+def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
+    """The index's row of an episode. Raises NotFoundError."""
+    parts = _ID.fullmatch(ident)
+    found, why = None, ""
+    if parts is not None:
+        file = db.execute("SELECT id, problem FROM files WHERE name = ?", (parts[1],)).fetchone()
+        why = f"; trajectories/{parts[1]}.jsonl is not there"
+        if file is not None:
+            why = f"; {parts[1]}.jsonl: {file[1]}" if file[1] else ""
+            rows = db.execute("SELECT count(*) FROM episodes WHERE file = ?", (file[0],)).fetchone()[0]
+            why = why or f"; {parts[1]} has {rows} episodes, from 0 on"
+            found = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.row = ?", (file[0], int(parts[2]))).fetchone()
+    if found is None:
+        first = db.execute("SELECT f.name, e.row FROM episodes e JOIN files f ON f.id = e.file LIMIT 1").fetchone()
+        example = f", for example {first[0]}.{first[1]}" if first else ": there are no episodes yet"
+        raise NotFoundError(f"there is no episode {ident!r}; expected FILE.ROW{example}{why}")
+    row: sqlite3.Row = found
+    return row
+
+
+def stored(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
+    """The episode's row in its file, as JSON. Raises RunFolderError if the file was written anew since it was indexed."""
+    file = file_of(run, row["id"].rpartition(".")[0])
+    try:
+        with file.path.open("rb") as lines:
+            if os.fstat(lines.fileno()).st_ino == row["inode"]:
+                lines.seek(row["start"])
+                found: dict[str, Json] = read_json(lines.read(row["length"]))
+                return found
+    except (OSError, ValueError):
+        pass
+    raise RunFolderError(f"{file.path}: it was written anew meanwhile; ask again")
+
+
+def file_of(run: RunRecord, name: str) -> EpisodeFile:
+    """The file of that name. Raises RunFolderError if it is gone."""
+    for file in run.files:
+        if file.name == name:
+            return file
+    raise RunFolderError(f"{run.path}: {name}.jsonl is not there any more")
+
+
+def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) -> dict[str, Json]:
+    """What the page shows of an episode, beside the columns of its row."""
+    task = found["task"]
+    ledgers = found.get("ledgers") or []
+    versions = _versions(ledgers)
+    images = found.get("images") or {}
+    turns = []
+    for turn in found["turns"]:
+        message = turn["message"]
+        turns.append(
+            {
+                "index": turn.get("index"),
+                "message": message,
+                "calls": message.get("tool_calls") or [],
+                "results": [_pictured(result, images) for result in turn["results"]],
+                "tokens": turn.get("sampled_tokens"),
+                "prompt_tokens": turn.get("prompt_tokens"),
+                "seconds": turn.get("seconds"),
+                "timings": _timings(turn),
+                "versions": versions.get(turn.get("index"), []),
+                "version": next(iter(versions.get(turn.get("index"), [])), None),
+                "reward": turn.get("reward"),
+                "ledger": turn.get("ledger"),
+                "finish": turn.get("finish"),
+                "usd": turn.get("usd"),
+            }
+        )
+    kept = {name: found.get(name) for name in _KEPT}
+    # Messages of tools are shown as results of their turns.
+    kept["messages"] = [m if m["role"] == "tool" else _pictured(m, images) for m in found["messages"]]
+    return {
+        **kept,
+        "task_seed": task.get("seed"),
+        "data": task.get("data"),
+        "gold": task.get("gold"),
+        "turns": turns,
+        "ledgers": [_ledger(ledger) for ledger in ledgers],
+        "neighbours": _neighbours(db, row),
+    }
+
+
+def _ledger(ledger: Mapping[str, Json]) -> dict[str, int]:
+    spans = ledger.get("spans") or []
+    return {"tokens": sum(span[0] for span in spans), "sampled": sum(span[0] for span in spans if span[2] >= 0)}
+
+
+def _pictured(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:
+    """A message or result with its images as the page shows them; one whose bytes are not those of its digest as the reason."""
+    if not item.get("images"):
+        return item
+    shown: list[dict[str, str]] = []
+    for digest in item["images"]:
+        try:
+            image = by_digest({digest: images[digest]})[digest]
+            shown.append({"src": f"data:{image.media_type};base64,{image.data}", "alt": image.line})
+        except (KeyError, TypeError, ValueError) as problem:
+            shown.append({"src": "", "alt": f"[an image that cannot be shown: {problem}]"})
+    return {**item, "images": shown}
+
+
+def _versions(ledgers: list[Mapping[str, Json]]) -> dict[int, list[int]]:
+    """The versions of the weights that sampled each turn, oldest first."""
+    out: dict[int, set[int]] = {}
+    for ledger in ledgers:
+        for _, turn, version in ledger.get("spans") or []:
+            if version >= 0:
+                out.setdefault(turn, set()).add(version)
+    return {turn: sorted(found) for turn, found in out.items()}
+
+
+def _timings(turn: Mapping[str, Json]) -> dict[str, float]:
+    """Seconds of a turn: `sampling_s`, and `tools_s`, of its calls one after the other."""
+    tools = sum(result.get("seconds") or 0.0 for result in turn["results"])
+    return {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools}
+
+
+def _neighbours(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Json]:
+    """The episodes before and after it in its file, and those of its group."""
+
+    def one(where: str, order: str) -> str | None:
+        found = db.execute(
+            f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.row {where} ? ORDER BY e.row {order} LIMIT 1",
+            (row["file"], row["row"]),
+        ).fetchone()
+        return None if found is None else str(found[0])
+
+    same = f"SELECT f.name || '.' || e.row {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member"
+    group = [found[0] for found in db.execute(same, (row["file"], row["grp"]))]
+    return {"prev": one("<", "DESC"), "next": one(">", "ASC"), "group": group}

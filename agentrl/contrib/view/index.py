@@ -1,0 +1,427 @@
+"""The index of a run's episodes: an SQLite file, where it lies, and how it is brought up to date."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from agentrl.contrib.view import features, signs
+from agentrl.contrib.view.features import Features, features_of
+from agentrl.run.reader import EpisodeFile, RunRecord
+from agentrl.utils.errors import RunFolderError
+from agentrl.utils.files import open_plain
+from agentrl.utils.parsing import read_json
+from agentrl.utils.terminal import console as safe_console
+from agentrl.utils.terminal import say
+
+
+def cache_folder(run: Path) -> Path:
+    """`.view` in the run's folder; one in the user's cache if that cannot be written; if neither can, a temporary one, which ends
+    with this process, with a line on standard error. Raises RunFolderError if there is no temporary folder either."""
+    inside = run / ".view"
+    if _writable(inside if os.path.isdir(inside) else run):  # noqa: PTH112 - Path's raises in a folder that may not be searched
+        return inside
+    cached = _home() / "agentrl" / "view" / hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    if _writable(next(path for path in (cached, *cached.parents) if os.path.exists(path))):  # noqa: PTH110
+        return cached
+    return _temporary(run, cached) / cached.name
+
+
+def _home() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent")
+
+
+def _writable(folder: Path) -> bool:
+    rights = os.W_OK | os.X_OK
+    return folder.is_dir() and os.access(folder, rights, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _temporary(run: Path, cached: Path) -> Path:
+    """One folder for all runs of this process. What it is made for first is said."""
+    if not _made:
+        neither = f"{run}: neither it nor {cached} can be written"
+        advice = "set XDG_CACHE_HOME to a folder that can"
+        try:
+            _made.append(tempfile.TemporaryDirectory(prefix="agentrl-view-", ignore_cleanup_errors=True))
+        except OSError as problem:
+            text = f"{neither}, and an index of its episodes must lie somewhere ({problem}): {advice}"
+            raise RunFolderError(text) from None
+        say(f"{neither}: its episodes are read anew, into {_made[0].name} until this ends; {advice}", file=sys.stderr)
+    return Path(_made[0].name)
+
+
+_made: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when this process ends."""
+
+
+# The index of a run's episodes: an SQLite file beside the run, brought up to date by reading only what is new.
+#
+# Of each episode it has the columns that pages are filtered and sorted by, and where its row lies in its file: a page is a query,
+# one episode is one seek. A trajectory file that a run writes appears whole; one that grows (of an evaluation) is read on from
+# where the last reading ended; one that was written anew is read again. The index is only a cache: with another schema, or
+# damaged, it is made anew.
+
+_PRINT = 4096
+_BATCH = 2000
+_LARGE = 64 << 20
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, phase TEXT NOT NULL, step INTEGER NOT NULL,
+  inode INTEGER NOT NULL, size INTEGER NOT NULL, mtime INTEGER NOT NULL, done INTEGER NOT NULL, print TEXT NOT NULL,
+  rows INTEGER NOT NULL, damaged INTEGER NOT NULL, problem TEXT
+);
+CREATE TABLE IF NOT EXISTS episodes (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER NOT NULL, row INTEGER NOT NULL, start INTEGER NOT NULL,
+  length INTEGER NOT NULL, step INTEGER NOT NULL, phase TEXT NOT NULL, env TEXT NOT NULL, task TEXT NOT NULL,
+  split TEXT NOT NULL, grp INTEGER NOT NULL, member INTEGER NOT NULL, reward REAL, success INTEGER, stop TEXT NOT NULL,
+  error TEXT, turns INTEGER NOT NULL, calls INTEGER NOT NULL, tool_errors INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  seconds REAL, terms TEXT NOT NULL, gold_answer REAL, gold_calls REAL, repeated REAL NOT NULL, judge REAL,
+  judged REAL, did TEXT NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS by_row ON episodes (file, row);
+CREATE INDEX IF NOT EXISTS by_group ON episodes (file, grp, member);
+CREATE INDEX IF NOT EXISTS by_step ON episodes (step, id, phase, env, success, reward);
+CREATE INDEX IF NOT EXISTS by_task ON episodes (task, step, success, reward);
+CREATE INDEX IF NOT EXISTS by_stop ON episodes (stop, step, success, reward);
+CREATE INDEX IF NOT EXISTS by_env ON episodes (env, step, success, reward);
+CREATE INDEX IF NOT EXISTS by_phase ON episodes (phase, step, success, reward);
+CREATE INDEX IF NOT EXISTS by_reward ON episodes (reward, id);
+CREATE INDEX IF NOT EXISTS by_success ON episodes (success, id);
+CREATE INDEX IF NOT EXISTS by_tokens ON episodes (tokens, id);
+CREATE INDEX IF NOT EXISTS by_turns ON episodes (turns, id);
+CREATE INDEX IF NOT EXISTS by_calls ON episodes (calls, id);
+CREATE INDEX IF NOT EXISTS by_tool_errors ON episodes (tool_errors, id);
+CREATE INDEX IF NOT EXISTS by_seconds ON episodes (seconds, id);
+CREATE INDEX IF NOT EXISTS by_gold ON episodes (max(coalesce(gold_answer, 0), coalesce(gold_calls, 0)), reward);
+CREATE INDEX IF NOT EXISTS by_repeated ON episodes (repeated);
+CREATE INDEX IF NOT EXISTS by_judge ON episodes (judge) WHERE judge IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_did ON episodes (env, task, did, judged) WHERE judged IS NOT NULL;
+CREATE TABLE IF NOT EXISTS tools (name TEXT, episode INTEGER, count INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS errors (name TEXT, episode INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS terms (name TEXT, value REAL, episode INTEGER, PRIMARY KEY (name, episode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS failures (kind TEXT, reason TEXT, episode INTEGER, PRIMARY KEY (kind, reason, episode)) WITHOUT ROWID;
+CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(text, content='', detail=none);
+"""
+_CODE = b"".join(Path(str(module.__file__)).read_bytes() for module in (features, signs))
+SCHEMA = hashlib.sha256(_TABLES.encode() + _CODE).hexdigest()[:8]
+"""Part of the file's name: of the tables and the code that fills them. Another version's index is not read, and left alone."""
+_BESIDE = ("tools", "errors", "terms", "failures")
+
+
+Looks = dict[str, tuple[int, int, int] | None]
+
+
+class Index:
+    """The index of one run. `refresh` may be called from any thread; each `reading` has a connection of its own."""
+
+    def __init__(self, run: RunRecord, folder: Path | None = None) -> None:
+        """`folder`: where the index is kept, by default `cache_folder`."""
+        self.run = run
+        self._given = folder
+        self._lock = threading.Lock()
+        self.path = self._place()
+        self._seen: Looks = {}
+
+    def _place(self) -> Path:
+        return (self._given or cache_folder(self.run.path)) / f"index-{SCHEMA}.sqlite"
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection for queries, which sees one state of the index."""
+        if not os.path.isfile(self.path):  # noqa: PTH113 - Path's raises in a folder that may not be searched
+            self._make()
+        with closing(sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True, timeout=30, isolation_level=None)) as db:
+            db.row_factory = sqlite3.Row
+            try:
+                db.execute("BEGIN")  # until it is closed
+                yield db
+            except sqlite3.DatabaseError:
+                self._seen = {}  # the next look makes a damaged index anew
+                raise
+
+    def refresh(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Read what is new in the run's files; whether anything was. Ends early, between files and parts of them, if `stop`
+        says so. What another process indexes at the same time is not read twice."""
+        with self._lock:
+            try:
+                return self._refresh(stop)
+            except sqlite3.DatabaseError as problem:
+                # Locked, or the disk is full: the file is not to blame. SQLITE_ERROR is a table or column that it lacks.
+                if isinstance(problem, sqlite3.OperationalError) and _code(problem) != sqlite3.SQLITE_ERROR:
+                    raise RunFolderError(f"{self.path}: the index cannot be written: {problem}") from None
+                self._drop()
+                return self._refresh(stop)
+
+    def progress(self) -> tuple[int, int]:
+        """Episodes in the index, and about how many there are in the run's files: more if some are not read yet."""
+        with self.reading() as db:
+            known = {row["name"]: row for row in db.execute("SELECT name, rows - damaged AS rows, done FROM files")}
+        rows = sum(row["rows"] for row in known.values())
+        if self._seen:  # all was read at the last look
+            return rows, rows
+        done = sum(row["done"] for row in known.values())
+        size = sum(_size(file.path) for file in self.run.files)
+        return rows, (max(rows, round(rows * size / done)) if done else (1 if size else 0))
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        with self._writing():
+            pass
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        if not self.run.path.is_dir():
+            raise RunFolderError(f"{self.run.path}: the run's folder is gone")
+        self.path = self._place()
+        try:
+            # Without its parents inside a run: a folder that somebody has just deleted must not come back.
+            self.path.parent.mkdir(parents=not self.path.is_relative_to(self.run.path), exist_ok=True)
+        except FileNotFoundError:
+            raise RunFolderError(f"{self.run.path}: the run's folder is gone") from None
+        except OSError as problem:
+            raise RunFolderError(f"{self.run.path}: its index cannot lie in {self.path.parent}: {problem.strerror}") from None
+        with closing(sqlite3.connect(self.path, timeout=30, isolation_level=None)) as db:
+            db.execute("PRAGMA journal_mode=WAL")  # readers go on while this writes
+            db.execute("PRAGMA synchronous=OFF")  # it can be made again
+            db.execute("PRAGMA cache_size=-65536")
+            db.executescript(_TABLES)
+            yield db
+
+    def _drop(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+    def _refresh(self, stop: Callable[[], bool]) -> bool:
+        changed, files = False, self.run.files
+        looks = {file.name: _look(file.path) for file in files}
+        if looks == self._seen and os.path.isfile(self.path):  # noqa: PTH113
+            return False  # without a connection: who looks at a run that has ended touches nothing in its folder
+        with self._writing() as db:
+            known = {row[0]: row[1:] for row in db.execute("SELECT name, inode, size, mtime FROM files")}
+            for gone in known.keys() - {file.name for file in files}:
+                with _transaction(db):
+                    _forget(db, gone)
+                changed = True
+            for file in files:
+                more = known.get(file.name) != looks[file.name]
+                while more and not stop():
+                    more = _read_on(db, file)
+                    changed = True
+        self._seen = {} if stop() else looks
+        return changed
+
+
+def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
+    """Index the next rows of a file; whether there may be more."""
+    try:
+        handle = open_plain(file.path)
+    except FileNotFoundError:  # it went away since it was listed
+        return False
+    except OSError as fault:
+        with _transaction(db):
+            _note_unreadable(db, file, str(fault))
+        return False
+    with handle, _transaction(db):
+        stat = os.fstat(handle.fileno())
+        # Again, and with the lock: another process may have read them meanwhile.
+        known = db.execute("SELECT * FROM files WHERE name = ?", (file.name,)).fetchone()
+        if known is not None and (known["inode"], known["size"], known["mtime"]) == _look(handle.fileno()):
+            return False
+        if known is not None and not _continues(known, stat, handle):
+            _forget(db, file.name)
+            known = None
+        return _read_rows(db, file, handle, stat, known)
+
+
+def _note_unreadable(db: sqlite3.Connection, file: EpisodeFile, problem: str) -> None:
+    """What keeps a file from being read; it is tried again at the next look."""
+    _forget(db, file.name)
+    db.execute(
+        "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
+        "VALUES (?,?,?,0,0,0,0,'',0,0,?)",
+        (file.name, file.phase, file.step, problem),
+    )
+
+
+def _look(path: Path | int) -> tuple[int, int, int] | None:
+    """Inode, size and time of change, which tell whether there is anything new; None if the file is gone."""
+    try:
+        stat = os.stat(path)  # noqa: PTH116 - of an open file, too
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@contextmanager
+def read_now(run: RunRecord) -> Iterator[sqlite3.Connection]:
+    """The run's index, brought up to date first, for a command that is done after one question."""
+    index = Index(run)
+    with say_reading(run):
+        index.refresh()
+    with index.reading() as db:
+        yield db
+
+
+@contextmanager
+def say_reading(run: RunRecord) -> Iterator[None]:
+    """Says on a terminal's standard error that a large run is being read, which can take a while the first time."""
+
+    console = safe_console(stderr=True)
+    size = sum(_size(file.path) for file in run.files)
+    with console.status(f"reading {size >> 20} MB of episodes") if size > _LARGE and console.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.row_factory = sqlite3.Row
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _code(problem: sqlite3.Error) -> int:
+    return int(getattr(problem, "sqlite_errorcode", 0))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _continues(known: sqlite3.Row, stat: os.stat_result, handle: BinaryIO) -> bool:
+    """Whether a file is the one that was read before, with more behind it."""
+    inode, done, printed = known["inode"], known["done"], known["print"]
+    return bool(inode == stat.st_ino and done <= stat.st_size and _fingerprint(handle, done) == printed)
+
+
+def _fingerprint(handle: BinaryIO, end: int) -> str:
+    """Of the first and the last bytes before `end`: a file that was written anew in place differs in them."""
+    handle.seek(0)
+    digest = hashlib.sha256(handle.read(min(_PRINT, end)))
+    handle.seek(max(end - _PRINT, 0))
+    digest.update(handle.read(min(_PRINT, end)))
+    return digest.hexdigest()
+
+
+def _read_rows(
+    db: sqlite3.Connection, file: EpisodeFile, handle: BinaryIO, stat: os.stat_result, known: sqlite3.Row | None
+) -> bool:
+    """Index up to `_BATCH` rows behind those that are known, and note how far it came; whether there may be more."""
+    if known is None:
+        found = db.execute(
+            "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged) VALUES (?,?,?,?,?,?,0,'',0,0)",
+            (file.name, file.phase, file.step, stat.st_ino, stat.st_size, stat.st_mtime_ns),
+        )
+        ident, done, row, damaged, problem = int(found.lastrowid or 0), 0, 0, 0, None
+    else:
+        ident, done, row = known["id"], known["done"], known["rows"]
+        damaged, problem = known["damaged"], known["problem"]
+    groups = Groups(db, ident)
+    handle.seek(done)
+    count = 0
+    while count < _BATCH:
+        line = handle.readline()
+        if not line.endswith(b"\n"):
+            break
+        try:
+            features = features_of(read_json(line))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError, OverflowError) as fault:
+            damaged += 1
+            problem = problem or f"row {row + 1}: {type(fault).__name__}: {fault}"[:300]
+        else:
+            _insert(db, file, ident, row, done, len(line), features, groups)
+        row, done, count = row + 1, done + len(line), count + 1
+    whole = count < _BATCH
+    # While more is to come, the size is noted as that of what was read: the next look then goes on.
+    db.execute(
+        "UPDATE files SET inode=?, size=?, mtime=?, done=?, print=?, rows=?, damaged=?, problem=? WHERE id=?",
+        (
+            stat.st_ino,
+            stat.st_size if whole else done,
+            stat.st_mtime_ns if whole else 0,
+            done,
+            _fingerprint(handle, done),
+            row,
+            damaged,
+            problem,
+            ident,
+        ),
+    )
+    return not whole
+
+
+class Groups:
+    """Numbers of groups in a file, as `batch.collate.number_groups`: episodes of one task are a group, and a member that comes
+    again begins another."""
+
+    def __init__(self, db: sqlite3.Connection, file: int) -> None:
+        self._current: dict[tuple[str, str, Any], tuple[int, set[int]]] = {}
+        self._file, self._db = file, db
+        row = db.execute("SELECT max(grp) FROM episodes WHERE file = ?", (file,)).fetchone()
+        self._next = 0 if row[0] is None else int(row[0]) + 1
+        self._first = row[0] is None
+
+    def of(self, features: Features) -> int:
+        """The group of the next episode."""
+        member = int(features.columns["member"])
+        found = self._current.get(features.task) or self._before(features)
+        if found is None or member in found[1]:
+            found = (self._next, set())
+            self._next += 1
+        found[1].add(member)
+        self._current[features.task] = found
+        return found[0]
+
+    def _before(self, features: Features) -> tuple[int, set[int]] | None:
+        """The task's newest group among the rows that were indexed earlier."""
+        if self._first:
+            return None
+        found = self._db.execute(
+            "SELECT grp, member FROM episodes WHERE file = ? AND task = ? AND env = ? ORDER BY grp DESC",
+            (self._file, features.columns["task"], features.columns["env"]),
+        ).fetchall()
+        return (found[0][0], {row[1] for row in found if row[0] == found[0][0]}) if found else None
+
+
+def _insert(
+    db: sqlite3.Connection, file: EpisodeFile, ident: int, row: int, start: int, length: int, features: Features, groups: Groups
+) -> None:
+    place = {"file": ident, "row": row, "start": start, "length": length, "step": file.step, "phase": file.phase}
+    columns = {**place, "grp": groups.of(features), **features.columns}
+    names = ", ".join(columns)
+    found = db.execute(f"INSERT INTO episodes ({names}) VALUES ({', '.join('?' * len(columns))})", tuple(columns.values()))
+    episode = int(found.lastrowid or 0)
+    db.executemany("INSERT INTO tools VALUES (?,?,?)", [(name, episode, count) for name, count in features.tools.items()])
+    db.executemany("INSERT INTO errors VALUES (?,?)", [(name, episode) for name in features.errors])
+    db.executemany("INSERT INTO terms VALUES (?,?,?)", [(name, value, episode) for name, value in features.terms.items()])
+    db.executemany("INSERT INTO failures VALUES (?,?,?)", [(*failure, episode) for failure in features.failures])
+    db.execute("INSERT INTO words (rowid, text) VALUES (?,?)", (episode, features.text))
+
+
+def _forget(db: sqlite3.Connection, name: str) -> None:
+    """Remove a file's episodes. Their words stay: numbers of episodes are not used again, so they find nothing."""
+    ident = db.execute("SELECT id FROM files WHERE name = ?", (name,)).fetchone()
+    if ident is not None:
+        for table in _BESIDE:
+            db.execute(f"DELETE FROM {table} WHERE episode IN (SELECT id FROM episodes WHERE file = ?)", (ident[0],))
+        db.execute("DELETE FROM episodes WHERE file = ?", (ident[0],))
+        db.execute("DELETE FROM files WHERE id = ?", (ident[0],))

@@ -1,0 +1,180 @@
+"""The runs that are looked at: their short ids, their metrics, and their indexes, which a thread keeps up to date."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.contrib.view.index import Index
+from agentrl.contrib.view.queries import NotFoundError
+from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
+from agentrl.utils.errors import RunFolderError, hinted
+from agentrl.utils.files import open_plain
+from agentrl.utils.parsing import read_json
+
+log = logging.getLogger(__name__)
+Json = Any
+WANTED_S = 60.0
+"""Seconds for which a run that was asked about is kept up to date."""
+POLL_S = 2.0
+
+
+class Metrics:
+    """The rows of a metrics.jsonl, of which each call reads only what is new. A file that was written anew is read again, and
+    `edition` is then another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._rows: list[dict[str, Json]] = []
+        self._inode, self._done = 0, 0
+        self.edition = 0
+
+    def rows(self) -> list[dict[str, Json]]:
+        """All whole rows. Raises RunFolderError for a damaged one."""
+        with self._lock:
+            try:
+                self._read()
+            except FileNotFoundError:
+                self._rows, self._done = [], 0
+            except (OSError, ValueError, RecursionError) as problem:
+                raise RunFolderError(f"{self._path}: damaged: {problem}") from None
+            return self._rows
+
+    def _read(self) -> None:
+        stat = self._path.stat()
+        if stat.st_ino != self._inode or stat.st_size < self._done:
+            self._rows, self._done, self._inode = [], 0, stat.st_ino
+            self.edition += 1
+        if stat.st_size == self._done:
+            return
+        with open_plain(self._path) as file:
+            file.seek(self._done)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        # A new list: whoever got the last one may still read it.
+        self._rows = [*self._rows, *(_row(line) for line in whole.split(b"\n") if line.strip())]
+        self._done += len(whole)
+
+
+def _row(line: bytes) -> dict[str, Json]:
+    found = read_json(line)
+    if not isinstance(found, dict):
+        raise ValueError("a row that is no JSON object")
+    return {**found}
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A run with what is known of it. `wanted`: when somebody last asked about its episodes."""
+
+    ident: str
+    run: RunRecord
+    index: Index
+    metrics: Metrics
+    wanted: float = 0.0
+    problem: str | None = None
+    fresh: threading.Event = field(default_factory=threading.Event)
+
+
+class Library:
+    """Runs by short id. `start` begins the thread that indexes; `close` ends it."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """`paths`: run folders, and folders of runs, in which new ones are found while this lives. Raises RunFolderError for one
+        that is neither."""
+        self._folders: list[Path] = []
+        self._by_id: dict[str, Shelved] = {}
+        self._by_path: dict[Path, Shelved] = {}
+        self._lock, self._ask, self._end = threading.Lock(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+        for path in paths:
+            if is_run(path):
+                self._add(load_run(path))
+            elif path.is_dir():
+                self._folders.append(path)
+            else:
+                load_run(path)  # which says what is wrong
+        self.scan()
+
+    def scan(self) -> list[Shelved]:
+        """The runs, with those that are new in the folders; without those whose folder is gone."""
+        with self._lock:
+            for folder in self._folders:
+                for run in find_runs(folder):
+                    self._add(run, folder)
+            return [one for one in self._by_id.values() if one.run.path.is_dir()]
+
+    def _add(self, run: RunRecord, under: Path | None = None) -> None:
+        key = run.path.resolve()
+        if key in self._by_path:
+            return
+        name = run.path.name if under is None else str(run.path.relative_to(under.absolute()))
+        slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "run"
+        ident, number = slug, 1
+        while ident in self._by_id:
+            number += 1
+            ident = f"{slug}~{number}"
+        self._by_id[ident] = self._by_path[key] = Shelved(ident, run, Index(run), Metrics(run.folder.metrics))
+
+    def get(self, ident: str) -> Shelved:
+        """The run of that id. Raises NotFoundError, with the nearest."""
+        found = self._by_id.get(ident)
+        if found is None or not found.run.path.is_dir():
+            self.scan()
+            found = self._by_id.get(ident)
+        if found is None or not found.run.path.is_dir():
+            raise NotFoundError(f"there is no run {ident!r}{hinted(ident, self._by_id)}")
+        # What is cached of the config must not outlive it: `--overwrite` puts another run into the folder.
+        return found
+
+    def row(self, one: Shelved) -> dict[str, Json]:
+        """The run's row of a list."""
+        run = RunRecord(one.run.path)
+        try:
+            rows: list[Any] = one.metrics.rows()
+        except RunFolderError as problem:
+            return {"run": one.ident, **overview(run, []), "status": "damaged", "error": str(problem)}
+        return {"run": one.ident, **overview(run, rows)}
+
+    def want(self, one: Shelved, wait: float = 0.0) -> None:
+        """Keep its index up to date for a while. `wait`: seconds for its first reading, which a small run needs less than."""
+        one.wanted = time.monotonic()
+        if not one.fresh.is_set():
+            self._ask.set()
+            one.fresh.wait(wait)
+
+    def start(self) -> None:
+        """Begin the thread that indexes."""
+        self._thread = threading.Thread(target=self._work, name="view-index", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; it stops between two parts of a file."""
+        self._end = True
+        self._ask.set()
+        if self._thread is not None:
+            self._thread.join(10)
+
+    def _work(self) -> None:
+        while not self._end:
+            self._ask.clear()
+            for one in list(self._by_id.values()):
+                if one.wanted and time.monotonic() - one.wanted < WANTED_S and not self._end:
+                    self.refresh(one, lambda: self._end)
+            self._ask.wait(POLL_S)
+
+    def refresh(self, one: Shelved, stop: Callable[[], bool] = lambda: False) -> None:
+        """Bring an index up to date now; what keeps it from that is in `problem`."""
+        try:
+            one.index.refresh(stop)
+            one.problem = None
+        except (RunFolderError, OSError) as problem:
+            one.problem = str(problem)
+            log.warning("%s", problem)
+        one.fresh.set()

@@ -1,0 +1,450 @@
+"""Questions to the index: episodes, groups, failures, suspicions about the reward."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.utils.errors import UserError, hinted
+
+
+def finite(value: Any) -> Any:
+    """A JSON value with null for NaN and the infinities, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Json = Any
+MOST = 500
+"""Rows of a page."""
+FACETS = ("phase", "step", "env", "stop", "tool", "error", "term", "task")
+_EQUAL = ("phase", "env", "task", "split", "stop", "member")
+_OTHERS = ("step", "term", "min_reward", "max_reward", "success", "group", "q")
+_PAGE = ("sort", "order", "offset", "limit")
+_BESIDE = {"tool": "tools", "error": "errors"}
+_SORTS = {
+    "step": "e.step", "reward": "e.reward", "success": "e.success", "turns": "e.turns", "calls": "e.calls",
+    "tool_errors": "e.tool_errors", "tokens": "e.tokens", "seconds": "e.seconds", "task": "e.task", "env": "e.env",
+    "stop": "e.stop", "phase": "e.phase",
+}  # fmt: skip
+_TERM = re.compile(r"(.*?)\s*(<=|>=|<|>|=)\s*(-?\d+(?:\.\d+)?|none)")
+_SHOWN = (
+    *("id", "step", "phase", "env", "task", "split", "member", "reward", "stop", "error", "turns", "calls", "tool_errors"),
+    *("tokens", "seconds"),
+)
+COLUMNS = "f.name || '.' || e.row AS id, f.name || '.g' || e.grp AS grp_id, f.inode AS inode, e.*"
+FROM = "FROM episodes e JOIN files f ON f.id = e.file"
+GOLD_FAR, REPEATED, JUDGE_GAP, HIGH = 0.5, 0.5, 0.5, 0.8
+"""From where on a sign is a suspicion: gold this far, text repeated this much, a judge this far from the other terms; HIGH: a
+reward of this share of the environment's best is a high one."""
+GOLD = "max(coalesce(e.gold_answer, 0), coalesce(e.gold_calls, 0))"
+
+
+class NotFoundError(UserError):
+    """A page asks for a run, a step or an episode that there is not."""
+
+
+def listed(steps: Iterable[int]) -> str:
+    """Steps in order for a message, the first twelve of them."""
+    found = sorted(steps)
+    return ", ".join(map(str, found[:12])) + (" ..." if len(found) > 12 else "") if found else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`WHERE` with its values, the order, and which rows of it."""
+
+    where: str
+    values: tuple[Any, ...]
+    order: str
+    offset: int
+    limit: int
+
+
+def page_of(asked: Mapping[str, str]) -> Page:
+    """What is asked for by the parameters of an address. Raises UserError for one that is unknown or has no such value."""
+    known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
+    for name in asked:
+        if name not in known:
+            raise UserError(f"there is no filter {name!r}{hinted(name, known)}")
+    parts: list[str] = []
+    values: list[Any] = []
+    for name, given in asked.items():
+        if given != "" and name not in _PAGE:
+            part, own = _condition(name, given)
+            parts.append(part)
+            values.extend(own)
+    return Page(
+        f"WHERE {' AND '.join(parts)}" if parts else "",
+        tuple(values),
+        _order(asked.get("sort") or "", asked.get("order") or ""),
+        whole(asked, "offset", 0, 0, 1 << 40),
+        whole(asked, "limit", 50, 1, MOST),
+    )
+
+
+def _condition(name: str, given: str) -> tuple[str, list[Any]]:
+    if name in _EQUAL:
+        return f"e.{name} = ?", [given]
+    if name in _BESIDE:
+        return f"e.id IN (SELECT episode FROM {_BESIDE[name]} WHERE name = ?)", [given]
+    if name in ("min_reward", "max_reward"):
+        return f"e.reward {'>=' if name == 'min_reward' else '<='} ?", [_number(name, given)]
+    if name == "step":
+        return "e.step = ?", [_int(name, given)]
+    if name == "success":
+        return _success(given)
+    if name == "group":
+        file, _, number = given.rpartition(".g")
+        return "e.file = (SELECT id FROM files WHERE name = ?) AND e.grp = ?", [file, _int(name, number)]
+    if name == "term":
+        return _term(given)
+    words = [f'"{word}"' for word in re.findall(r"\w+", given)]
+    if not words:
+        raise UserError(f"q={given!r}: expected a word to search for")
+    return "e.id IN (SELECT rowid FROM words WHERE words MATCH ?)", [" AND ".join([*words[:-1], f"{words[-1]}*"])]
+
+
+def _success(given: str) -> tuple[str, list[Any]]:
+    meanings = {"1": "= 1", "true": "= 1", "0": "= 0", "false": "= 0", "none": "IS NULL", "null": "IS NULL"}
+    if given not in meanings:
+        raise UserError(f"success={given!r}: expected true, false or none")
+    return f"e.success {meanings[given]}", []
+
+
+def _term(given: str) -> tuple[str, list[Any]]:
+    """`NAME`: episodes that have the term; `NAME<0.5`, `NAME=none` and the like: by its value."""
+    found = _TERM.fullmatch(given)
+    if found is None:
+        return "e.id IN (SELECT episode FROM terms WHERE name = ?)", [given]
+    if found[3] == "none":
+        return "e.id IN (SELECT episode FROM terms WHERE name = ? AND value IS NULL)", [found[1]]
+    return f"e.id IN (SELECT episode FROM terms WHERE name = ? AND value {found[2]} ?)", [found[1], float(found[3])]
+
+
+def _order(sort: str, order: str) -> str:
+    if sort and sort not in _SORTS:
+        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hinted(sort, _SORTS)}")
+    if order not in ("", "asc", "desc"):
+        raise UserError(f"order={order!r}: expected asc or desc")
+    if not sort:
+        return "e.id ASC" if order == "asc" else "e.step DESC, e.id ASC"
+    way = "ASC" if order == "asc" else "DESC"
+    return f"{_SORTS[sort]} {way}, e.id {way}"
+
+
+def whole(asked: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    """A whole number from an address, cut to [low, high]. Raises UserError if it is none."""
+    return min(max(_int(name, asked[name]), low), high) if asked.get(name) else default
+
+
+def _int(name: str, given: str) -> int:
+    try:
+        return int(given[:20])
+    except ValueError:
+        raise UserError(f"{name}={given!r}: expected a whole number") from None
+
+
+def _number(name: str, given: str) -> float:
+    try:
+        found = float(given)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise UserError(f"{name}={given!r}: expected a number")
+    return found
+
+
+def episodes(db: sqlite3.Connection, page: Page, high: Mapping[str, float]) -> dict[str, Json]:
+    """One page of episodes, and how many there are in all."""
+    total = db.execute(f"SELECT count(*) FROM episodes e {page.where}", page.values).fetchone()[0]
+    # The page's numbers first, from an index alone if there is one; then their rows.
+    found = db.execute(
+        f"SELECT {COLUMNS} {FROM} WHERE e.id IN (SELECT e.id FROM episodes e {page.where} ORDER BY {page.order} "
+        f"LIMIT ? OFFSET ?) ORDER BY {page.order}",
+        (*page.values, page.limit, page.offset),
+    )
+    return {"total": total, "rows": [episode_row(row, high) for row in found]}
+
+
+def episode_row(row: sqlite3.Row, high: Mapping[str, float]) -> dict[str, Json]:
+    """A row of the index as the page gets it. `high`: as `high_rewards`."""
+    return {
+        **{name: row[name] for name in _SHOWN},
+        "group": row["grp_id"],
+        "success": None if row["success"] is None else bool(row["success"]),
+        "terms": json.loads(row["terms"]),
+        "suspects": suspicions(row, high),
+    }
+
+
+def suspicions(row: sqlite3.Row, high: Mapping[str, float]) -> list[str]:
+    """The kinds of suspicion that an episode itself is under."""
+    gold = max(row["gold_answer"] or 0.0, row["gold_calls"] or 0.0)
+    found = []
+    if row["reward"] is not None and row["reward"] >= high.get(row["env"], math.inf) and gold >= GOLD_FAR:
+        found.append("gold_far")
+    if row["repeated"] >= REPEATED:
+        found.append("repeated_text")
+    if row["judge"] is not None and row["judge"] >= JUDGE_GAP:
+        found.append("judge_disagreement")
+    return found
+
+
+def high_rewards(db: sqlite3.Connection) -> dict[str, float]:
+    """Per environment the reward from which on it is high; none for one in which nothing was earned."""
+    best = db.execute("SELECT env, max(reward) FROM episodes GROUP BY env").fetchall()
+    return {env: HIGH * most for env, most in best if most is not None and most > 0}
+
+
+def facets(db: sqlite3.Connection) -> dict[str, Json]:
+    """What episodes can be filtered by, with how many there are of each value, and their mean reward and success."""
+    out = {name: _facet(db, f"e.{name}", "FROM episodes e", name) for name in ("phase", "step", "env", "stop", "task")}
+    for name, table in (("tool", "tools"), ("error", "errors"), ("term", "terms")):
+        out[name] = _facet(db, "t.name", f"FROM {table} t JOIN episodes e ON e.id = t.episode", name)
+    return {name: out[name] for name in FACETS}
+
+
+def _facet(db: sqlite3.Connection, column: str, source: str, name: str) -> list[dict[str, Json]]:
+    order = f"{column} ASC" if name == "step" else "n DESC, 1 ASC"
+    rows = db.execute(
+        f"SELECT {column}, count(*) AS n, avg(e.reward), avg(e.success) {source} GROUP BY {column} ORDER BY {order} LIMIT ?",
+        (5000 if name == "step" else 200,),
+    )
+    return [{"value": value, "episodes": n, "reward": reward, "success": success} for value, n, reward, success in rows]
+
+
+def groups(db: sqlite3.Connection, step: int | None, limit: int, offset: int) -> list[dict[str, Json]]:
+    """Groups with their members in order; of training and of evaluations with several episodes of a task."""
+    where, values = ("WHERE e.step = ?", (step,)) if step is not None else ("", ())
+    chosen = db.execute(
+        f"SELECT e.file, e.grp FROM episodes e {where} GROUP BY e.step, e.file, e.grp HAVING e.phase = 'train' OR count(*) > 1 "
+        "ORDER BY e.step, e.file, e.grp LIMIT ? OFFSET ?",
+        (*values, limit, offset),
+    ).fetchall()
+    out = []
+    for file, number in chosen:
+        rows = db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file = ? AND e.grp = ? ORDER BY e.member", (file, number)).fetchall()
+        out.append(_group(rows))
+    return out
+
+
+def _group(rows: Sequence[sqlite3.Row]) -> dict[str, Json]:
+    """A group. `mean` and `std` (of the population) are over its scored members."""
+    first, rewards = rows[0], [row["reward"] for row in rows if row["reward"] is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    std = None if mean is None else math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return {
+        "group": first["grp_id"], "step": first["step"], "phase": first["phase"], "task": first["task"], "env": first["env"],
+        "members": [member(row) for row in rows], "mean": mean, "std": std,
+        "advantage_zero": not rewards or max(rewards) == min(rewards),
+    }  # fmt: skip
+
+
+def member(row: sqlite3.Row) -> dict[str, Json]:
+    """An episode as a member of a group or of a pair."""
+    success = None if row["success"] is None else bool(row["success"])
+    return {"id": row["id"], "reward": row["reward"], "success": success, "stop": row["stop"], "turns": row["turns"]}
+
+
+def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None, most: int = 200) -> list[dict[str, Json]]:
+    """Why episodes did not succeed: reasons that differ only in names and numbers are one; each with the episodes it has, the
+    newest as examples. An episode can have several reasons."""
+    parts = [("e.step = ?", step), ("t.kind = ?", kind)]
+    given = [(part, value) for part, value in parts if value is not None]
+    where = f"WHERE {' AND '.join(part for part, _ in given)}" if given else ""
+    rows = db.execute(
+        f"SELECT t.reason, t.kind, count(*) AS n, min(e.step), max(e.step) FROM failures t JOIN episodes e ON e.id = t.episode "
+        f"{where} GROUP BY t.kind, t.reason ORDER BY n DESC, t.kind, t.reason LIMIT ?",
+        (*(value for _, value in given), most),
+    ).fetchall()
+    out = []
+    for reason, of, n, first, last in rows:
+        found = db.execute(
+            f"SELECT f.name || '.' || e.row FROM failures t JOIN episodes e ON e.id = t.episode JOIN files f ON f.id = e.file "
+            f"WHERE t.kind = ? AND t.reason = ? {'AND e.step = ?' if step is not None else ''} ORDER BY e.id DESC LIMIT 5",
+            (of, reason, *([step] if step is not None else [])),
+        )
+        examples = [row[0] for row in found]
+        out.append({"reason": reason, "kind": of, "episodes": n, "examples": examples, "first_step": first, "last_step": last})
+    return out
+
+
+def find_file(db: sqlite3.Connection, name: str) -> list[int]:
+    """The files that `STEP` or a file's name stands for: of a step its evaluation if there is one, else its training.
+
+    Raises NotFoundError.
+    """
+    if name.isdigit():
+        rows = db.execute("SELECT id, phase FROM files WHERE step = ?", (int(name),)).fetchall()
+        held = [row["id"] for row in rows if row["phase"] != "train"]
+        found = held[-1:] or [row["id"] for row in rows]
+    else:
+        found = [row["id"] for row in db.execute("SELECT id FROM files WHERE name = ?", (name,))]
+    if not found:
+        known = [row["name"] for row in db.execute("SELECT name FROM files ORDER BY step")]
+        raise NotFoundError(f"there are no episodes of step {name!r}; there are {', '.join(known[:20]) or 'none'}")
+    return found
+
+
+def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, str, str], list[dict[str, Json]]]:
+    """The episodes of files by environment, split and task."""
+    out: dict[tuple[str, str, str], list[dict[str, Json]]] = {}
+    marks = ", ".join("?" * len(files))
+    for row in db.execute(f"SELECT {COLUMNS} {FROM} WHERE e.file IN ({marks}) ORDER BY e.id", tuple(files)):
+        out.setdefault((row["env"], row["split"], row["task"]), []).append(member(row))
+    return out
+
+
+def compared(one: Mapping[Any, Json], other: Mapping[Any, Json]) -> dict[str, Json]:
+    """Episodes of the same tasks side by side: first where success differs most, then where the reward does."""
+    pairs = [{"task": key[2], "env": key[0], "split": key[1], "a": one[key], "b": other[key]} for key in one if key in other]
+    pairs.sort(key=lambda pair: [-abs(_mean(pair["a"], name) - _mean(pair["b"], name)) for name in ("success", "reward")])
+    alone = [
+        [{"task": key[2], "env": key[0], "split": key[1], "episodes": mine[key]} for key in mine if key not in others]
+        for mine, others in ((one, other), (other, one))
+    ]
+    return {"pairs": pairs, "only_a": alone[0], "only_b": alone[1]}
+
+
+def _mean(rows: Sequence[Mapping[str, Json]], name: str) -> float:
+    return sum(float(row[name] or 0) for row in rows) / max(len(rows), 1)
+
+
+EXAMPLES = 20
+GROWTH, GAIN = 1.3, 0.02
+"""Length growth: tokens per episode of the last third of steps over those of the first, while success rose by less than GAIN."""
+
+
+def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
+    """Each kind that has episodes, with its worst ones. `rows`: the run's metrics."""
+    found = [_gold_far(db), _repeated(db), _judges(db), *_growth(db, rows)]
+    return [one for one in found if one is not None]
+
+
+def _gold_far(db: sqlite3.Connection) -> dict[str, Json] | None:
+    high = high_rewards(db)
+    where = " OR ".join("(e.env = ? AND e.reward >= ?)" for _ in high)
+    if not high:
+        return None
+    values = [part for pair in high.items() for part in pair]
+    return _listed(
+        db,
+        f"({where}) AND {GOLD} >= {GOLD_FAR}",
+        values,
+        f"{GOLD} DESC, e.reward DESC",
+        lambda row: _far(row),
+        "gold_far",
+        "High reward, gold far away",
+        f"the reward is at least {HIGH:.0%} of the environment's best, and {GOLD_FAR:.0%} or more of the gold answer are not in "
+        "the last text, or of the gold calls were not made: another way to the goal, or a hole in the reward",
+    )
+
+
+def _far(row: sqlite3.Row) -> str:
+    said = []
+    if (row["gold_answer"] or 0) > 0:
+        said.append(f"{row['gold_answer']:.0%} of the gold answer is not in the last text")
+    if (row["gold_calls"] or 0) > 0:
+        said.append(f"{row['gold_calls']:.0%} of the gold calls were not made")
+    return f"reward {row['reward']:.3g}: {', '.join(said)}"
+
+
+def _repeated(db: sqlite3.Connection) -> dict[str, Json] | None:
+    return _listed(
+        db,
+        f"e.repeated >= {REPEATED}",
+        [],
+        "e.repeated DESC, e.id DESC",
+        lambda row: f"{row['repeated']:.0%} repeated, {row['tokens']} tokens",
+        "repeated_text",
+        "Repeated text",
+        "half of a turn's 4-grams of words or more repeat others, or half of the turns say what an earlier one said",
+    )
+
+
+def _judges(db: sqlite3.Connection) -> dict[str, Json] | None:
+    unlike = (
+        "SELECT env, task, did FROM episodes WHERE judged IS NOT NULL GROUP BY env, task, did "
+        f"HAVING max(judged) - min(judged) >= {JUDGE_GAP}"
+    )
+    return _listed(
+        db,
+        f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.did) IN ({unlike}))",
+        [],
+        "coalesce(e.judge, 0) DESC, e.id DESC",
+        _judged,
+        "judge_disagreement",
+        "The judge disagrees",
+        f"a judge's value is {JUDGE_GAP:g} or more from the mean of the terms that are computed, from another judge's, or from "
+        "its own of an equal episode",
+    )
+
+
+def _judged(row: sqlite3.Row) -> str:
+    if (row["judge"] or 0) >= JUDGE_GAP:
+        return f"the judge is {row['judge']:.2g} from the other terms"
+    return f"judged {row['judged']:.2g}, and an equal episode of the task otherwise"
+
+
+def _listed(
+    db: sqlite3.Connection, where: str, values: Sequence[Any], order: str, say: Any, kind: str, title: str, why: str
+) -> dict[str, Json] | None:
+    """A suspicion with its count as `value` and its worst episodes, later steps first among equals."""
+    count = db.execute(f"SELECT count(*) FROM episodes e WHERE {where}", tuple(values)).fetchone()[0]
+    if not count:
+        return None
+    worst = db.execute(
+        f"SELECT {COLUMNS} {FROM} WHERE {where} ORDER BY {order} LIMIT ?",
+        (*values, EXAMPLES),
+    )
+    listed = [{"id": row["id"], "why": say(row)} for row in worst]
+    return {"kind": kind, "title": title, "why": why, "value": count, "episodes": listed}
+
+
+def _growth(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]]) -> list[dict[str, Json] | None]:
+    """Of the whole run, and of each environment if there are several."""
+    train = [row for row in rows if row.get("phase") == "train"]
+    names = sorted({key.split("/")[1] for row in train for key in row if key.startswith("env/") and key.endswith("/tokens")})
+    return [_grown(db, train, name) for name in (names if len(names) > 1 else [""])]
+
+
+def _grown(db: sqlite3.Connection, train: Sequence[Mapping[str, Json]], env: str) -> dict[str, Json] | None:
+    at = f"env/{env}/" if env else ""
+    points = []
+    for row in train:
+        episodes = (row.get(f"{at}scored") or 0) + (row.get(f"{at}unscored") or 0)
+        tokens, success = row.get(f"{at}tokens"), row.get(f"{at}success")
+        if episodes and tokens is not None and success is not None:
+            points.append((tokens / episodes, success))
+    third = len(points) // 3
+    if third < 2:
+        return None
+    (short, before), (long, after) = (
+        tuple(sum(point[i] for point in part) / third for i in (0, 1)) for part in (points[:third], points[-third:])
+    )
+    if short <= 0 or long / short < GROWTH or after - before >= GAIN:
+        return None
+    last = max(row["step"] for row in train)
+    longest = db.execute(
+        "SELECT f.name || '.' || e.row AS id, e.tokens FROM episodes e JOIN files f ON f.id = e.file WHERE e.phase = 'train' "
+        f"AND e.step >= ? {'AND e.env = ?' if env else ''} ORDER BY e.tokens DESC LIMIT ?",
+        (last - last // 3, *([env] if env else []), EXAMPLES),
+    )
+    what = f"of {env} " if env else ""
+    return {
+        "kind": "length_growth",
+        "title": f"Episodes {what}grow, success does not",
+        "why": f"from the first to the last third of the steps, sampled tokens per episode went from {short:.0f} to {long:.0f}, "
+        f"success from {before:.3f} to {after:.3f}",
+        "value": long / short,
+        "episodes": [{"id": row["id"], "why": f"{row['tokens']} tokens"} for row in longest],
+    }

@@ -1,0 +1,208 @@
+"""The viewer's server: the page's files and its JSON, on loopback, for the browser of whoever started it.
+
+What a policy or a tool wrote is hostile, and so may be any page in the same browser: requests must name a loopback host (against
+DNS rebinding), there is no CORS, nothing is ever written, files are named by a closed list, and the page may load and connect to
+nothing but this server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from agentrl.contrib.view.api import Api
+from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.queries import NotFoundError, finite
+from agentrl.utils.errors import AgentrlError, ConfigError, UserError
+from agentrl.utils.network import patient
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+HOST = "127.0.0.1"
+NAMES = {"127.0.0.1", "localhost", "[::1]"}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".woff2": "font/woff2",
+    ".json": "application/json",
+}
+Asked = Mapping[str, str]
+
+
+def make_app(library: Library, envs: bool = True) -> Starlette:
+    """The app for a library, whose thread the caller starts. `envs`: as of Api."""
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    api = Api(library, envs)
+    run = "/api/runs/{run}"
+    routes = {
+        "/api/runs": lambda p, q: api.runs(q),
+        run: lambda p, q: api.run(p["run"], q),
+        f"{run}/metrics": lambda p, q: api.metrics(p["run"], q),
+        f"{run}/episodes": lambda p, q: api.episodes(p["run"], q),
+        f"{run}/facets": lambda p, q: api.facets(p["run"], q),
+        f"{run}/episodes/{{episode}}": lambda p, q: api.episode(p["run"], p["episode"], q),
+        f"{run}/episodes/{{episode}}/tokens": lambda p, q: api.tokens(p["run"], p["episode"], q),
+        f"{run}/groups": lambda p, q: api.groups(p["run"], q),
+        f"{run}/failures": lambda p, q: api.failures(p["run"], q),
+        f"{run}/suspects": lambda p, q: api.suspects(p["run"], q),
+        "/api/compare": lambda p, q: api.compare(q),
+    }
+    found = [Route(path, _answering(ask), methods=["GET"]) for path, ask in routes.items()]
+    return Starlette(routes=[*found, Route("/api/{rest:path}", _unknown), Route("/{path:path}", _asset, methods=["GET"])])
+
+
+def guarded(app: Any) -> Any:
+    """The app behind the check of the Host header and of the method, with the headers that every answer has."""
+    # Plain ASGI, outside of all routes: an answer that a framework gives by itself (404, 405) has the headers, too.
+    static = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), *static]}
+            await send(message)
+
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or not _loopback(hosts[0]):
+            await _json(403, {"error": f"the viewer answers on {HOST} and localhost only"})(scope, receive, sent)
+        elif scope["path"].startswith("/api") and _from_elsewhere(scope["headers"]):
+            await _json(403, {"error": "the viewer's data is for its own page only"})(scope, receive, sent)
+        elif scope["method"] not in ("GET", "HEAD"):
+            await _json(405, {"error": "the viewer only reads: GET"})(scope, receive, sent)
+        else:
+            await app(scope, receive, sent)
+
+    return served
+
+
+def _loopback(host: str) -> bool:
+    name, colon, port = host.rpartition(":")
+    if not colon or host.endswith("]"):
+        name, port = host, ""
+    return name.lower() in NAMES and (not port or port.isdigit())
+
+
+def _from_elsewhere(headers: Any) -> bool:
+    """Whether a browser says that another site asks: it could not read the answer, but could make environments run."""
+    return any(name == b"sec-fetch-site" and value in (b"cross-site", b"same-site") for name, value in headers)
+
+
+def _answering(ask: Callable[[Any, Asked], Any]) -> Any:
+    # A plain function: it runs in a thread, so that a slow query holds up no other answer.
+    def answer(request: Request) -> Response:
+        try:
+            return _json(200, ask(request.path_params, request.query_params))
+        except NotFoundError as problem:
+            return _json(404, {"error": str(problem)})
+        except UserError as problem:
+            return _json(400, {"error": str(problem)})
+        except Exception as problem:  # the page shows it; the server goes on
+            log.exception("%s failed", request.url.path)
+            said = str(problem) if isinstance(problem, AgentrlError) else f"{type(problem).__name__}: {problem}"
+            return _json(500, {"error": said})
+
+    return answer
+
+
+def _json(status: int, body: Any) -> Response:
+    from starlette.responses import Response
+
+    # Escaped to ASCII, so that no lone surrogate of a tool's answer can end it; not a number is null.
+    try:
+        text = json.dumps(body, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(finite(body), allow_nan=False, separators=(",", ":"))
+    return Response(text, status, media_type="application/json")
+
+
+def _unknown(request: Request) -> Response:
+    return _json(404, {"error": f"there is no {request.url.path}"})
+
+
+def _asset(request: Request) -> Response:
+    """A file of the page. Addresses without a known ending are the page itself, which reads them."""
+    from starlette.responses import Response
+
+    path = PurePosixPath(request.path_params["path"] or "index.html")
+    name = str(path) if path.suffix in KINDS else "index.html"
+    body = assets().get(name)
+    if body is None:
+        return _json(404, {"error": f"there is no {request.url.path}"})
+    return Response(body, media_type=KINDS[PurePosixPath(name).suffix])
+
+
+def assets() -> dict[str, bytes]:
+    """The page's files by name. Only what is in this list is ever served, so that no path leads out of it."""
+    found: dict[str, bytes] = {}
+    open_folders = [("", files("agentrl.contrib.view") / "assets")]
+    while open_folders:
+        at, folder = open_folders.pop()
+        for item in folder.iterdir():
+            if item.is_dir():
+                open_folders.append((f"{at}{item.name}/", item))
+            elif PurePosixPath(item.name).suffix in KINDS:
+                found[f"{at}{item.name}"] = item.read_bytes()
+    return found
+
+
+def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = True) -> None:
+    """Serve until Ctrl-C; `say` is told the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
+    import uvicorn
+
+    listener = _listen(port)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            guarded(make_app(library, envs)),
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+            http=patient(),
+        )
+    )
+    library.start()
+    try:
+        say(f"http://{HOST}:{listener.getsockname()[1]}")
+        with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+            asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        listener.close()
+        library.close()
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server((HOST, port))
+    except (OSError, OverflowError) as problem:
+        raise ConfigError(f"--port {port}: cannot listen on {HOST}: {problem}; try another, or 0 for a free one") from None

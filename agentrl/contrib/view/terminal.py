@@ -1,0 +1,258 @@
+"""Runs and episodes as text for a terminal, and runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.contrib.view.queries import finite
+from agentrl.reward.explain import explain_text
+from agentrl.reward.score import Score
+from agentrl.utils.terminal import console as safe_console
+from agentrl.utils.terminal import safe, say
+
+Json = Any
+_OVERVIEW = ("status", "updates", "success_before", "success_after", "tokens", "seconds")
+_LAST = (
+    "reward", "success", "unscored", "tool_error_rate", "turns", "entropy", "kl_behaviour", "mismatch_kl", "clip_fraction",
+    "grad_norm",
+)  # fmt: skip
+_NAMES = ("name", "out")
+
+
+def flat(table: Mapping[str, Json], at: str = "") -> dict[str, Json]:
+    """A config by `a.b` keys; environments of a list by their name or id."""
+    out: dict[str, Json] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{at}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and "id" in item for item in value):
+            for item in value:
+                out |= flat(item, f"{at}{key}.{item.get('name', item['id'])}.")
+        else:
+            out[f"{at}{key}"] = value
+    return out
+
+
+def config_differences(tables: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
+    """The keys whose values are not equal in all, with each run's value; None for one that it does not set. Names and places of
+    the runs themselves are left out."""
+    all_flat = [flat(table) for table in tables]
+    keys = list(dict.fromkeys(key for found in all_flat for key in found))
+    out = {key: [found.get(key) for found in all_flat] for key in keys if key not in _NAMES}
+    return {key: values for key, values in out.items() if any(value != values[0] for value in values)}
+
+
+def figures(metrics: Sequence[Sequence[Mapping[str, Json]]], overviews: Sequence[Mapping[str, Json]]) -> dict[str, list[Json]]:
+    """Final figures by name, one value a run: of the whole run, its best evaluation, and means over its last ten updates."""
+    out: dict[str, list[Json]] = {name: [row[name] for row in overviews] for name in _OVERVIEW}
+    held = [[row for row in rows if row.get("phase") in ("before", "eval", "after")] for rows in metrics]
+    best = [
+        max((row for row in rows if row.get("success") is not None), key=lambda row: row["success"], default=None)
+        for rows in held
+    ]
+    out["best evaluation"] = [None if row is None else row["success"] for row in best]
+    out["at step"] = [None if row is None else row["step"] for row in best]
+    terms = sorted({name for rows in metrics for row in rows for name in row if name.startswith("term/")})
+    for name in (*_LAST, *terms):
+        values = [_last(rows, name) for rows in metrics]
+        if any(value is not None for value in values):
+            out[f"{name} (last updates)"] = values
+    return out
+
+
+def _last(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
+    found = [row[name] for row in rows if row.get("phase") == "train" and isinstance(row.get(name), (int, float))][-10:]
+    return sum(found) / len(found) if found else None
+
+
+# Runs and episodes as text for a terminal.
+#
+# What a policy, a tool or a file wrote is hostile here, too: escape sequences could clear the screen, set its title or answer for
+# the user, and square brackets are rich's markup. So every text that is not this file's own passes `safe` and is shown as `Text`.
+
+PAGE = 120
+"""Columns of an episode at most."""
+
+
+def cell(value: Json, most: int = 60) -> Text:
+    """A value in a table, on one line: "-" if it is unknown."""
+    if value is None:
+        return Text("-", style="dim")
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if isinstance(value, float):
+        return Text(f"{value:.4g}")
+    if isinstance(value, int):
+        return Text(f"{value:,}")
+    return Text(safe(value, most).replace("\n", " "))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Json]], most: int = 60) -> Table:
+    """A table of unsafe values."""
+    named = Text(safe(title)) if title else None
+    out = Table(title=named, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        out.add_column(Text(safe(name)), min_width=min(len(name), 8), overflow="fold")
+    for row in rows:
+        out.add_row(*(cell(value, most) for value in row))
+    return out
+
+
+def print_json(value: Json) -> None:
+    """JSON in ASCII, so that no character of it is one that a terminal acts on; a figure that is not finite is null."""
+    say(json.dumps(finite(value), indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def console() -> Console:
+    """Markup and highlighting are off: what is printed is `Text` or this file's own."""
+    return safe_console(markup=False, highlight=False)
+
+
+def runs_table(rows: Sequence[Mapping[str, Json]]) -> Table:
+    """Runs, as `run.reader.overview` gives them; success on held-out tasks before and after."""
+    columns = ("run", "status", "env", "updates", "success", "tokens", "min")
+    return table(
+        "",
+        columns,
+        [
+            (
+                row["run"],
+                row["status"],
+                ", ".join(row["envs"]),
+                f"{row['updates']}/{row['steps']}" if row["steps"] else row["updates"],
+                " > ".join(cell(row[name]).plain for name in ("success_before", "success_after")),
+                row["tokens"],
+                None if row["seconds"] is None else round(row["seconds"] / 60, 1),
+            )
+            for row in rows
+        ],
+    )
+
+
+def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
+    """Failures by reason, as `queries.failures` gives them."""
+    columns = ("episodes", "kind", "reason", "steps", "for example")
+    shown = [
+        (row["episodes"], row["kind"], row["reason"], f"{row['first_step']}..{row['last_step']}", " ".join(row["examples"][:2]))
+        for row in rows
+    ]
+    return table("why episodes did not succeed", columns, shown, most=90)
+
+
+def episodes_table(title: str, rows: Sequence[Mapping[str, Json]]) -> Table:
+    """A page of episodes."""
+    columns = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")
+    keys = ("id", "task", "reward", "success", "stop", "turns", "calls", "tool_errors", "tokens")
+    return table(title, columns, [(*(row[key] for key in keys), " ".join(row["suspects"])) for row in rows], most=40)
+
+
+def episode_text(row: Mapping[str, Json]) -> RenderableType:
+    """An episode turn by turn, its reward as a tree, and its times."""
+    head = Text.assemble(
+        (safe(row["id"]), "bold"),
+        f"  {safe(row['env'])}  {safe(row['task'])}  reward {_number(row['reward'])}  success {_number(row['success'])}  "
+        f"stop {safe(row['stop'])}",
+    )
+    parts: list[RenderableType] = [head]
+    if row["error"]:
+        parts.append(Text(f"error: {safe(row['error'])}", style="red"))
+    parts += _script(row)
+    if row.get("parting"):
+        parts.append(_panel("user, leaving", row["parting"]))
+    if isinstance(row["evidence"], dict):
+        parts.append(Panel(Text(safe(_explained(row))), title="reward", title_align="left"))
+    times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in (row["timings"] or {}).items())
+    parts.append(Text(safe(times), style="dim"))
+    return Group(*parts)
+
+
+def _script(row: Mapping[str, Json]) -> list[RenderableType]:
+    """The opening, the policy's turns, and between them what the user did and said."""
+    found: list[RenderableType] = []
+    turns = list(row["turns"])
+    opening, later = _parted(row["messages"] or [], turns)
+    users = [place for place, message in enumerate(opening) if message["role"] == "user"]
+    first = users[-1] if users else len(opening)  # what the user did before its first words
+    found += [_message(message) for message in opening[:first]]
+    found += [*_user_calls(row, -1), *(_message(message) for message in opening[first:])]
+    for message in later:
+        if turns and message["role"] == "assistant" and _same(message, turns[0]["message"]):
+            turn = turns.pop(0)
+            found += [*_turn(turn), *_user_calls(row, turn["index"])]
+        elif message["role"] != "tool":
+            found.append(_message(message))
+    # A context policy may have taken turns out of the messages: they were played, and are shown all the same.
+    return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
+
+
+def _parted(messages: Sequence[Json], turns: Sequence[Json]) -> tuple[list[Json], Sequence[Json]]:
+    """The messages of the opening without answers of tools, and the rest, from the first turn on."""
+    places = (at for at, one in enumerate(messages) if turns and one["role"] == "assistant" and _same(one, turns[0]["message"]))
+    first = next(places, len(messages))
+    return [one for one in messages[:first] if one["role"] != "tool"], messages[first:]
+
+
+def _same(message: Mapping[str, Json], played: Mapping[str, Json]) -> bool:
+    calls = [len(one.get("tool_calls") or ()) for one in (message, played)]
+    return message["content"] == played["content"] and calls[0] == calls[1]
+
+
+def _message(message: Mapping[str, Json]) -> Panel:
+    return _panel(message["role"], _said(message))
+
+
+def _said(message: Mapping[str, Json]) -> str:
+    said = [f"({message['reasoning']})"] if message.get("reasoning") else []
+    said += [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls") or ():
+        given = call["raw"] if call["arguments"] is None else json.dumps(call["arguments"], ensure_ascii=False)
+        said.append(f"-> {call['name']} {given}" + (f"   [{call['error']}]" if call.get("error") else ""))
+    return "\n".join(said)
+
+
+def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
+    tokens, seconds = turn["tokens"], turn["seconds"]
+    out: list[RenderableType] = [_panel(f"turn {turn['index']}: {tokens} tokens, {seconds:.2f} s", _said(turn["message"]))]
+    for result in turn["results"]:
+        mark = f"  error: {result['error']}" if result.get("error") else ""
+        out.append(Text(safe(f"   {result['name']}{mark}: {result['content']}", 2000), style="dim" if not mark else "red"))
+    return out
+
+
+def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
+    """What the simulated user did with its own tools in answer to a turn, -1: before its first words."""
+    out: list[RenderableType] = []
+    for made in row.get("user_calls") or []:
+        if made["turn"] != turn:
+            continue
+        call, result = made["call"], made["result"] or {"error": "no answer", "content": ""}
+        given = call["raw"] if call["arguments"] is None else json.dumps(call["arguments"], ensure_ascii=False)
+        said = f" ({made['text']})" if made.get("text") else ""
+        mark = f"  error: {result['error']}" if result.get("error") else ""
+        text = f"   the user{said} -> {call['name']} {given}{mark}: {result['content']}"
+        out.append(Text(safe(text, 2000), style="red" if mark else "cyan"))
+    return out
+
+
+def _panel(title: str, text: Json) -> Panel:
+    return Panel(Text(safe(text, 4000)), title=Text(safe(title)), title_align="left")
+
+
+def _explained(row: Mapping[str, Json]) -> str:
+    turns = {turn["index"]: turn["reward"] for turn in row["turns"] if turn["reward"] is not None}
+    try:
+        return explain_text(Score(row["reward"], turns, row["evidence"], row["metrics"] or {}, row["success"]))
+    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or a policy's
+        return json.dumps(row["evidence"], indent=1)
+
+
+def _number(value: Json) -> str:
+    return cell(value).plain

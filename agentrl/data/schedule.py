@@ -1,0 +1,473 @@
+"""Schedule rows over minibatches, ranks and micro-batches; share common prefixes; mark where rows come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.data.packing import check_cap, group_units, partition, plan, unit_sums
+from agentrl.data.ragged import spread
+from agentrl.data.rows import Ragged, Rows, row_index
+
+# Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
+#
+# A tree is a shared prefix followed by the suffix of every member. Each suffix attends to [prefix; itself],
+# so hidden states, and therefore logprobs and gradients, are those of the plain layout. The first token after
+# the prefix is predicted by the prefix's last token, which all members read.
+
+PER_TREE, PER_ROW = 8.0, 4.0
+"""What a tree costs besides its tokens, and each of its rows, in tokens of the model: calls of the attention for the tree alone.
+Measured on a CPU with the smallest models, to which calls cost the most (benchmarks/cluster.py --only prefix)."""
+
+SHORTEST = 16
+"""Shorter common prefixes are not worth a tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """`rows` (positions in the micro-batch) share their first `prefix` tokens; a row by itself has prefix 0."""
+
+    rows: tuple[int, ...]
+    prefix: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPack:
+    """A micro-batch with shared prefixes: U computed tokens stand for T plain ones.
+
+    - `token_ids` (dtype of the batch), `position_ids` int64 [U]: the model's input (positions as in the plain rows).
+    - `spans` int64 [S, 4]: (prefix start, prefix stop, start, stop); the tokens [start, stop) see the
+      prefix and, causally, themselves. All spans together cover [0, U) in order.
+    - `at` int64 [T]: where the plain token t (rows end to end, as `pack` puts them) is computed. So
+      `hidden[at]` is the plain layout's hidden state, and autograd sums the gradients of shared tokens.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    spans: torch.Tensor
+    at: torch.Tensor
+    trees: tuple[Tree, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Plain tokens per computed token."""
+        return len(self.at) / max(1, len(self.token_ids))
+
+
+def find_trees(view: Ragged, rows: Rows, shortest: int = SHORTEST) -> list[Tree]:
+    """Trees over `rows`: rows of one group (column `group`) that begin with the same tokens.
+
+    Of all ways to split a group's rows into trees, this is the one that saves the most tokens. A shared prefix is
+    the longest common one, but leaves every member at least one token of its own. Every row is in exactly
+    one tree.
+    """
+    index = row_index(rows)
+    tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
+    group = view.numbers("group")
+    buckets: dict[Any, list[int]] = {}
+    for place, row in enumerate(index.tolist()):
+        # Rows that differ in their first `shortest` tokens never share a tree, so only rows of one bucket are compared.
+        head = tokens[offsets[row] : offsets[row + 1]][:shortest]
+        key = (int(group[row]), head.tobytes()) if len(head) == shortest else ("alone", place)
+        buckets.setdefault(key, []).append(place)
+    trees: list[Tree] = []
+    for members in buckets.values():
+        texts = [tokens[offsets[row] : offsets[row + 1]] for row in index[members]]
+        # Sorted by their bytes, texts with a common prefix are adjacent, so every tree is a run of this order.
+        order = sorted(range(len(texts)), key=lambda i: texts[i].tobytes())
+        for part, prefix in _best_runs([texts[i] for i in order], shortest):
+            rows = tuple(sorted(members[order[i]] for i in part))
+            trees += [Tree(rows, prefix)] if prefix else [Tree((row,), 0) for row in rows]
+    return sorted(trees, key=lambda tree: tree.rows)
+
+
+def _best_runs(texts: Sequence[np.ndarray], shortest: int) -> list[tuple[range, int]]:
+    """Sorted texts cut into runs, each with its common prefix (0 for a run of one), so that the most tokens are saved."""
+    common = [_common(texts[i], texts[i + 1]) for i in range(len(texts) - 1)]
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # up to text j: tokens saved, start and prefix of its run
+    for stop in range(1, len(texts) + 1):
+        # Dynamic programming over where the last run begins: at the last text, or at an earlier one. Going backwards, the
+        # common prefix only shrinks, so the first start with less than `shortest` ends the search.
+        saved = (best[stop - 1][0], stop - 1, 0)
+        prefix = len(texts[stop - 1]) - 1  # a member keeps at least one token of its own: no suffix is empty
+        for start in range(stop - 2, -1, -1):
+            prefix = min(prefix, common[start], len(texts[start]) - 1)
+            if prefix < shortest:
+                break
+            saved = max(saved, (best[start][0] + (stop - start - 1) * prefix, start, prefix))
+        best.append(saved)
+    runs: list[tuple[range, int]] = []
+    stop = len(texts)
+    while stop:
+        _, start, prefix = best[stop]
+        runs.append((range(start, stop), prefix))
+        stop = start
+    return runs
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    most = min(len(one), len(other))
+    differ = np.flatnonzero(one[:most] != other[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def share(view: Ragged, rows: Rows, trees: Sequence[Tree] | None = None) -> SharedPack:
+    """The shared layout of the rows `rows` of a batch (at least one row; see SharedPack)."""
+    index = row_index(rows)
+    if len(index) == 0:
+        raise ValueError("a shared layout needs at least one row; use pack for a dummy")
+    chosen = tuple(find_trees(view, rows) if trees is None else trees)
+    tokens, offsets = view.tokens("token_ids").numpy(), view.offsets.numpy()
+    counts = view.lengths[index]
+    plain = np.concatenate(([0], np.cumsum(counts)))
+    at = np.empty(plain[-1], dtype=np.int64)
+    parts: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    spans: list[tuple[int, int, int, int]] = []
+    total = 0
+
+    # A tree is its prefix, then each member's suffix: positions continue from the prefix, so rotary embeddings are
+    # those of the plain rows, and `at` maps all members' prefix tokens to the one place where they are computed.
+    def append(row: int, first: int, last: int, prefix: tuple[int, int]) -> int:
+        nonlocal total
+        begin = total
+        parts.append(tokens[offsets[row] + first : offsets[row] + last])
+        positions.append(np.arange(first, last))
+        total += last - first
+        spans.append((*prefix, begin, total))
+        return begin
+
+    for tree in chosen:
+        start = total
+        if tree.prefix:
+            append(int(index[tree.rows[0]]), 0, tree.prefix, (start, start))
+        for place in tree.rows:
+            begin = append(int(index[place]), tree.prefix, int(counts[place]), (start, start + tree.prefix))
+            where = at[plain[place] : plain[place + 1]]
+            where[: tree.prefix] = np.arange(start, start + tree.prefix)
+            where[tree.prefix :] = np.arange(begin, total)
+    return SharedPack(
+        torch.from_numpy(np.concatenate(parts)),
+        torch.from_numpy(np.concatenate(positions)),
+        torch.tensor(spans, dtype=torch.int64).reshape(-1, 4),
+        torch.from_numpy(at),
+        chosen,
+    )
+
+
+# Origin of a row
+
+ORIGIN = "origin"
+FRESH, KEPT, IMITATED, SHOWN = range(4)
+"""Played for this update; a kept episode in the policy loss; a kept episode in the supervised term; a demonstration."""
+SUPERVISED = (IMITATED, SHOWN)
+
+
+def origins(view: Ragged) -> np.ndarray:
+    """The origin of each row, int64 [N]."""
+    return view.numbers(ORIGIN) if ORIGIN in view else np.full(len(view), FRESH)
+
+
+def fresh_only(view: Ragged, rows: np.ndarray) -> np.ndarray:
+    """Those of `rows` that were played for this update."""
+    found: np.ndarray = rows[origins(view)[rows] == FRESH]
+    return found
+
+
+def supervised_tokens(view: Ragged) -> Tensor:
+    """The tokens of rows that are trained by a supervised term, bool [T]."""
+    return spread(torch.from_numpy(np.isin(origins(view), SUPERVISED)), view.offsets, int(view.offsets[-1]))
+
+
+# Where and when each row of a batch is computed: in which minibatch, on which rank, and in which micro-batch.
+#
+# All of it is decided here, in three steps; the decisions are written to row columns, which all other code reads.
+#
+# cut_minibatches      driver   episodes -> minibatches (optimizer steps), by seed and step
+# assign_ranks         driver   rows of each minibatch -> ranks; whether prefixes are shared
+# columns `minibatch`, `dp_rank`; if rows stay together, `together`, `prefix`
+# plan_micro_batches   worker   a rank's rows of each minibatch -> micro-batches under the token cap
+#
+# Minibatches come first and do not depend on the number of ranks, so neither does the content of an optimizer step, nor
+# its result. Ranks are balanced within a minibatch, because all ranks wait for each other at its end. Micro-batches come
+# last, and are planned on the worker: they do not change the result (losses have global denominators), all ranks then
+# search for a good packing in parallel, and the cap is that of the role that computes.
+#
+# Rows that begin with the same tokens (members of a group, ledgers of one prompt) can compute these once if they are
+# in one micro-batch. `with_trees` finds what could be shared; `plan_ranks` decides for the rows of one minibatch.
+
+Mode = Literal["off", "auto", "on"]
+ADDED = 1
+"""Tells the random numbers by which added episodes are dealt out from those that shuffle the others."""
+FREE = 0.0
+"""The weight of a tree's own cost for `on`, which shares whenever that saves tokens; for `auto` it is 1."""
+
+
+def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step.
+
+    Episodes that were added to those of this update (batch/origin.py) are dealt out evenly to the parts, which the others are cut
+    into as without them: they change neither the number of optimizer steps nor what else is in one.
+    """
+    if ORIGIN in view:
+        return _with_added(view, algorithm, seed, step)
+    return _cut(view, np.arange(len(view)), algorithm, seed, step)
+
+
+def _with_added(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    fresh = origins(view) == FRESH
+    parts = _cut(view, np.flatnonzero(fresh), algorithm, seed, step)
+    rows = np.flatnonzero(~fresh)
+    # "kept": all episodes of a group that were added are in one minibatch.
+    unit = np.unique(view.numbers("group")[rows] if algorithm.groups == "kept" else view.episode[rows], return_inverse=True)[1]
+    count = int(unit.max()) + 1 if len(unit) else 0
+    order = np.random.default_rng([seed, step, ADDED]).permutation(count)
+    dealt = [rows[np.isin(unit, order[number :: len(parts)])] for number in range(len(parts))]
+    return [np.concatenate(pair) for pair in zip(parts, dealt, strict=True)]
+
+
+def _cut(view: Ragged, among: np.ndarray, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
+    episode = view.episode[among]  # fresh rows come first, so that their episodes are numbered from 0 without a gap
+    count = int(episode.max()) + 1 if len(episode) else 0
+    groups = None
+    if algorithm.groups == "kept":
+        groups = np.zeros(count, dtype=np.int64)
+        groups[episode] = view.numbers("group")[among]
+    # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
+    order = np.argsort(episode, kind="stable")
+    rows = np.split(among[order], np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
+    parts = shuffled(count, algorithm.minibatch, seed, step, groups)
+    return [np.concatenate([rows[number] for number in part]) for part in parts]
+
+
+def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
+    """`count` episodes in random order, cut into the smallest number of nearly equal parts of at most `size`.
+
+    With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only a
+    larger group is cut.
+    """
+    if count == 0:
+        return []
+    # A generator of its own per step: a resumed run makes the same minibatches without replaying earlier steps.
+    rng = np.random.default_rng([seed, step])
+    if groups is None:
+        return np.array_split(rng.permutation(count), -(-count // size))
+    order = np.argsort(groups, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    parts: list[list[int]] = [[]]
+    for number in rng.permutation(len(members)):
+        for start in range(0, len(members[number]), size):
+            piece = members[number][start : start + size].tolist()
+            if parts[-1] and len(parts[-1]) + len(piece) > size:
+                parts.append([])
+            parts[-1] += piece
+    return [np.asarray(part, dtype=np.int64) for part in parts]
+
+
+def effective_mode(mode: Mode, gpus: bool) -> Mode:
+    """What "auto" means for actors with or without `gpus`: "off" with, because sharing was measured to be faster on CPUs only."""
+    return "off" if mode == "auto" and gpus else mode
+
+
+def with_trees(view: Ragged, mode: Mode) -> Ragged:
+    """The batch with row columns `tree` int64 (the number of the row's tree, -1 if it has none) and `tree_prefix` int64
+    (number of tokens that the tree shares), and the batch-wide `tree_cost` (how much a tree's own cost counts, see `plan_ranks`).
+
+    Unchanged if `mode` is "off" or no rows of a group have a common prefix. Needs `token_ids` and `group`.
+    """
+    if mode == "off" or len(view) < 2:
+        return view
+    tree = torch.full((len(view),), -1, dtype=torch.int64)
+    prefix = torch.zeros(len(view), dtype=torch.int64)
+    for number, shared in enumerate(find_trees(view, np.arange(len(view)))):
+        if shared.prefix:
+            tree[list(shared.rows)] = number
+            prefix[list(shared.rows)] = shared.prefix
+    if not bool((tree >= 0).any()):
+        return view
+    return view.with_rows(tree=tree, tree_prefix=prefix).with_wide(tree_cost=1.0 if mode == "auto" else FREE)
+
+
+def assign_ranks(view: Ragged, parts: Sequence[np.ndarray], ranks: int, kept: bool = False) -> Ragged:
+    """The batch with `minibatch` (the part of each row), `dp_rank` (balanced by tokens within each part; -1 for a
+    row of no part), and `together` and `prefix` if any rows stay together:
+
+    - `together` int64: rows with the same number, if it is not negative, are on one rank and, as far as the cap
+      allows, in one micro-batch;
+    - `prefix` int64: the number of their first tokens that are computed once for all of them; 0: none.
+
+    `kept`: all rows of a group in a minibatch stay on one rank.
+    """
+    columns = {name: np.zeros(len(view), dtype=np.int64) for name in ("minibatch", "prefix")}
+    columns |= {name: np.full(len(view), -1, dtype=np.int64) for name in ("dp_rank", "together")}
+    keep = view.numbers("group") if kept else None
+    for number, rows in enumerate(parts):
+        if len(rows) == 0:
+            continue
+        columns["minibatch"][rows] = number
+        made = plan_ranks(view.lengths[rows], ranks, *trees_among(view, rows), None if keep is None else keep[rows])
+        for rank, members in enumerate(made.ranks):
+            columns["dp_rank"][rows[members]] = rank
+        columns["together"][rows], columns["prefix"][rows] = made.together, made.prefix
+    if not (columns["together"] >= 0).any():
+        del columns["together"], columns["prefix"]
+    return view.with_rows(**{name: torch.from_numpy(values) for name, values in columns.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Rows of each rank, the columns `together` and `prefix` of all rows, the number of tokens that the slowest rank
+    computes (`load`), and its load without sharing as a multiple of that (`ratio`; 1.0: nothing is shared)."""
+
+    ranks: list[np.ndarray]
+    together: np.ndarray
+    prefix: np.ndarray
+    load: float
+    ratio: float
+
+
+def plan_ranks(
+    tokens: np.ndarray,
+    ranks: int,
+    trees: tuple[np.ndarray, np.ndarray] | None,
+    tree_cost: float,
+    keep: np.ndarray | None = None,
+) -> RankPlan:
+    """The rank of each row, given its number of tokens, and whether the trees (numbers, prefixes) are used.
+
+    `keep[i]`: a group number; all rows of one group go to one rank, shared or not. Without it, a tree with
+    more work than a rank's even share is cut over ranks, and each of its parts computes the prefix.
+
+    Both layouts are planned, and the shared one is taken if the *slowest rank* is faster by it: fewer tokens, also with
+    `tree_cost` times what its trees cost besides. The total over all
+    ranks would be misleading: one large tree that must stay on one rank saves tokens but makes that rank the slowest.
+    """
+    nothing = np.zeros(len(tokens), dtype=np.int64)
+    apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
+    plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
+    if trees is None:
+        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+    together, prefix = _used(*trees)
+    shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
+    if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
+        return RankPlan(plain, apart, nothing, plain_load, 1.0)
+    if keep is not None:
+        # Rows of a kept group without a tree still stay with their group, under a number that no tree has.
+        together = np.where(together >= 0, together, together.max() + 1 + keep)
+    return RankPlan(shared, together, prefix, shared_load, plain_load / max(shared_load, 1.0))
+
+
+def own_cost(together: np.ndarray) -> float:
+    """What the trees among some rows cost besides their tokens, in tokens. `together`: each row's tree, -1 if it has none."""
+    rows = np.unique(together[together >= 0], return_counts=True)[1]
+    return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
+
+
+def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing."""
+    count = np.bincount(tree[tree >= 0], minlength=1)
+    alive = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)
+    return np.where(alive, tree, -1), np.where(alive, prefix, 0)
+
+
+def _spread(
+    tokens: np.ndarray, ranks: int, together: np.ndarray, prefix: np.ndarray, keep: np.ndarray | None
+) -> tuple[list[np.ndarray], float]:
+    """Rows of each rank, and the number of tokens that the busiest one computes.
+
+    Units are balanced: rows that stay together, with their prefix counted once.
+    """
+    if keep is None and not bool((together >= 0).any()):
+        # Sorted, so that adjacent rows of the batch are copied as one span.
+        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, ranks)]
+        return parts, max((float(tokens[part].sum()) for part in parts), default=0.0)
+    unit = group_units(tokens, together, np.inf, prefix)
+    cost = unit_sums(unit, tokens, prefix)
+    if keep is not None:
+        # A kept group is one unit, even if it has several trees.
+        group = np.unique(keep, return_inverse=True)[1]
+        home = np.zeros(len(cost), dtype=np.int64)
+        home[unit] = group
+        unit, cost = group, np.bincount(home, weights=cost)
+    elif ranks > 1:
+        # A unit larger than a rank's even share would make its rank the slowest in any assignment, so it is cut at that size.
+        unit = group_units(tokens, together, -(-float(cost.sum()) // ranks), prefix)
+        cost = unit_sums(unit, tokens, prefix)
+    owner = np.zeros(len(cost), dtype=np.int64)
+    loads = [0.0]
+    for rank, units in enumerate(partition(cost, ranks)):
+        owner[units] = rank
+        loads.append(float(cost[units].sum()))
+    return [np.flatnonzero(owner[unit] == rank) for rank in range(ranks)], max(loads)
+
+
+def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
+    """The trees of `rows` as `plan_ranks` takes them, and the weight of their own cost; None if there are none."""
+    if "tree" not in view:
+        return None, FREE
+    return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])
+
+
+def token_ratio(view: Ragged) -> float:
+    """Plain tokens of a batch per token that remains if every tree computes its prefix once."""
+    trees, _ = trees_among(view, np.arange(len(view)))
+    if trees is None:
+        return 1.0
+    unit = group_units(view.lengths, trees[0], np.inf, trees[1])
+    return float(view.lengths.sum() / unit_sums(unit, view.lengths, trees[1]).sum())
+
+
+class AllRanks(Protocol):
+    """An object that can reduce over all data-parallel ranks (an engine), and knows whether rows may share a pass."""
+
+    @property
+    def packs(self) -> bool: ...
+
+    def reduce(self, values: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor: ...
+
+
+def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, ranks: AllRanks) -> list[list[list[int]]]:
+    """On a worker: micro-batches of each part of its rows: `[part][micro]` -> row numbers; equally many on all ranks.
+
+    An empty list is a dummy: a rank with fewer micro-batches than another must still take part in each of the collectives.
+    The cap counts the tokens that are computed: a shared prefix once. If the engine does not pack, each row is a
+    micro-batch of its own, longest first. Raises ConfigError, on all ranks, if a row
+    of any rank is longer than `cap` tokens.
+    """
+    # Reduced before it is checked: if only one rank raised, the others would hang in their next collective.
+    longest = ranks.reduce(torch.tensor([int(view.lengths.max()) if len(view) else 0]), "max")
+    check_cap(longest.numpy(), cap)
+    bins: list[list[list[int]]] = []
+    for part in parts:
+        if not ranks.packs:
+            bins.append([[int(row)] for row in part[np.argsort(-view.lengths[part], kind="stable")]])
+            continue
+        together = prefix = None
+        if "together" in view:
+            together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]
+        # For one rank: each row has its rank by now, and moving it would take another exchange.
+        made = plan(view.lengths[part], 1, cap, groups=together, prefix=prefix)
+        bins.append([part[micro].tolist() for micro in made.rows[0]])
+    counts = ranks.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
+    return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
+
+
+def trees_of(view: Ragged, rows: Rows) -> list[Tree]:
+    """On a worker: the trees of a micro-batch, read from its columns; empty if none of its rows share a prefix."""
+    if "prefix" not in view:
+        return []
+    index = row_index(rows)
+    prefix, together = view.numbers("prefix")[index], view.numbers("together")[index]
+    trees: dict[int, list[int]] = {}
+    for place, number in enumerate(together.tolist()):
+        # Rows may stay together without a prefix (a kept group): each is then a tree of its own, under a number of its own.
+        trees.setdefault(number if prefix[place] else -1 - place, []).append(place)
+    made = [Tree(tuple(p), int(prefix[p[0]]) if len(p) > 1 else 0) for p in trees.values()]
+    return made if any(tree.prefix for tree in made) else []

@@ -1,0 +1,364 @@
+"""`TokenLedger`: one append-only token sequence as the model saw it, with its typed columns."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.data.images import Image, PromptIds, images_in
+
+# Columns of a ledger
+
+# Narrow types: the driver holds the ledgers of all episodes that run or wait for their update, and sends them on.
+KINDS: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "sampled": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "turns": np.int16,
+}
+MAX_TURN = int(np.iinfo(np.int16).max)
+"""The last turn that a ledger can count: `turns` is int16."""
+
+
+def check_finite(logprobs: npt.NDArray[np.float32], what: str) -> None:
+    # Looked at as float32, the way it is stored: -1e39 is a number to Python and becomes -inf here.
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise ValueError(f"the log probability of {what} {at} of {len(logprobs)} is {logprobs[at]}, not a finite number")
+
+
+def turn_number(turn: int) -> int:
+    if not 0 <= turn <= MAX_TURN:
+        raise ValueError(f"turn {turn}: a ledger counts turns from 0 to {MAX_TURN}")
+    return turn
+
+
+def numbers(values: Sequence[float], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """Numbers as int32 or float32. Raises ValueError if a value is not such a number."""
+    if isinstance(values, np.ndarray):
+        found = values.astype(kind, copy=False)
+        # `astype` wraps integers around; floats may round.
+        if found is not values and np.issubdtype(kind, np.integer) and not np.array_equal(found, values):
+            raise ValueError(f"a column of {np.dtype(kind)}: a value does not fit")
+        return found
+    out = np.empty(len(values), dtype=kind)
+    try:
+        # Takes half the time of np.asarray, which reads each item of a list twice.
+        struct.pack_into(f"{len(values)}{out.dtype.char}", out.data, 0, *values)
+    except struct.error as fault:
+        raise ValueError(f"a column of {np.dtype(kind)}: {fault}") from None
+    return out
+
+
+def version_numbers(values: Sequence[int]) -> npt.NDArray[np.int32]:
+    """`numbers` for versions, fast if all are equal, as they usually are: weights seldom change while a turn is sampled."""
+    if isinstance(values, list) and values and values.count(values[0]) == len(values):
+        return np.repeat(numbers(values[:1], np.int32), len(values))
+    return numbers(values, np.int32)
+
+
+def equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
+
+
+def pack_columns(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """A ledger's columns as `TokenLedger.packed` describes them."""
+    versions, turns = columns["versions"], columns["turns"]
+    cuts = np.flatnonzero((versions[1:] != versions[:-1]) | (turns[1:] != turns[:-1])) + 1
+    # An empty ledger has no run: position 0 is outside of its columns.
+    starts = np.concatenate(([0], cuts)) if len(versions) else cuts
+    counts = np.diff(np.append(starts, len(versions)))
+    return {
+        "token_ids": _encoded(columns["token_ids"]),
+        "logprobs": _encoded(columns["logprobs"][columns["sampled"]]),
+        "spans": [list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
+    }
+
+
+def unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """The columns of a `packed` ledger. Raises ValueError if its parts differ in length."""
+    # The shape is said, because an empty list would become a table without columns.
+    spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
+    turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
+    sampled = versions >= 0
+    found = _decoded(row["logprobs"], "<f4")
+    if len(found) != int(sampled.sum()):
+        raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
+    logprobs = np.zeros(len(sampled), dtype=np.float32)
+    logprobs[sampled] = found
+    return {
+        "token_ids": _decoded(row["token_ids"], "<i4"),
+        "sampled": sampled,
+        "logprobs": logprobs,
+        "versions": versions,
+        "turns": turns,
+    }
+
+
+def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:
+    """A ledger's experts, [tokens, routers, k] uint8 or int16, as base64 with their shape and numpy type; nothing for None."""
+    if experts is None:
+        return {}
+    kind = "<i2" if experts.dtype == np.int16 else "|u1"
+    return {"experts": _encoded(experts), "experts_shape": list(experts.shape), "experts_type": kind}
+
+
+def unpacked_experts(row: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Inverse of `packed_experts`. Raises ValueError if the shape is not that of the numbers."""
+    experts = _decoded(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
+    return experts.astype(experts.dtype.newbyteorder("="), copy=False)
+
+
+def _encoded(column: npt.NDArray[Any]) -> str:
+    # The order of bytes is fixed here, because a file may be read on a machine of the other order.
+    ordered = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
+    return base64.b64encode(ordered.data).decode("ascii")
+
+
+def _decoded(text: str, kind: str) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
+
+
+# The ledger
+
+Json = Any
+
+
+_ROOM = 64  # tokens that a ledger has room for after its first append; it then grows by a quarter
+
+
+class TokenLedger:
+    """One append-only token sequence as the model saw it, in five columns of equal length (15 bytes per token).
+
+    Columns: `token_ids` int32, `sampled` bool (True exactly where the policy sampled the token),
+    `logprobs` float32 (log softmax(z / T) of the sampled token, 0 elsewhere), `versions` int32 (version of the weights
+    that sampled it, -1 elsewhere), `turns` int16 (index of the policy turn that the token belongs to or answers).
+    A column is a read-only view of the tokens that were there when it was read; later appends do not
+    show in it. `oldest` is the lowest version that sampled a token, None if no token was sampled;
+    `sampled_tokens` is the number of sampled tokens.
+
+    `experts`: if routers are replayed, the experts of a mixture-of-experts model that the engine sent the first tokens to,
+    [tokens, routers, k] uint8 or int16; else None. It may be shorter than the ledger: the last token that an engine samples
+    goes to no experts until it is computed for the next turn. `images`: those whose placeholder tokens stand among the context,
+    in order.
+    """
+
+    __slots__ = ("_length", "_room", "experts", "images", "oldest", "sampled_tokens")
+
+    def __init__(self) -> None:
+        self._length = 0
+        self.experts: npt.NDArray[Any] | None = None
+        self.images: tuple[Image, ...] = ()
+        self._room = {name: np.empty(0, dtype=kind) for name, kind in KINDS.items()}
+        self.oldest: int | None = None
+        self.sampled_tokens = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TokenLedger)
+            and all(np.array_equal(self._column(name), other._column(name), equal_nan=name == "logprobs") for name in KINDS)
+            and equal(self.experts, other.experts)
+            and self.images == other.images
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the room to grow, and without `oldest` and the count: they follow from the columns.
+        state: dict[str, Any] = {name: self._column(name).copy() for name in KINDS}
+        others = {"experts": self.experts, "images": self.images or None}
+        return state | {name: value for name, value in others.items() if value is not None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        # Through `_append`, which counts again: what is sent to another process cannot disagree with its columns.
+        self._append(len(state["token_ids"]), {name: state[name] for name in KINDS})
+        self.experts, self.images = state.get("experts"), state.get("images", ())
+
+    @property
+    def routed(self) -> int:
+        """How many of the first tokens have `experts`."""
+        return 0 if self.experts is None else len(self.experts)
+
+    def add_experts(self, start: int, experts: npt.NDArray[Any]) -> None:
+        """The experts of the tokens from `start` on, [tokens, routers, k]. A token that has some keeps them: they are those that
+        later tokens were sampled with.
+
+        Raises ValueError if they leave a gap, go beyond the tokens, or are of another shape or type than those before.
+        """
+        if start > self.routed or start + len(experts) > self._length:
+            raise ValueError(
+                f"experts of tokens {start} to {start + len(experts)}: the ledger has {self._length} tokens "
+                f"and those of the first {self.routed}"
+            )
+        if experts.ndim != 3 or experts.dtype not in (np.uint8, np.int16):
+            raise ValueError(f"experts are [tokens, routers, k] of uint8 or int16, got {experts.dtype} {experts.shape}")
+        fresh = experts[self.routed - start :]
+        if self.experts is not None and (self.experts.shape[1:], self.experts.dtype) != (experts.shape[1:], experts.dtype):
+            raise ValueError(f"experts of shape {experts.shape[1:]} after some of shape {self.experts.shape[1:]}")
+        self.experts = fresh.copy() if self.experts is None else np.concatenate((self.experts, fresh))
+
+    def append_context(self, token_ids: Sequence[int], turn: int) -> None:
+        """Append tokens that the policy did not sample (prompt, tool results, template text), and the images among them.
+
+        Raises ValueError if an id does not fit int32, or `turn` is negative or above `MAX_TURN`.
+        """
+        ids = numbers(token_ids, np.int32)
+        given = {"token_ids": ids, "sampled": False, "logprobs": 0.0, "versions": -1, "turns": turn_number(turn)}
+        self._append(len(ids), given)
+        self.images += images_in(token_ids)
+
+    def append_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], turn: int) -> None:
+        """Append tokens that the policy sampled.
+
+        Raises ValueError if the columns differ in length, an id or version does not fit int32, a version is negative,
+        a log probability is not finite (a token of probability 0 is never sampled, so the engine is at fault), or
+        `turn` is negative or above `MAX_TURN`.
+        """
+        # All checks before `_append`: a turn that is refused leaves the ledger as it was.
+        n = len(token_ids)
+        if len(logprobs) != n or len(versions) != n:
+            raise ValueError(f"columns differ in length: {n} ids, {len(logprobs)} logprobs, {len(versions)} versions")
+        found, weights = numbers(logprobs, np.float32), version_numbers(versions)
+        if n and int(weights.min()) < 0:
+            raise ValueError("a sampled token needs the version (>= 0) of the weights that sampled it")
+        check_finite(found, "sampled token")
+        ids = numbers(token_ids, np.int32)
+        given = {"token_ids": ids, "sampled": True, "logprobs": found, "versions": weights, "turns": turn_number(turn)}
+        self._append(n, given)
+
+    def _append(self, count: int, given: Mapping[str, Any]) -> None:
+        """Add `count` tokens; per column, `given` has an array or one value for all of them."""
+        begin, end = self._length, self._length + count
+        # The first append is often a whole prompt and gets no spare room; growing by a quarter keeps later appends cheap
+        # on average while at most a fifth of the memory is unused.
+        if end > len(self._room["token_ids"]):
+            self._grow(max(end, _ROOM, end + end // 4 if begin else end))
+        for name, values in given.items():
+            self._room[name][begin:end] = values
+        # Last of all: if a column does not fit, none of its tokens has been added.
+        self._length = end
+        # By version and not by `sampled`: the two agree, which `from_json` checks.
+        fresh = self._room["versions"][begin:end]
+        fresh = fresh[fresh >= 0]
+        self.sampled_tokens += len(fresh)
+        if len(fresh):
+            lowest = int(fresh.min())
+            self.oldest = lowest if self.oldest is None else min(self.oldest, lowest)
+
+    def _grow(self, room: int) -> None:
+        for name, old in self._room.items():
+            # A new array, never a resize in place: views that were handed out must keep their values.
+            fresh = np.empty(room, dtype=old.dtype)
+            fresh[: self._length] = old[: self._length]
+            self._room[name] = fresh
+
+    def _column(self, name: str) -> npt.NDArray[Any]:
+        # No copy is needed: an append writes behind the view, or into new arrays.
+        view = self._room[name][: self._length]
+        view.flags.writeable = False  # a caller must not be able to change what the trainer learns from
+        return view
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return self._column("token_ids")
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        return self._column("sampled")
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        return self._column("logprobs")
+
+    @property
+    def versions(self) -> npt.NDArray[np.int32]:
+        return self._column("versions")
+
+    @property
+    def turns(self) -> npt.NDArray[np.int16]:
+        return self._column("turns")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the columns in bytes, including room to grow."""
+        experts = 0 if self.experts is None else self.experts.nbytes
+        return sum(column.nbytes for column in self._room.values()) + experts
+
+    def ids(self) -> list[int]:
+        """A copy of the token ids as a list: the prompt of the next engine call."""
+        ids: list[int] = self.token_ids.tolist()
+        return PromptIds(ids, self.images) if self.images else ids
+
+    def fork(self, keep: int) -> TokenLedger:
+        """A new ledger that begins with the first `keep` tokens as *context*.
+
+        The sampled tokens of this ledger are trained here and only here, so in the fork none of them counts as sampled.
+        Raises ValueError if this ledger has fewer tokens.
+        """
+        if not 0 <= keep <= self._length:
+            raise ValueError(f"cannot fork the first {keep} tokens of a ledger of {self._length} tokens")
+        if self.images:
+            raise ValueError("cannot fork a ledger with images: which of them the first tokens have is not known")
+        child = TokenLedger()
+        child._append(
+            keep,
+            {"token_ids": self.token_ids[:keep], "sampled": False, "logprobs": 0.0, "versions": -1, "turns": self.turns[:keep]},
+        )
+        # The same tokens at the same places: what the engine cached of them serves the fork too.
+        child.experts = None if self.experts is None else self.experts[:keep]
+        return child
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, one per column, and `experts` as in `packed`; `from_json` is the inverse."""
+        plain: dict[str, Any] = {
+            name: self._column(name).astype(np.int32 if name == "sampled" else kind).tolist() for name, kind in KINDS.items()
+        }
+        return {**plain, **packed_experts(self.experts)}
+
+    def packed(self) -> dict[str, Json]:
+        """The form in files, about 6 to 11 bytes per token; `from_json` is the inverse.
+
+        `token_ids`: int32, `logprobs` of the sampled tokens only: float32, each as base64 of little-endian
+        numbers. `spans`: [tokens, turn, version] of each run of tokens with equal turn and version, in order;
+        version -1 is context. With `experts`: these as base64 too, their shape, and their numpy type.
+        """
+        images = {"images": [image.sha256 for image in self.images]} if self.images else {}
+        packed = pack_columns({name: self._column(name) for name in KINDS})
+        return {**packed, **packed_experts(self.experts), **images}
+
+    def json_chunks(self) -> Iterator[str]:
+        """`packed` as JSON text, piece by piece: the long parts are base64, which needs no escaping, so they are not copied."""
+        before = "{"
+        for name, value in self.packed().items():
+            yield f'{before}"{name}": '
+            yield from ('"', value, '"') if isinstance(value, str) else (json.dumps(value),)
+            before = ", "
+        yield "}"
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], images: Mapping[str, Image] | None = None) -> TokenLedger:
+        """Inverse of `to_json` and of `packed`; `images`: those of the trajectory by digest. Raises ValueError if the columns do
+        not fit together, KeyError for an image that is not there."""
+        ledger = cls()
+        found = unpacked(row) if "spans" in row else {name: numbers(row[name], kind) for name, kind in KINDS.items()}
+        lengths = {name: len(column) for name, column in found.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"ledger columns differ in length: {lengths}")
+        # Some code reads one column, some the other: if they differed, a token would be trained that no weights sampled.
+        if not np.array_equal(found["sampled"], found["versions"] >= 0):
+            raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
+        check_finite(found["logprobs"], "token")
+        ledger._append(lengths["token_ids"], found)
+        if "experts" in row:
+            ledger.add_experts(0, unpacked_experts(row))
+        ledger.images = tuple((images or {})[sha256] for sha256 in row.get("images", ()))
+        return ledger

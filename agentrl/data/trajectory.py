@@ -1,0 +1,430 @@
+"""The data types of an episode: Message, ToolCall, Turn, TokenLedger, Trajectory, Group, StopReason.
+
+A policy's episode is deliberately kept twice: as messages and turns (what a person and a reward spec
+read) and as token ledgers (exactly what the model saw and sampled; the only thing the trainer reads).
+Neither is ever derived from the other afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from agentrl.data.images import Image, by_digest, images_of
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.utils.parsing import detached, json_text
+
+Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
+Role = Literal["system", "user", "assistant", "tool"]
+Blame = Literal["policy", "infrastructure"]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. `terminated` is the task's own end; every other end is a truncation or a fault."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_FULL = "context_full"
+    MAX_TOOL_TIME = "max_tool_time"
+    MAX_EPISODE_TIME = "max_episode_time"
+    TOOL_TIMEOUT = "tool_timeout"
+    EPISODE_TIMEOUT = "episode_timeout"
+    ENGINE_TIMEOUT = "engine_timeout"
+    ENV_ERROR = "env_error"
+    ENGINE_ERROR = "engine_error"
+    AGENT_FAILED = "agent_failed"
+    AGENT_ERROR = "agent_error"
+    CANCELLED = "cancelled"
+
+    @property
+    def blame(self) -> Blame | None:
+        """The one rule of who is to blame for an episode's end; None: the task's own end, or a budget of what the policy does.
+
+        A policy is limited by its tokens, its turns, and the run time of its own code. Seconds of an engine are never its fault.
+        """
+        match self:
+            case StopReason.DONE | StopReason.MAX_TURNS | StopReason.MAX_TOKENS | StopReason.CONTEXT_FULL:
+                return None
+            # The run time of code that the policy wrote, in one call or in all; an agent whose failures the run blames on it.
+            case StopReason.MAX_TOOL_TIME | StopReason.MAX_EPISODE_TIME | StopReason.AGENT_FAILED:
+                return "policy"
+            case _:
+                return "infrastructure"
+
+    @property
+    def infrastructure(self) -> bool:
+        """True if the episode is unscored (reward None, never 0) and tried again."""
+        return self.blame == "infrastructure"
+
+    @classmethod
+    def _missing_(cls, value: object) -> StopReason | None:
+        # Earlier versions cut a turn whose tokens came too slowly, and scored it: that was the engine's time.
+        return cls.ENGINE_TIMEOUT if value == "max_turn_time" else None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One function call of an assistant turn.
+
+    `arguments` is the parsed JSON object, or None if the call was malformed; `error` then says what
+    was wrong with it, and `raw` keeps the text as sampled.
+    """
+
+    name: str
+    arguments: dict[str, Json] | None
+    id: str = ""
+    raw: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message. Tool results are messages of role "tool" with `tool_call_id` and `name`. `images`: those whose lines
+    (`Image.line`) stand in `content`."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images:  # rows, if the message was made of one
+            object.__setattr__(self, "images", images_of(self.images))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answered: `content` and `images` as the model sees them; `error` is the error's kind, or None."""
+
+    call_id: str
+    name: str
+    content: str
+    value: Json = None
+    error: str | None = None
+    seconds: float = 0.0
+    images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images:
+            object.__setattr__(self, "images", images_of(self.images))
+
+
+@dataclass(frozen=True, slots=True)
+class UserCall:
+    """One call that the simulated user made to a tool of its own; the policy sees neither the call nor its result.
+
+    `turn`: index of the policy's turn that the user was answering (-1: it was opening the conversation), so the call stands
+    between that turn's message and the user's own. `step`: which of the user's messages in that answer, from 0; calls of one
+    message share it. `text`: what the user wrote beside the calls of that message, which nobody is told. `result` is None if
+    the call got none (its tool failed, or the episode was cut).
+    """
+
+    turn: int
+    step: int
+    call: ToolCall
+    result: ToolResult | None = None
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One policy turn: its assistant message, the results of its calls, and its cost.
+
+    `ledger` and `end` are the position of the turn's last sampled token (ledger index, token index), so
+    that a reward for this turn is put on that token; -1 until the turn was sampled by an engine.
+    `seconds` is the time of the sampling and of its tool calls; `usd` is what an API charged for it,
+    None if unknown.
+    """
+
+    index: int
+    message: Message
+    results: list[ToolResult] = field(default_factory=list)
+    reward: float | None = None
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    ledger: int = -1
+    end: int = -1
+    seconds: float = 0.0
+    finish: str = "stop"
+    usd: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem instance. `data` may reach the policy; `gold` never does (no observation, no info)."""
+
+    id: str
+    seed: int
+    split: str = "train"
+    data: Mapping[str, Json] = field(default_factory=dict)
+    gold: Mapping[str, Json] = field(default_factory=dict)
+
+    def copied(self) -> Task:
+        """The same task, of which nothing is shared: who gets it may change it."""
+        return replace(self, data=detached(dict(self.data)), gold=detached(dict(self.gold)))
+
+
+class RowElsewhere(Protocol):
+    """A trajectory's row of a file, written elsewhere. `whole`: the record in it is still what the trajectory says."""
+
+    whole: bool
+
+    def chunks(self, record: str | None) -> Iterator[str]:
+        """The row's text, piece by piece; `record`, if given, takes the place of the one in the file."""
+        ...
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One complete episode: enough to train on it, to score it again offline, and to read it.
+
+    `env`: the name of its environment in the run ("" in older files, from when a run had only one); `env_id`: the id of the
+    environment.
+    `reward` is None if the episode could not be scored (see StopReason.infrastructure); it is never
+    replaced by 0. `success` is whether it solved its task, as decided by the reward spec; None if unknown
+    (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
+    state-based reward leaves.
+    `cause`: if the episode ended by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
+    seconds that each of the two had used. `tools` are the function schemas that the policy was offered, for schema-based
+    leaves. `user_calls`: the calls that the simulated user made to tools of its own, in the order in which they were made;
+    their results are not among `messages`. `parting`: what the user said as it left, of which nobody is told, so it is not
+    among `messages` either; "" if nothing, or recorded before it was kept. `rewrites`: one entry per rewrite of the
+    conversation by a context policy: before which turn, the ledger that begins with it, its tokens, and the messages that
+    were inserted. `agent`: of an episode that an agent of somebody else's played (docs/agents.md), how its program ended and
+    what it wrote; else None. `stored`: where the process that played the episode wrote its row, if it did; who changes what
+    the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold solution has (`ToolEnv.horizon`), by which
+    success is told apart; None if that is not known. `given`: so many of the first turns are those of the gold solution
+    (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`: of a branch (`rollout.branch`), the
+    member of its group that it was forked from, and `branch_turn` the turn before which; the turns before are the parent's, and
+    context here. None of an episode that was played from its beginning.
+    """
+
+    env_id: str
+    task: Task
+    seed: int = 0
+    member: int = 0
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    ledgers: list[TokenLedger] = field(default_factory=list)
+    rewrites: list[dict[str, Json]] = field(default_factory=list)
+    user_calls: list[UserCall] = field(default_factory=list)
+    parting: str = ""
+    agent: dict[str, Json] | None = None
+    tools: list[dict[str, Json]] = field(default_factory=list)
+    state: Json = None
+    cause: dict[str, Json] | None = None
+    reward: float | None = None
+    success: bool | None = None
+    evidence: Json = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    stop: StopReason = StopReason.DONE
+    terminated: bool = False
+    truncated: bool = False
+    error: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    env: str = ""
+    horizon: int | None = None
+    given: int = 0
+    parent: int | None = None
+    branch_turn: int = 0
+    stored: RowElsewhere | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def images(self) -> dict[str, Image]:
+        """All images of its messages, results and ledgers, each once, by digest."""
+        held = [item.images for items in (self.messages, self.ledgers) for item in items if item.images]
+        held += [result.images for turn in self.turns for result in turn.results if result.images]
+        held += [made.result.images for made in self.user_calls if made.result is not None and made.result.images]
+        return {image.sha256: image for images in held for image in images}
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(ledger.sampled_tokens for ledger in self.ledgers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ledger) for ledger in self.ledgers)
+
+    def calls(self) -> Iterator[tuple[Turn, ToolCall, ToolResult | None]]:
+        """Every tool call in order, with its turn and its result (None if it has none)."""
+        for turn in self.turns:
+            answers = {result.call_id: result for result in turn.results}
+            for call in turn.message.tool_calls:
+                yield turn, call, answers.get(call.id)
+
+    def to_json(self) -> dict[str, Json]:
+        """A JSON object, its ledgers as `TokenLedger.packed`; `from_json` is the inverse."""
+        return {
+            **self._record(),
+            "task": asdict(self.task),
+            **{name: [asdict(item, dict_factory=_referring) for item in getattr(self, name)] for name in ("messages", "turns")},
+            **({"user_calls": [asdict(made, dict_factory=_referring) for made in self.user_calls]} if self.user_calls else {}),
+            "ledgers": [ledger.packed() for ledger in self.ledgers],
+        }
+
+    def record_text(self) -> str:
+        """All but the ledgers, as JSON text."""
+        return json_text(self._record(), default=_fields)
+
+    def json_chunks(self, record: str | None = None) -> Iterator[str]:
+        """`to_json` as JSON text, piece by piece, so that a writer needs no more memory than one ledger column. The first piece
+        is all before the ledgers. `record`: the result of `record_text`, if it is known."""
+        if self.stored is not None:
+            yield from self.stored.chunks(None if self.stored.whole else _begun(self.record_text()))
+            return
+        yield _begun(self.record_text() if record is None else record)
+        for place, ledger in enumerate(self.ledgers):
+            if place:
+                yield ", "
+            yield from ledger.json_chunks()
+        yield "]}"
+
+    def _record(self) -> dict[str, Json]:
+        """All fields except the ledgers; their values are not converted yet (see `_fields`)."""
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_IN_RECORD}
+        row["stop"] = self.stop.value
+        for name in ("agent", "horizon", "parent"):
+            if row[name] is None:  # the rows of all other episodes stay as they are
+                del row[name]
+        for name in ("user_calls", "parting", "given", "branch_turn"):
+            if not row[name]:
+                del row[name]
+        if images := self.images:
+            row["images"] = {sha256: asdict(image) for sha256, image in images.items()}
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Json]) -> Trajectory:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for a row of another shape."""
+        fields = dict(row)
+        fields["task"] = Task(**row["task"])
+        images = by_digest(fields.pop("images", {}))
+        fields["messages"] = [message_of(item, images) for item in row["messages"]]
+        fields["turns"] = [turn_of(item, images) for item in row["turns"]]
+        fields["user_calls"] = user_calls_of(row.get("user_calls", ()), images)
+        fields["ledgers"] = [TokenLedger.from_json(item, images) for item in row["ledgers"]]
+        fields["stop"] = StopReason(row["stop"])
+        return cls(**fields)
+
+
+_NOT_IN_RECORD = frozenset({"ledgers", "stored"})
+
+
+def _begun(record: str) -> str:
+    """A record's text with the ledgers to follow."""
+    return record[:-1] + ', "ledgers": ['
+
+
+def _fields(item: object) -> dict[str, Json]:
+    """The fields of a nested dataclass, for `json.dumps`: `asdict` copies recursively, which takes longer than all the rest."""
+    if isinstance(item, Task | Message | ToolCall | Turn | ToolResult | UserCall):
+        return _referring([(name, getattr(item, name)) for name in item.__dataclass_fields__])
+    raise TypeError(f"Object of type {type(item).__name__} is not JSON serializable")
+
+
+def _referring(pairs: list[tuple[str, Any]]) -> dict[str, Json]:
+    """Fields with images as their digests: a record has each image once, however often it is in it. Without images: without the
+    field."""
+    row = dict(pairs)
+    if images := row.pop("images", None):
+        row["images"] = [image.sha256 if isinstance(image, Image) else image["sha256"] for image in images]
+    return row
+
+
+def as_row(item: Message | Turn | ToolResult | ToolCall | UserCall) -> dict[str, Json]:
+    """A part of an episode as JSON, with its images in full; a field `images` that is empty is left out."""
+    return asdict(item, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "images" or value})
+
+
+_Images = Mapping[str, Image]
+_ALONE: _Images = {}
+
+
+def message_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Message:
+    """Inverse of `as_row`; `images`: those that the row has by digest. Raises KeyError, TypeError or ValueError."""
+    return Message(**{**_found(row, images), "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+
+
+def result_of(row: Mapping[str, Json], images: _Images = _ALONE) -> ToolResult:
+    """Likewise."""
+    return ToolResult(**_found(row, images))
+
+
+def turn_of(row: Mapping[str, Json], images: _Images = _ALONE) -> Turn:
+    """Likewise."""
+    results = [result_of(result, images) for result in row["results"]]
+    return Turn(**{**row, "message": message_of(row["message"], images), "results": results})
+
+
+def user_calls_of(rows: Sequence[Mapping[str, Json]], images: _Images = _ALONE) -> list[UserCall]:
+    """Likewise, of several calls."""
+    found = []
+    for row in rows:
+        result = None if row["result"] is None else result_of(row["result"], images)
+        found.append(UserCall(**{**row, "call": ToolCall(**row["call"]), "result": result}))
+    return found
+
+
+def _found(row: Mapping[str, Json], images: _Images) -> Mapping[str, Json]:
+    """The row with the images that it has by digest."""
+    held = row.get("images")
+    return {**row, "images": tuple(images[item] if isinstance(item, str) else item for item in held)} if held else row
+
+
+@dataclass(slots=True)
+class Group:
+    """The trajectories of one task under one policy: the unit of admission and of advantage estimation.
+
+    `baseline` is a greedy episode of the same task, if the advantage estimator needs one (ReMax): it
+    is scored and never trained on. `env`: the name of its environment in the run, as in its trajectories.
+    """
+
+    index: int
+    task_seed: int
+    trajectories: list[Trajectory] = field(default_factory=list)
+    baseline: Trajectory | None = None
+    env: str = ""
+
+    def to_json(self) -> dict[str, Json]:
+        """A JSON object; `from_json` is the inverse."""
+        return {
+            "index": self.index,
+            "task_seed": self.task_seed,
+            "env": self.env,
+            "trajectories": [member.to_json() for member in self.trajectories],
+            "baseline": None if self.baseline is None else self.baseline.to_json(),
+        }
+
+    def json_chunks(self) -> Iterator[str]:
+        """`to_json` as JSON text, chunk by chunk; see `Trajectory.json_chunks`."""
+        yield json.dumps({"index": self.index, "task_seed": self.task_seed, "env": self.env})[:-1] + ', "trajectories": ['
+        for place, member in enumerate(self.trajectories):
+            if place:
+                yield ", "
+            yield from member.json_chunks()
+        yield '], "baseline": '
+        yield from ("null",) if self.baseline is None else self.baseline.json_chunks()
+        yield "}"
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Json]) -> Group:
+        """Inverse of `to_json`. Raises what `Trajectory.from_json` raises."""
+        greedy = row.get("baseline")
+        return cls(
+            row["index"],
+            row["task_seed"],
+            [Trajectory.from_json(item) for item in row["trajectories"]],
+            None if greedy is None else Trajectory.from_json(greedy),
+            row.get("env", ""),
+        )
+
+    def scored(self) -> list[Trajectory]:
+        """Members that have a reward; the others are dropped before any baseline is computed."""
+        return [trajectory for trajectory in self.trajectories if trajectory.reward is not None]

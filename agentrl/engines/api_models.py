@@ -1,0 +1,466 @@
+"""Engines that answer with whole messages, for evaluation only.
+
+API models through litellm, Python functions, and scripted policies."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterator, KeysView, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import numpy as np
+
+from agentrl.config.schema import ApiConfig
+from agentrl.data.trajectory import Json, Message, StopReason, ToolCall
+from agentrl.engines.chat_format import RequestError, numbered, read_messages, write_message
+from agentrl.env import Observation, ToolEnv
+from agentrl.env.check_tools import lines_of
+from agentrl.env.wrappers import GoldUser
+from agentrl.render.base import Renderer
+from agentrl.render.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of, said_of
+from agentrl.render.tool_calls import sendable
+from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
+from agentrl.rollout.tape import current_episode
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError
+from agentrl.utils.threads import DaemonThreads, in_thread
+
+# Requests that can be cancelled one by one
+
+T = TypeVar("T")
+
+
+class Calls:
+    """The requests under way, by key; a key may have several."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, set[asyncio.Task[Any]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tasks.values()))
+
+    def keys(self) -> KeysView[str]:
+        """Those with a request under way."""
+        return self._tasks.keys()
+
+    async def run(self, key: str, work: Coroutine[Any, Any, T]) -> T | None:
+        """The answer; None if it was aborted. Cancelling the caller cancels the request."""
+        task = asyncio.ensure_future(work)
+        self._tasks.setdefault(key, set()).add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            # Cancelled from outside (pass it on) or by `abort`? `cancelling` tells.
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                task.cancel()
+                raise
+            return None
+        finally:
+            left = self._tasks.get(key, set())
+            left.discard(task)
+            if not left:
+                self._tasks.pop(key, None)
+
+    def abort(self, key: str) -> None:
+        """Give up the key's requests."""
+        for task in self._tasks.pop(key, set()):
+            task.cancel()
+
+    def abort_all(self) -> None:
+        """Give up all of them."""
+        for key in list(self._tasks):
+            self.abort(key)
+
+
+# API models
+
+log = logging.getLogger(__name__)
+
+
+class Transcript:
+    """Numbers for messages, shared by the renderer and the engine of one API model. Equal messages have the same number.
+
+    An entry holds `tools`, or a `message` as it is sent; a sampled one also has the `turn` that the episode knows.
+    `on_new` is called with every new one; `entries` are known from the start, by their numbers.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[int, dict[str, Json]] | None = None,
+        on_new: Callable[[int, Json], None] = lambda number, entry: None,
+    ) -> None:
+        self._entries: dict[int, dict[str, Json]] = dict(entries or {})
+        self._numbers = {_text(entry): number for number, entry in self._entries.items()}
+        self._turns = {_text(entry["turn"]): number for number, entry in self._entries.items() if "turn" in entry}
+        self._next = max(self._entries, default=-1) + 1
+        self.on_new = on_new
+
+    def add(self, entry: dict[str, Json]) -> int:
+        """The number of the entry."""
+        text = _text(entry)
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = self._next
+            self._next += 1
+            self._entries[number] = entry
+            self.on_new(number, entry)
+        if "turn" in entry:
+            self._turns[_text(entry["turn"])] = number
+        return number
+
+    def message(self, message: Message) -> int:
+        """The number of a message of a conversation: of a sampled turn, the entry that has it as it came."""
+        sampled = self._turns.get(_text(asdict(message))) if message.role == "assistant" else None
+        return self.add({"message": row_of(message)}) if sampled is None else sampled
+
+    def conversation(self, numbers: Sequence[int]) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+        """The messages and the tools of these numbers. A tool's answer has the id that the model gave its call."""
+        messages: list[dict[str, Json]] = []
+        tools: list[dict[str, Json]] = []
+        ids: dict[Json, Json] = {}
+        for entry in map(self.get, numbers):
+            tools = entry.get("tools", tools)
+            if (row := entry.get("message")) is None:
+                continue
+            for own, came in zip(entry.get("turn", {}).get("tool_calls", ()), row.get("tool_calls", ()), strict=False):
+                ids[own["id"]] = came["id"]
+            answered = row.get("tool_call_id")
+            messages.append({**row, "tool_call_id": ids[answered]} if answered in ids else row)
+        return messages, tools
+
+    def get(self, number: int) -> dict[str, Json]:
+        """Raises EngineError for an id that is not in this transcript."""
+        if number not in self._entries:
+            raise EngineError(f"{number} is not a message of this API model's transcript")
+        return self._entries[number]
+
+
+def _text(entry: Json) -> str:
+    return json.dumps(entry, sort_keys=True, ensure_ascii=False)
+
+
+class ApiRenderer(Renderer):
+    """One id per message; see the module."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        head = self._transcript.add({"tools": [dict(tool) for tool in tools]})
+        return [head, *map(self._transcript.message, messages)]
+
+    def extend(self, finish: str, messages: Sequence[Message], last: int | None = None) -> list[int]:
+        if any(message.role == "assistant" for message in messages):
+            raise RenderError("an assistant turn is sampled, never appended as a message")
+        return list(map(self._transcript.message, messages))
+
+    def parse(self, token_ids: Sequence[int], finish: str) -> Message:
+        if not token_ids:
+            return Message("assistant")
+        row = self._transcript.get(token_ids[-1])["turn"]
+        return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row["tool_calls"])})
+
+    def assistant(self, message: Message) -> list[int]:
+        raise UserError("an API model has no token ids: scripted turns cannot be trained on it")
+
+
+class LiteLlmEngine(Engine):
+    """Calls an API model; `renderer` is the one to use with it."""
+
+    untrainable = "an API model returns no token ids and takes no weights; it can be evaluated: agentrl eval ENV --model api:NAME"
+
+    def __init__(
+        self,
+        model: str,
+        cfg: ApiConfig,
+        *,
+        backoff: float = 0.5,
+        options: Mapping[str, Any] | None = None,
+        transcript: Transcript | None = None,
+    ) -> None:
+        """`model` in litellm's form, such as `openai/gpt-5-mini`. `options` are passed to litellm unchanged (`api_key`, ...).
+        Between attempts it waits as long as the server's Retry-After says, or else `backoff` seconds, doubled each time; if
+        that is longer than `cfg.max_wait`, it gives up. Raises DependencyError without the extra."""
+        if importlib.util.find_spec("litellm") is None:
+            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+        self._model, self._cfg, self._backoff = model, cfg, backoff
+        self._options = dict(options or {})
+        self.request([], [], Sampling(max_tokens=1))  # so that an address that none can be made of is refused now
+        self._gate = asyncio.Semaphore(cfg.concurrency)
+        self._transcript = transcript or Transcript()
+        self._calls = Calls()
+        self._prompt_tokens = self._sampled_tokens = self._attempts = 0
+        self._unheard = False
+        self.renderer = ApiRenderer(self._transcript)
+
+    async def start(self) -> None:
+        # In a thread, because litellm takes seconds to import and other engines can start meanwhile.
+        litellm = await in_thread("load", load_litellm)
+        litellm.telemetry = False
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """One id: the answer's message. Raises EngineError if the API fails after its retries."""
+        if sampling.top_k:
+            raise EngineError("API models take no top_k")
+        messages, tools = self._transcript.conversation(token_ids)
+        answer = await self._calls.run(request_key, self._ask(self.request(messages, tools, sampling)))
+        if answer is None:
+            return Generation([], [], [], "abort")
+        return self._read(answer, sum(1 for row in messages if row["role"] == "assistant"))
+
+    async def abort(self, request_key: str) -> None:
+        self._calls.abort(request_key)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._calls),
+            prompt_tokens=self._prompt_tokens,
+            sampled_tokens=self._sampled_tokens,
+            extra={"attempts": self._attempts},
+        )
+
+    async def close(self) -> None:
+        self._calls.abort_all()
+
+    def request(
+        self, messages: Sequence[dict[str, Json]], tools: Sequence[dict[str, Json]], sampling: Sampling
+    ) -> dict[str, Any]:
+        """The keyword arguments of one call of litellm's."""
+        own = {
+            **self._options,
+            **ONCE,
+            "model": self._model,
+            "messages": list(messages),
+            "tools": list(tools),
+            "timeout": self._cfg.timeout,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }
+        if sampling.top_p < 1:
+            own["top_p"] = sampling.top_p
+        return request_of(own, self._cfg.args, self._cfg.base, args_key="api.args", base_key="api.base")
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        """The answer of the first successful attempt. Raises EngineError; its message starts with the error's class."""
+        for attempt in range(self._cfg.retries + 1):
+            try:
+                async with self._gate:
+                    self._attempts += 1
+                    return await load_litellm().acompletion(**request)
+            except Exception as problem:  # litellm's errors have no common base class of their own
+                wait = self._wait(problem, attempt)
+                text = said_of(problem, request.get("api_base"))
+                if no_listener(problem):
+                    text = f"{self._cfg.base or 'its provider'} refuses the connection: no server listens there ({text})"
+                    if not self._unheard:
+                        log.warning("%s: %s; its calls are tried again up to %d times each", self._model, text, self._cfg.retries)
+                    self._unheard = True
+                if wait is None:
+                    raise EngineError(f"{type(problem).__name__}: {self._model}: {text} ({attempt + 1} attempts)") from problem
+                await asyncio.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _wait(self, problem: Exception, attempt: int) -> float | None:
+        """Seconds until the next attempt; None if none is left or another would not help."""
+        import openai  # a dependency of litellm, whose errors are subclasses of openai's
+
+        if attempt == self._cfg.retries or not passes(problem):
+            return None
+        wait = self._backoff * 2**attempt * random.uniform(0.75, 1.25)
+        if isinstance(problem, openai.APIStatusError):
+            # litellm replaces the response; if the server sent headers, they are in this attribute.
+            headers = vars(problem).get("litellm_response_headers") or problem.response.headers
+            wait = max(wait, retry_after(headers) or 0.0)
+        return wait if wait <= self._cfg.max_wait else None
+
+    def _read(self, answer: Any, turn: int) -> Generation:
+        if not answer.choices:
+            raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
+        choice = answer.choices[0]
+        content, reasoning, calls = read_answer(choice.message)
+        message = numbered(Message("assistant", content, calls, reasoning=reasoning), turn)
+        row = answer_row(self._model, choice.message, message.tool_calls)
+        number = self._transcript.add({"message": row, "turn": asdict(message)})
+        usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
+        self._prompt_tokens += usage.prompt_tokens
+        self._sampled_tokens += usage.sampled_tokens
+        finish: Finish = "length" if choice.finish_reason == "length" else "stop"
+        return Generation([number], [0.0], [0], finish, usage)
+
+    def _usd(self, answer: Any) -> float | None:
+        """What the call cost; None if the price is unknown or the provider reported no token counts."""
+        usage = answer.usage
+        if not usage.prompt_tokens:
+            return None
+        if self._cfg.usd_per_million is not None:
+            prompt, sampled = self._cfg.usd_per_million
+            return float(usage.prompt_tokens * prompt + usage.completion_tokens * sampled) / 1e6
+        litellm = load_litellm()
+        names = (self._model, self._model.partition("/")[2])
+        known = next((name for name in names if "input_cost_per_token" in litellm.model_cost.get(name, {})), None)
+        # litellm's own calculation also knows the lower prices of cached prompt tokens.
+        return None if known is None else float(litellm.completion_cost(answer, model=known))
+
+
+def retry_after(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Seconds to wait according to a Retry-After header (RFC 9110, section 10.2.3: seconds or a date); None without one."""
+    text = headers.get("retry-after")
+    if text is None:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        until = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return max(0.0, (until - (now or datetime.now(UTC))).total_seconds())
+
+
+def row_of(message: Message) -> dict[str, Json]:
+    if message.role == "assistant":
+        return write_message(replace(message, tool_calls=tuple(map(sendable, message.tool_calls))))
+    row: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        row["tool_call_id"] = message.tool_call_id
+    return row
+
+
+# Python functions
+
+CALLS = DaemonThreads("policy", 64)
+PolicyFunction = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Any]
+
+
+class FunctionEngine(Engine):
+    """Calls the policy. `failed`: what it raised first, if it did; the episode is then unscored."""
+
+    untrainable = "a Python policy has no weights; it can be evaluated: agentrl.evaluate(policy, env)"
+
+    def __init__(self, name: str, policy: PolicyFunction, transcript: Transcript) -> None:
+        self._name, self._policy, self._transcript = name, policy, transcript
+        self.calls, self._asked = Calls(), 0
+
+    async def start(self) -> None:
+        return None
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """One id: the answer's message. Raises EngineError if the policy raises, or returns no message."""
+        entries = [self._transcript.get(number) for number in token_ids]
+        messages = [dict(entry["message"]) for entry in entries if "message" in entry]
+        tools: list[dict[str, Any]] = next((entry["tools"] for entry in reversed(entries) if "tools" in entry), [])
+        answer = await self.calls.run(request_key, self._ask(messages, tools))
+        if answer is None:
+            return Generation([], [], [], "abort")
+        message = numbered(answer, sum(row["role"] == "assistant" for row in messages))
+        entry = {"message": row_of(message), "turn": asdict(message)}
+        return Generation([self._transcript.add(entry)], [0.0], [0], "stop")
+
+    async def _ask(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
+        self._asked += 1
+        try:
+            if inspect.iscoroutinefunction(inspect.unwrap(self._policy)):
+                answer = await self._policy(messages, tools)
+            else:  # in a thread: it may call a server, or think
+                async with CALLS.slot():
+                    answer = await CALLS.call(self._name, self._policy, messages, tools)
+                answer = await answer if inspect.isawaitable(answer) else answer
+            return _message(answer)
+        except RequestError as problem:
+            raise EngineError(f"policy {self._name}: it returned no message: {problem}") from problem
+        except Exception as problem:  # the user's own code may raise anything
+            raise EngineError(f"policy {self._name} raised {type(problem).__name__}: {problem}") from problem
+
+    async def abort(self, request_key: str) -> None:
+        self.calls.abort(request_key)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.calls), extra={"calls": self._asked})
+
+    async def close(self) -> None:
+        self.calls.abort_all()
+
+
+def _message(answer: Any) -> Message:
+    """A text, a `Message`, or an assistant's message in OpenAI's form. Raises RequestError for anything else."""
+    if isinstance(answer, Message):
+        return answer
+    if isinstance(answer, str):
+        return Message("assistant", answer)
+    if not isinstance(answer, Mapping):
+        raise RequestError(f"expected a text, a Message or a dict, got {type(answer).__name__}")
+    return read_messages([{"role": "assistant", **answer}])[0]
+
+
+# Scripted policies
+
+
+class ScriptedEngine(FunctionEngine):
+    """Plays the script `name`; who plays episodes tells it their environments (`meet`)."""
+
+    untrainable = "a scripted policy has no weights; it can be evaluated: agentrl eval ENV --policy NAME"
+
+    def __init__(self, name: str, transcript: Transcript) -> None:
+        super().__init__(name, self._next, transcript)
+        self._script = name
+        self._lines: dict[str, Iterator[Message]] = {}
+
+    def meet(self, env: ToolEnv, request_key: str) -> ToolEnv:
+        return _Seated(env, self, request_key)
+
+    async def begin(self, env: ToolEnv, key: str) -> None:
+        """The episode `key` has begun: its script. Raises ConfigError if the environment has no such one."""
+        lines = lines_of(self._script, env, np.random.default_rng(env.task.seed))
+        try:
+            first = await in_thread("load", next, lines)  # a solution may be looked for, or be asked of a server
+        except NotImplementedError as problem:
+            raise ConfigError(f"--policy {self._script}: {problem}") from problem
+        self._lines[key] = _after(first, lines)
+
+    def end(self, key: str) -> None:
+        """The episode is over."""
+        self._lines.pop(key, None)
+
+    async def _next(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
+        return next(self._lines[current_episode()])
+
+
+def _after(first: Message, rest: Iterator[Message]) -> Iterator[Message]:
+    yield first
+    yield from rest
+
+
+class _Seated(GoldUser):
+    """An episode's environment, of which the engine is told."""
+
+    def __init__(self, env: ToolEnv, engine: ScriptedEngine, key: str) -> None:
+        super().__init__(env)
+        self._engine, self._key = engine, key
+
+    async def areset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        observation, info = await super().areset(seed=seed, options=options)
+        await self._engine.begin(self.env, self._key)
+        return observation, info
+
+    async def aend(self, stop: StopReason, error: str | None = None) -> float:
+        self._engine.end(self._key)
+        return await self.env.aend(stop, error)
+
+    async def aclose(self) -> None:
+        self._engine.end(self._key)
+        await self.env.aclose()

@@ -1,0 +1,333 @@
+"""The embedded engine: continuous batching with a KV cache in this process, for any causal language model
+whose attention goes through transformers' `AttentionInterface`.
+
+It needs nothing beyond the core dependencies. A pass of a tiny model runs on the asyncio loop itself, with one iteration
+of the loop between two passes; one of any other model runs in a thread, with `ITERATIONS` between two. So a run whose
+tools are coroutines without clocks or threads forms the same batches every time and samples the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from agentrl.data.images import images_in
+from agentrl.engines.embedded.embedded_model import EmbeddedModel, Writing, kind_of
+from agentrl.engines.embedded.kv_cache import Slots, cache_limit
+from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
+from agentrl.engines.token_text import Words
+from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
+from agentrl.utils.errors import EngineError, PromptTooLongError, ResourceError
+from agentrl.utils.processor import own_threads, threads_for
+from agentrl.utils.threads import in_thread
+
+ON_LOOP = 1_500_000
+"""Parameters up to which passes run on the event loop: the longest, over `step_tokens`, takes about 0.1 s, most a few ms."""
+ITERATIONS = 32
+"""Of the event loop between two passes in a thread. An episode whose tools are coroutines takes fewer from its answer to its next
+request, so that the request is there before the next pass, however long that one takes."""
+
+
+class EmbeddedEngine(Engine, WeightTarget):
+    """See the module. Single-threaded: use it from one event loop only."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str | None = None,
+        threads: int | None = None,
+        max_slots: int = 256,
+        max_context: int | None = None,
+        kv_cache_mib: int | None = None,
+        room: int | None = None,
+        step_tokens: int = 2048,
+        device: str | None = None,
+        trust: bool = False,
+        unused: Seq[int] = (),
+        router_replay: bool = False,
+        cache: bool = True,
+    ) -> None:
+        """`max_slots`: episodes held at once, running or idle. `max_context`: the most tokens of an episode (by
+        default the model's own limit or what the cache holds, whichever is less). `kv_cache_mib`: upper limit of the
+        cache, which grows on demand; by default what the weights leave of `room` bytes of a GPU, or a part of host memory.
+        `step_tokens`: prompt tokens computed in one step. `device`: "cpu", "cuda", ...
+        (by default a GPU if there is one). `dtype`: by default bfloat16 on a GPU and float32 on a CPU. `threads`: of a pass on a
+        CPU, by default as many as the model's size is worth here. `trust`: code of the model's own may run. `unused`: ids that
+        are never drawn, for want of a token (`unused_ids`).
+        `router_replay`: note which experts tokens go to, for requests that ask. `cache`: without it each token
+        costs a pass over its whole prefix, for families that keep more than keys and values (recompute.py).
+        """
+        self._path, self._trust, self._unused = model_path, trust, list(unused)
+        self._words = Words(model_path, trust=trust)
+        self._max_slots, self._max_context = max_slots, max_context
+        self._kv_cache_mib, self._room = kv_cache_mib, room
+        self._step_tokens, self._router_replay = step_tokens, router_replay
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._dtype = dtype or ("bfloat16" if self._device.type == "cuda" else "float32")
+        self._cache, self._threads = cache, threads
+        self._model: EmbeddedModel | None = None
+        self._batcher: Batcher | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._under_way: dict[str, Request] = {}
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """Held during a pass, and by whoever must not meet one."""
+        self._paused = False
+        self._unfit: str | None = None
+        self._asleep = self._arriving = False
+        self._receiver: Receiver | None = None
+        self._prompt_tokens = 0
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError, or ResourceError if one episode does not fit in the cache."""
+        own_threads(self._threads)  # the probe below is tiny
+        kind = kind_of(self._path, self._cache, self._trust)
+        model = kind(self._path, self._dtype, self._device, self._trust, self._router_replay)
+        weights, token = sum(p.nbytes for p in model.module.parameters()), model.shape.token_bytes
+        limit = cache_limit(self._kv_cache_mib, self._room, weights, token, self._max_context or 1)
+        context = self._max_context or min(model.positions, limit // token)
+        if context > model.positions:
+            raise ResourceError(f"max_context = {context}, but the model supports only {model.positions} positions")
+        self._context = context
+        size = sum(parameter.numel() for parameter in model.module.parameters())
+        self._apart, self._threads = size > ON_LOOP, self._threads or threads_for(size)
+        own_threads(self._threads)
+        slots = Slots(model.shape, context, limit)
+        self._model = model
+        self._batcher = Batcher(model, slots, self._max_slots, self._step_tokens, [*self._unused, *model.never_drawn])
+        self._task = asyncio.create_task(self._run(), name="embedded-engine")
+
+    async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:
+        return await self._answer(token_ids, sampling, request_key, None)
+
+    async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+        return await self._answer(token_ids, sampling, request_key, told)
+
+    def refusal(self, sampling: Sampling) -> str:
+        return self._words.refusal(sampling)
+
+    async def _answer(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+        self._ready()
+        self._check(list(token_ids), sampling)
+        prompt = self._started()[1].prompt(token_ids, images_in(token_ids))
+        self._prompt_tokens += len(prompt)
+        budget = min(sampling.max_tokens, self._context - len(prompt))
+        request = Request(
+            key=request_key,
+            tokens=prompt,
+            prompt=len(prompt),
+            sampling=sampling,
+            uniforms=_stream(sampling.seed).random(budget),
+            done=asyncio.get_running_loop().create_future(),
+            told=told,
+            stops=self._words.stops(sampling),
+            constraint=self._words.constraint(sampling, self._started()[1].vocab),
+        )
+        self._under_way[request_key] = request
+        try:
+            async with self._turn:
+                batcher = self._ready()
+                batcher.waiting.append(request)
+            self._wake.set()
+            return await request.done
+        except asyncio.CancelledError:
+            if self._batcher is not None and not self._turn.locked():  # else the end of the pass drops it
+                self._batcher.drop(request)
+            raise
+        finally:
+            if self._under_way.get(request_key) is request:
+                del self._under_way[request_key]
+
+    def progress(self, request_key: str) -> int | None:
+        request = self._under_way.get(request_key)
+        return None if request is None else len(request.logprobs)
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._turn:
+            return  # the pass under way is over
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def members(self) -> tuple[str, ...]:
+        return ("this process",)
+
+    async def attach(self, offer: Offer) -> None:
+        # In a thread, because joining a group blocks until the other side joins.
+        receiver = await in_thread("weights", open_receiver, offer, 0)
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = receiver
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        batcher, model = self._awake()
+        if self._receiver is None:
+            raise EngineError("no route for weights is attached")
+        # Set first, so that any failure below leaves the engine refusing to sample from half-written weights.
+        self._unfit = f"weights version {version} were only partly published"
+        was_paused, self._paused = self._paused, True
+        self._arriving = True
+        try:
+            async with self._turn:
+                batcher.reset()  # keys and values of the old weights must not be attended to with the new ones
+                if not batcher.busy:
+                    model.drop_images()
+            writing = model.begin_write()
+            async for bucket in buckets:
+                await in_thread("weights", _take, self._receiver, bucket, writing)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the trainer fills the bucket again when the next one is asked for
+            writing.arrivals.complete()
+        except EngineError as problem:
+            self._unfit = str(problem)
+            raise
+        finally:
+            self._paused, self._arriving = was_paused, False
+            self._wake.set()
+        batcher.version = version
+        self._unfit = None
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        batcher, model = self._awake()
+        async with self._turn:
+            model.adapt(adapter)
+            batcher.reset()
+            batcher.version = version
+
+    async def sleep(self) -> None:
+        batcher, model = self._started()
+        async with self._turn:
+            if batcher.busy:
+                raise EngineError("the engine cannot sleep while requests are under way")
+            batcher.clear()
+            model.unload()
+            self._asleep, self._unfit = True, "the engine sleeps"
+
+    async def wake(self, stage: WakeStage) -> None:
+        _, model = self._started()
+        if stage == "weights" and self._asleep:
+            model.allocate()
+            self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
+        # The cache grows as requests come, so its stage has nothing to do here.
+
+    async def forget(self) -> None:
+        batcher, _ = self._started()
+        async with self._turn:
+            batcher.reset()
+
+    async def abort(self, request_key: str) -> None:
+        batcher, _ = self._started()
+        async with self._turn:
+            for request in batcher.requests():
+                if request.key == request_key:
+                    batcher.finish(request, "abort")
+
+    async def stats(self) -> EngineStats:
+        batcher, _ = self._started()
+        return EngineStats(
+            running=len(batcher.running),
+            waiting=len(batcher.waiting),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=batcher.cached_tokens,
+            sampled_tokens=batcher.sampled_tokens,
+            version=batcher.version,
+            kv_used=batcher.kv_used,
+            extra={"steps": batcher.steps, "idle": batcher.idle},
+        )
+
+    async def close(self) -> None:
+        if self._task is not None:
+            async with self._turn:  # a pass in its thread would go on with what is freed here
+                self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._batcher is not None:
+            self._fail_all("the engine was closed")
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self._task = self._batcher = self._model = None
+
+    async def _run(self) -> None:
+        batcher, _ = self._started()
+        while True:
+            async with self._turn:
+                runs = batcher.busy and not self._paused
+                if runs and self._unfit is not None:
+                    self._fail_all(self._unfit)
+                elif runs:
+                    await self._pass(batcher)
+            if not runs:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            # The one place where tools and new requests get to run: without it, they would wait until the batch is done.
+            for _ in range(ITERATIONS if self._apart else 1):
+                await asyncio.sleep(0)
+
+    async def _pass(self, batcher: Batcher) -> None:
+        try:
+            drawn = await in_thread("engine", self._advance, batcher) if self._apart else batcher.advance()
+            batcher.settle(drawn)
+        except Exception as problem:  # every caller must be told; nothing is swallowed
+            self._fail_all(f"a step of the embedded engine failed: {problem!r}", problem)
+            batcher.reset()
+
+    def _advance(self, batcher: Batcher) -> Drawn:
+        own_threads(self._threads)  # torch's number is that of the thread that sets it
+        return batcher.advance()
+
+    def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
+        batcher, _ = self._started()
+        for request in batcher.requests():
+            error = EngineError(reason)
+            error.__cause__ = cause
+            batcher.fail(request, error)
+
+    def _started(self) -> tuple[Batcher, EmbeddedModel]:
+        if self._batcher is None or self._model is None:
+            raise EngineError("the engine is not started or already closed")
+        return self._batcher, self._model
+
+    def _awake(self) -> tuple[Batcher, EmbeddedModel]:
+        if self._asleep:
+            raise EngineError("the engine is asleep; wake its weights before a publish")
+        return self._started()
+
+    def _ready(self) -> Batcher:
+        batcher, _ = self._started()
+        # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
+        # moment has done nothing wrong. `_run` fails it if they do not all arrive.
+        if self._unfit is not None and not self._arriving:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        return batcher
+
+    def _check(self, prompt: list[int], sampling: Sampling) -> None:
+        _, model = self._started()
+        if not prompt:
+            raise EngineError("the prompt is empty")
+        if len(prompt) >= self._context:
+            raise PromptTooLongError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
+        if min(prompt) < 0 or max(prompt) >= model.vocab:
+            raise EngineError(f"the prompt has token ids outside [0, {model.vocab})")
+        if sampling.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def _take(receiver: Receiver, bucket: Bucket, writing: Writing) -> None:
+    writing.add(receiver.receive(bucket))
+
+
+def _stream(seed: int | None) -> np.random.Generator:
+    """The request's own random stream; seeded from the system's entropy if the request has no seed."""
+    if seed is None:
+        return np.random.default_rng()
+    # Philox is counter-based with the seed as its key, so the streams of different seeds do not overlap.
+    return np.random.Generator(np.random.Philox(key=seed % 2**128))

@@ -1,0 +1,327 @@
+"""The model of the embedded engine: loading, the check that slot attention reproduces it, the forward pass, new weights.
+
+Models without a usable cache and models that take images recompute each prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.data.expert_routing import RouterWatch
+from agentrl.data.images import Image
+from agentrl.engines.embedded import kv_cache as attention
+from agentrl.engines.embedded.kv_cache import AttentionPlan, KvShape, Slots, Span
+from agentrl.engines.weights.base import Adapter
+from agentrl.engines.weights.parameters import Arrivals, apply_adapter, expected_parameters
+from agentrl.render.vision import Vision, auto_class, embedded, features_of, placeholders, seen_of, takes_images
+from agentrl.utils.errors import EngineError, ImageError, ModelError
+
+# With cache slots
+
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers, as configs name them, that keep nothing of earlier tokens but keys and values."""
+# Allowed difference between the logits of the model's own attention and of ours at each of the probe's positions: its norm, as a
+# part of the norm of what the position's logits differ among themselves. Not the largest difference: over a vocabulary of
+# 150,000 in bfloat16, in which logits of 30 resolve 0.125, it exceeds 0.25 between two right kernels.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+INSTEAD = "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A write of new weights in progress; `arrivals.complete()` ends it."""
+
+    weights: dict[str, Tensor]
+    arrivals: Arrivals
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            target = self.weights[self.arrivals.check(name, tuple(tensor.shape))]
+            with torch.no_grad():
+                target.copy_(tensor)
+
+
+class EmbeddedModel:
+    """A causal language model that runs over cache slots. `never_drawn`: ids that a policy must not sample."""
+
+    never_drawn: tuple[int, ...] = ()
+
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        """`trust`: code of the model's own may run. `router_replay`: note which experts tokens go to.
+
+        Raises ModelError if the folder cannot be loaded, the model's attention cannot be reproduced, or its experts cannot be
+        noted."""
+        self.device = device
+        self.module = load(path, getattr(torch, dtype), device, trust)
+        self._expected = expected_parameters(path, trust=trust)
+        self.vocab, self.positions = self._expected.vocab, self._expected.positions
+        self._base: dict[str, Tensor] = {}
+        self._watch = RouterWatch(self.module) if router_replay else None
+        try:
+            self._check(getattr(torch, dtype))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # whatever the family's own code raises
+            raise ModelError(f"the embedded engine cannot run {path}: {problem}; {INSTEAD}") from problem
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
+        """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
+        positions = torch.cat([span.positions for span in plan.spans])
+        with attention.planned(plan), nullcontext() if self._watch is None else self._watch.watching():
+            output = self.module(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last, device=self.device),
+            )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    @property
+    def experts(self) -> npt.NDArray[Any] | None:
+        """Those of the tokens of the last pass, [tokens, routers, k]; None if they are not noted."""
+        return None if self._watch is None else self._watch.experts()
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """A prompt as its tokens are kept here. Raises EngineError for images, or for a prompt that is not as its images are."""
+        if images:
+            raise EngineError(f"a prompt with {len(images)} images for a model of text")
+        return list(token_ids)
+
+    def drop_images(self) -> None:
+        """Nothing that is kept has images any more."""
+        return None
+
+    def begin_write(self) -> Writing:
+        """Start to receive new weights, one bucket at a time."""
+        self._base.clear()
+        return Writing(self.module.state_dict(), Arrivals(self._expected))
+
+    def unload(self) -> None:
+        """Free the parameters' memory, and on a GPU whatever this process has freed before."""
+        self._base.clear()
+        for parameter in self.module.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+        # Without it, the memory is free for this process alone: a trainer in another one would not get it. Does nothing without
+        # CUDA.
+        torch.cuda.empty_cache()
+
+    def allocate(self) -> None:
+        """Allocate the parameters' memory again, uninitialized."""
+        for name, parameter in self.module.named_parameters():
+            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.shape.dtype, device=self.device)
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Apply a low-rank adapter to the weights as last written, replacing the previous adapter. Raises EngineError
+        if it does not fit; nothing is changed then."""
+        apply_adapter(dict(self.module.named_parameters()), self._base, adapter)
+
+    @torch.inference_mode()
+    def _check(self, dtype: torch.dtype) -> None:
+        """Compare our attention with the model's own on a few tokens, prefill and decode: a model with state
+        that a KV cache does not hold (recurrent layers, convolutions) fails here, not in training."""
+        ids = [(7 * i + 3) % self.vocab for i in range(9)]
+        given = torch.tensor([ids], device=self.device)
+        # Not torch's attention, which is a model's default and knows neither sinks nor caps.
+        self.module.set_attn_implementation("eager")
+        reference = self.module(input_ids=given, use_cache=False).logits[0].float()
+        self.shape = self._cache_shape(given, dtype)
+        slots = Slots(self.shape, 16, 2**40)
+        sequence = slots.new("probe", ids)
+        if sequence is None:
+            raise ModelError("no memory for a probe of 9 tokens")
+        rows = []
+        for count in (len(ids) - 2, 1, 1):
+            plan = AttentionPlan([Span(sequence.pool, 0, [(sequence, count)], self.device)])
+            chunk = ids[sequence.computed : sequence.computed + count]
+            rows.append(self.forward(chunk, plan, list(range(count))))
+            sequence.computed += count
+        centered = [logits - logits.mean(-1, keepdim=True) for logits in (torch.cat(rows), reference)]
+        error = ((centered[0] - centered[1]).norm(dim=-1) / centered[1].norm(dim=-1)).max().item()
+        # Not `error > ...`: NaN must fail too.
+        if not error <= _TOLERANCE[self.shape.dtype]:
+            raise ModelError(
+                f"its slot attention does not reproduce the model's own (logits are off by {error:.2g} of what they differ among "
+                f"themselves): its layers keep state that a KV cache does not hold"
+            )
+
+    def _cache_shape(self, ids: Tensor, dtype: torch.dtype) -> KvShape:
+        """What the layers hand to their attention function: configs name it in many ways, and latent attention in none."""
+        found: dict[int, tuple[int, int, int]] = {}
+        self.module.set_attn_implementation(attention.note_shapes(found))
+        self.module(input_ids=ids, use_cache=False)
+        self.module.set_attn_implementation(attention.NAME)
+        # The check of numbers alone would not see state that changes them little, as that of an untrained convolution.
+        text = self.module.config.get_text_config()
+        others = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENDING)
+        layers = getattr(text, "num_hidden_layers", len(found))
+        if others or len(found) != layers:
+            kinds = f" (its layers are of the types {', '.join(others)})" if others else ""
+            raise ModelError(f"{len(found)} of its {layers} layers attend over keys that a KV cache could hold{kinds}")
+        heads, keys, values = (max(sizes) for sizes in zip(*found.values(), strict=True))
+        return KvShape(max(found) + 1, heads, max(keys, values), dtype, self.device)
+
+
+def load(path: str, dtype: torch.dtype, device: torch.device, trust: bool) -> Any:
+    """The model in evaluation mode, frozen, on the device. Raises ModelError."""
+    from transformers import AutoConfig
+
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
+        raise ModelError(f"no model folder at {path}")
+    try:
+        kind = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+        module = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as problem:
+        raise ModelError(f"cannot load the model {path}: {problem}") from problem
+    attention.register_slot_attention()
+    module = module.to(device).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        # A loaded parameter is a slice of the memory-mapped file at any alignment, and how the product of a single token
+        # rounds depends on the alignment. Memory that torch allocates starts at a multiple of 64 bytes, as after a sleep.
+        parameter.data = parameter.data.clone()
+    return module
+
+
+# Without a cache
+
+
+class RecomputedModel(EmbeddedModel):
+    """A causal language model that runs over whole sequences."""
+
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        """Raises ModelError if the folder cannot be loaded, or experts are to be noted."""
+        if router_replay:
+            raise ModelError("rollout.router_replay: the experts of a prefix that is computed again for each token are not noted")
+        self.device = device
+        # Eager, the reference of every family: some are computed without their caps by transformers' other functions.
+        self.module = load(path, getattr(torch, dtype), device, trust)
+        self.module.set_attn_implementation("eager")
+        self._expected = expected_parameters(path, trust=trust)
+        self.vocab, self.positions = self._expected.vocab, self._expected.positions
+        # One number a token, its id: float32 holds those up to 2^24.
+        self.shape = KvShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=device)
+        self._base: dict[str, Tensor] = {}
+        self._watch = None
+
+    def allocate(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.data = torch.empty(self._expected.shapes[name], dtype=self.module.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
+        """As EmbeddedModel's: float32 logits [len(last), V] after the flat tokens at the indices `last`."""
+        ids = torch.tensor(token_ids, dtype=torch.float32, device=self.device)
+        wanted, found = set(last), {}
+        for span in plan.spans:
+            held = span.pool.kv[0, 0, :, 0, :, 0]
+            held[span.token_slots, span.positions] = ids[span.offset : span.offset + span.tokens]
+            for place in _ends(span):
+                if place in wanted:
+                    slot, stop = span.token_slots[place - span.offset], int(span.positions[place - span.offset]) + 1
+                    found[place] = self.after(held[slot, :stop].long())
+        return torch.stack([found[place] for place in last])
+
+    def after(self, ids: Tensor) -> Tensor:
+        """Float32 logits [V] after the ids [T]."""
+        logits: Tensor = self.module(input_ids=ids[None], use_cache=False).logits[0, -1]
+        return logits.float()
+
+
+def _ends(span: Span) -> list[int]:
+    """The flat index of the last token of each of a span's sequences."""
+    slots = span.token_slots
+    final = torch.ones(len(slots), dtype=torch.bool)
+    final[:-1] = (slots[1:] != slots[:-1]).cpu()
+    ends: list[int] = (final.nonzero().squeeze(1) + span.offset).tolist()
+    return ends
+
+
+# Models that take images
+
+MOST_IDS = 1 << 24
+"""A slot keeps ids as float32, which holds integers up to here."""
+
+
+def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:
+    """The class that runs a model. Raises ModelError if there is none for it."""
+    from transformers import AutoConfig
+
+    try:
+        vision = takes_images(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+    except (OSError, ValueError, KeyError):  # the class that loads the model says what is wrong with it
+        vision = False
+    if vision and cache:
+        raise ModelError(f"{path} takes images, and the embedded engine's cache has none: engine_args = {{ cache = false }}")
+    return EmbeddedModel if cache else VisionModel if vision else RecomputedModel
+
+
+class VisionModel(RecomputedModel):
+    """A model that takes images, over whole sequences.
+
+    In a slot the placeholders of an image have ids of their own, behind the vocabulary: the same image the same ones, another
+    image others. So a prefix that is kept is only that of a prompt with the same images.
+    """
+
+    def __init__(self, path: str, dtype: str, device: torch.device, trust: bool = False, router_replay: bool = False) -> None:
+        super().__init__(path, dtype, device, trust, router_replay)
+        self.vision = Vision(path, self.module.config)
+        self.never_drawn = self.vision.special
+        self.drop_images()
+
+    def drop_images(self) -> None:
+        self._first: dict[str, int] = {}
+        self._images: dict[int, Image] = {}
+        self._features: dict[int, list[Tensor]] = {}
+        self._next = self.vocab
+
+    def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        ids = list(token_ids)
+        if not images and self.vision.token in ids:
+            raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+        try:
+            places = self.vision.places(ids, images)
+        except ImageError as problem:
+            raise EngineError(str(problem)) from None
+        for image, (start, pixels) in zip(images, places, strict=True):
+            first = self._number(image, pixels.tokens)
+            ids[start : start + pixels.tokens] = range(first, first + pixels.tokens)
+        return ids
+
+    def _number(self, image: Image, tokens: int) -> int:
+        """The first of the ids that the image's placeholders have here."""
+        if image.sha256 not in self._first:
+            if self._next + tokens > MOST_IDS:
+                raise EngineError("too many images since the last publish: their ids are used up")
+            self._first[image.sha256], self._images[self._next] = self._next, image
+            self._next += tokens
+        return self._first[image.sha256]
+
+    def _features_of(self, number: int) -> list[Tensor]:
+        """Of an image, by its first id: computed once, not again for each token."""
+        if number not in self._features:
+            one = seen_of([(0, self.vision.pixels(self._images[number]))]).to(self.device)
+            self._features[number] = features_of(self.module.model, one)
+        return self._features[number]
+
+    def after(self, ids: Tensor) -> Tensor:
+        # An image's first id stands once for each time that it is shown.
+        shown = [(at, number) for at, number in enumerate(ids.tolist()) if number in self._images]
+        places = [(at, self.vision.pixels(self._images[number])) for at, number in shown]
+        plain = torch.where(ids >= self.vocab, self.vision.token, ids)
+        model = self.module.model
+        at = placeholders(places).to(self.device) if places else None
+        parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
+        inputs = embedded(model, plain, at, [torch.cat(part) for part in parts])
+        where = self.vision.positions(len(ids), places).to(self.device)
+        hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
+        logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])
+        return logits.float()

@@ -1,0 +1,658 @@
+"""The KV cache of the embedded engine, and attention over its slots.
+
+Slots for sequences, the search for a cached prefix, decode attention over a shared prompt, and the
+attention function that transformers' models call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form, masked_attention
+from agentrl.utils.errors import ResourceError
+from agentrl.utils.processor import usable_memory
+
+# The embedded engine's KV cache: one slot per sequence, slots of equal capacity together in one tensor.
+#
+# Sequences of one capacity class are adjacent in memory, so that a decode step attends over all of them with
+# batched matrix products on a view, without copying keys or values. A sequence that outgrows its class
+# moves to the next (twice the capacity).
+
+HOST_MIB = 4096
+"""Upper limit of the cache in host memory (at most a quarter of the machine's, at least one episode's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of one token's cache: of layers whose heads differ, and of keys and values, the most and the widest."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class CachedSequence:
+    """Tokens and their cache: keys and values of `tokens[:computed]` are in the slot, the rest is still to be computed.
+    `blocks` and `later`: hashes of its first prompt, and of what came after it (see `PrefixIndex`).
+    `experts`: if they are noted, those of each computed token, [routers, k]."""
+
+    key: str
+    tokens: list[int]
+    pool: Pool
+    slot: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    later: list[int] = field(default_factory=list)
+    experts: list[npt.NDArray[Any]] = field(default_factory=list)
+
+
+class Pool:
+    """Slots of one capacity; `kv` is [2, layers, slots, heads, capacity, head_dim]."""
+
+    def __init__(self, shape: KvShape, capacity: int) -> None:
+        self.shape = shape
+        self.capacity = capacity
+        self.kv = self._zeros(0)
+        self._free: list[int] = []
+        self._copies = self._zeros(0).flatten()
+        self.cascade: tuple[list[list[int]], list[int], Any] = [], [], None
+        """Of the last decode step: its rows' tokens, their slots, and how they share their prompts (a Cascade or None)."""
+
+    @property
+    def slots(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def used(self) -> int:
+        return self.slots - len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        return self.slots * self.capacity * self.shape.token_bytes
+
+    def grow(self, budget_bytes: int) -> bool:
+        """Ensure a free slot: double the slots, or add as many as the budget allows. False if it allows none."""
+        if self._free:
+            return True
+        # Doubling keeps copies rare; from 64 slots on growth is linear, so that a pool does not take memory it may never use.
+        more = min(max(1, min(self.slots, 64)), budget_bytes // (self.capacity * self.shape.token_bytes))
+        if more < 1:
+            return False
+        old, slots = self.kv, self.slots + more
+        if old.device.type != "cpu" and slots * self.capacity * self.shape.token_bytes > budget_bytes:
+            # Old and new together would exceed the limit, which is all that a GPU has left.
+            old, self.kv = old.cpu(), self._zeros(0)
+        self.kv = self._zeros(slots)
+        self.kv[:, :, : old.shape[2]] = old
+        self._free = list(range(old.shape[2], self.slots))
+        return True
+
+    def gathered(self, kv: Tensor, slots: list[int]) -> Tensor:
+        """A copy of these slots of a layer's [2, slots, heads, tokens, dim], on a CPU; valid until the next call."""
+        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece. And into memory that
+        # stays: pages that are new each time take longer than what is written into them. Histories grow with each turn, so that
+        # memory for just this one would be too small for the next.
+        shape = (kv.shape[0], len(slots), *kv.shape[2:])
+        if self._copies.numel() < math.prod(shape):
+            self._copies = kv.new_empty(max(math.prod(shape), 2 * self._copies.numel()))
+        return torch.stack([kv[:, slot] for slot in slots], 1, out=self._copies[: math.prod(shape)].view(shape))
+
+    def take(self) -> int:
+        """The lowest free slot; call `grow` first. Taking low ones first keeps a decode step's view dense."""
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def vacate(self) -> None:
+        """Free every slot; the memory stays allocated, since the next sequences need it at once."""
+        self._free = list(range(self.slots))
+
+    def clear(self) -> None:
+        """Free the memory; only for a pool without used slots."""
+        self.kv, self._free = self._zeros(0), []
+        self._copies = self.kv.flatten()
+
+    def _zeros(self, slots: int) -> Tensor:
+        # Zeros rather than uninitialized memory: masked positions still enter a product, and 0 x NaN is NaN.
+        s = self.shape
+        return torch.zeros(2, s.layers, slots, s.heads, self.capacity, s.head_dim, dtype=s.dtype, device=s.device)
+
+
+class Slots:
+    """All pools, under one memory limit."""
+
+    def __init__(self, shape: KvShape, max_context: int, limit_bytes: int, smallest: int = 128) -> None:
+        self._limit = limit_bytes
+        sizes = [smallest]
+        while sizes[-1] < max_context:
+            sizes.append(sizes[-1] * 2)
+        sizes[-1] = max_context
+        self.pools = [Pool(shape, size) for size in sizes]
+
+    def new(self, key: str, tokens: list[int]) -> CachedSequence | None:
+        """A sequence with a slot for all its tokens, or None if there is not enough memory."""
+        # For the tokens so far, not for all that may be sampled: most turns end early, and `widen` moves those that do not.
+        pool = self._room(len(tokens))
+        return None if pool is None else CachedSequence(key, tokens, pool, pool.take())
+
+    def widen(self, sequence: CachedSequence) -> bool:
+        """Make room for all tokens of a sequence; False if there is not enough memory."""
+        if len(sequence.tokens) <= sequence.pool.capacity:
+            return True
+        pool = self._room(len(sequence.tokens))
+        if pool is None:
+            return False
+        source, slot = sequence.pool, sequence.slot
+        sequence.pool, sequence.slot = pool, pool.take()
+        self._copy(source, slot, sequence, sequence.computed)
+        source.give(slot)
+        return True
+
+    def share(self, source: CachedSequence, target: CachedSequence, length: int) -> None:
+        """Copy the cache of the first `length` tokens, which both sequences have in common."""
+        # A copy, no shared pages: decoding reads a slot's keys in place, as one block of memory.
+        self._copy(source.pool, source.slot, target, length)
+        target.computed, target.experts = length, source.experts[:length]
+
+    def free(self, sequence: CachedSequence) -> None:
+        sequence.pool.give(sequence.slot)
+
+    def reset(self, wipe: bool) -> None:
+        """Forget everything; existing sequences become invalid. `wipe`: the cached values may not be finite."""
+        for pool in self.pools:
+            pool.vacate()
+            if wipe:
+                pool.clear()
+
+    def clear(self) -> None:
+        """Forget everything and free the memory."""
+        self.reset(wipe=True)
+
+    def _room(self, length: int) -> Pool | None:
+        """The smallest pool with a free slot of that length; None if memory allows none."""
+        fitting = [pool for pool in self.pools if pool.capacity >= length]
+        if fitting[0].grow(self._limit - self._bytes()):
+            return fitting[0]
+        # Unused pools keep their memory, and it counts against the limit until it is freed here.
+        for pool in self.pools:
+            if pool.slots and not pool.used:
+                pool.clear()
+        return next((pool for pool in fitting if pool.grow(self._limit - self._bytes())), None)
+
+    @property
+    def used(self) -> float:
+        """The share of the memory limit that slots in use take."""
+        return sum(pool.used * pool.capacity * pool.shape.token_bytes for pool in self.pools) / self._limit
+
+    def _bytes(self) -> int:
+        return sum(pool.bytes for pool in self.pools)
+
+    @staticmethod
+    def _copy(pool: Pool, slot: int, target: CachedSequence, length: int) -> None:
+        target.pool.kv[:, :, target.slot, :, :length] = pool.kv[:, :, slot, :, :length]
+
+
+def cache_limit(given_mib: int | None, room: int | None, weights: int, token: int, length: int) -> int:
+    """Bytes that the cache may grow to, for a plan and for the start: `given_mib`, else what the weights leave of `room` bytes
+    of a GPU, else a part of host memory. `token`: bytes of a token; `length`: tokens of one episode.
+
+    Raises ResourceError if it does not hold one episode."""
+    episode = token * length
+    if given_mib is not None:
+        limit, least = given_mib << 20, -(-episode >> 20)
+        problem = f"engine_args.kv_cache_mib = {given_mib}: one episode of {length:,} tokens takes {least:,} MiB"
+        fix = f"Set it to at least {least}, unset it, or lower rollout.max_episode_tokens"
+    elif room is not None:
+        limit = max(room - weights, 0)
+        problem = (
+            f"rollout.max_episode_tokens: one episode of {length:,} tokens takes {episode / (1 << 30):.1f} GiB of the engine's "
+            f"cache, and its weights and the run's other roles leave {limit / (1 << 30):.1f} GiB of the GPU"
+        )
+        fix = 'Lower it, set rollout.colocate = true and model.offload = "idle", or train adapters ([model.lora])'
+    else:
+        return max(episode, min(HOST_MIB << 20, usable_memory().total // 4))
+    if limit < episode:
+        raise ResourceError(f"{problem}. {fix}")
+    return limit
+
+
+# Cached prefixes
+
+BLOCK = 16
+
+
+class PrefixIndex:
+    """Maps a block's hash to the sequence that holds (or is about to compute) the tokens up to that block."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, CachedSequence] = {}
+
+    def find(self, tokens: list[int]) -> tuple[CachedSequence | None, int, list[int]]:
+        """The holder of the longest known prefix of `tokens[:-1]`, that prefix's length in tokens (a
+        multiple of BLOCK), and the hashes of all blocks of `tokens`. The last token is never part of the prefix,
+        because its logits are needed."""
+        blocks: list[int] = []
+        chain = 0
+        for start in range(0, len(tokens) - BLOCK, BLOCK):
+            chain = hash((chain, *tokens[start : start + BLOCK]))
+            blocks.append(chain)
+        for number in range(len(blocks), 0, -1):
+            holder = self._holders.get(blocks[number - 1])
+            length = number * BLOCK
+            # Hashes may collide, and a wrong hit would attend to another prompt's cache.
+            if holder is not None and holder.tokens[:length] == tokens[:length]:
+                return holder, length, blocks
+        return None, 0, blocks
+
+    def add(self, sequence: CachedSequence, blocks: list[int]) -> None:
+        sequence.blocks = blocks
+        for block in blocks:
+            self._holders.setdefault(block, sequence)
+
+    def grow(self, sequence: CachedSequence, kept: int) -> None:
+        """An episode goes on with another prompt, of whose tokens the first `kept` are those that it had: its turns may be the
+        prefix of another episode (`rollout.branch`). Not if its history was rewritten from within its first prompt on."""
+        places = kept // BLOCK - len(sequence.blocks)
+        if places < 0:
+            return
+        self._forget(sequence, sequence.later[places:])
+        del sequence.later[places:]
+        chain = (sequence.later or sequence.blocks or [0])[-1]
+        for start in range((len(sequence.blocks) + len(sequence.later)) * BLOCK, len(sequence.tokens) - BLOCK, BLOCK):
+            chain = hash((chain, *sequence.tokens[start : start + BLOCK]))
+            sequence.later.append(chain)
+            self._holders.setdefault(chain, sequence)
+
+    def remove(self, sequence: CachedSequence) -> None:
+        self._forget(sequence, [*sequence.blocks, *sequence.later])
+        sequence.blocks, sequence.later = [], []
+
+    def _forget(self, sequence: CachedSequence, blocks: list[int]) -> None:
+        for block in blocks:
+            if self._holders.get(block) is sequence:
+                del self._holders[block]
+
+    def clear(self) -> None:
+        self._holders.clear()
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Length of the common prefix."""
+    shorter = min(len(left), len(right))
+    if left[:shorter] == right[:shorter]:
+        return shorter
+    # Bisection: comparing list slices runs in C, and contexts have tens of thousands of tokens.
+    low, high = 0, shorter
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# Decode attention over a shared prompt
+
+WORTH = 6 << 20
+"""Bytes of keys and values of a layer that sharing must save in a step: below, arranging queries and scores by group takes longer
+than the reading does (`python benchmarks/cascade.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The first `length` tokens of the rows of a decode step, in groups that have the same.
+
+    `leaders`: a slot of each group that holds them. `members` [groups x size]: the rows of each group, the last of which is
+    repeated where a group is smaller; None if that is their order anyway. `place` [rows]: where each row stands in `members`; of
+    a row that takes no part, 0.
+    """
+
+    length: int
+    leaders: list[int]
+    members: Tensor | None
+    place: Tensor
+
+    def leading(self, kv: Tensor) -> Tensor:
+        """[2, groups, heads, length, dim] of a layer's [2, slots, heads, capacity, dim]."""
+        # By slices: `index_select` would first make a copy of all slots, whose memory is not in one piece.
+        return torch.stack([kv[:, slot, :, : self.length] for slot in self.leaders], 1)
+
+    def attend(self, query: Tensor, shared: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """`query` [rows, kv heads, queries, dim]; `shared` as of `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens
+        after these, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
+        rows, heads, queries, dim = query.shape
+        length, keys = self.length, own.shape[3]
+        key, value = (part.reshape(-1, length, dim) for part in shared)
+        own_key, own_value = (part.reshape(-1, keys, dim) for part in own)
+        bias = mask.expand(-1, heads, -1, -1).reshape(-1, 1, keys)
+        scores = query.new_empty(rows, heads, queries, length + keys)
+        by_group = torch.bmm(self._together(query * scale), key.transpose(1, 2))
+        scores[..., :length] = self._apart(by_group, query.shape)
+        scores[..., length:] = torch.baddbmm(bias, query.reshape(-1, queries, dim), own_key.transpose(1, 2), alpha=scale).view(
+            rows, heads, queries, keys
+        )
+        weights = torch.softmax(scores, dim=-1)
+        out = torch.bmm(weights.view(-1, queries, length + keys)[..., length:], own_value).view(query.shape)
+        return out.add_(self._apart(torch.bmm(self._together(weights[..., :length]), value), query.shape))
+
+    def _together(self, rows: Tensor) -> Tensor:
+        """[rows, heads, queries, n] -> [groups x heads, members x queries, n]."""
+        heads, queries, n = rows.shape[1:]
+        by_group = rows if self.members is None else rows[self.members]
+        apart = by_group.view(len(self.leaders), -1, heads, queries, n)
+        return apart.transpose(1, 2).reshape(len(self.leaders) * heads, -1, n)
+
+    def _apart(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `_together`."""
+        heads, queries = shape[1:3]
+        by_head = groups.view(len(self.leaders), heads, -1, queries, groups.shape[-1]).transpose(1, 2)
+        if self.members is None:
+            return by_head.reshape(shape[0], heads, queries, groups.shape[-1])
+        return by_head.reshape(-1, heads, queries, groups.shape[-1])[self.place]
+
+
+def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape: KvShape) -> Cascade | None:
+    """How to share the prompts of `sequences`, which are the `rows` of `count`; None if too few bytes would be saved, and where
+    keys and values are not read by plain products."""
+    if shape.device.type != "cpu" or shape.dtype != torch.float32:
+        return None
+    blocks = _depth(sequences)
+    if not blocks:
+        return None
+    groups: dict[int, list[int]] = {}
+    for at, sequence in enumerate(sequences):
+        groups.setdefault(sequence.blocks[blocks - 1], []).append(at)
+    length = blocks * BLOCK
+    if (len(sequences) - len(groups)) * length * shape.token_bytes // shape.layers < WORTH:
+        return None
+    for members in groups.values():
+        first = sequences[members[0]].tokens[:length]
+        # Hashes may collide, and an episode's history may have been rewritten since its prompt was hashed.
+        if any(len(sequences[at].tokens) <= length or sequences[at].tokens[:length] != first for at in members):
+            return None
+    return _laid_out([[rows[at] for at in members] for members in groups.values()], sequences, groups, length, count, shape)
+
+
+def _depth(sequences: Seq[CachedSequence]) -> int:
+    """The number of blocks in which most tokens are shared, counted once for each row but the first of its group."""
+    deepest = min(len(sequence.blocks) for sequence in sequences)
+    best, depth = 0, 0
+    for number in range(1, deepest + 1):
+        saved = (len(sequences) - len({sequence.blocks[number - 1] for sequence in sequences})) * number
+        if saved > best:
+            best, depth = saved, number
+    return depth
+
+
+def _laid_out(
+    placed: list[list[int]], sequences: Seq[CachedSequence], groups: dict[int, list[int]], length: int, count: int, shape: KvShape
+) -> Cascade:
+    size = max(len(members) for members in placed)
+    place = [0] * count
+    for number, members in enumerate(placed):
+        for at, row in enumerate(members):
+            place[row] = number * size + at
+    padded = [row for members in placed for row in (*members, *[members[-1]] * (size - len(members)))]
+    leaders = [sequences[members[0]].slot for members in groups.values()]
+    order = None if padded == list(range(count)) else torch.tensor(padded, device=shape.device)
+    return Cascade(length, leaders, order, torch.tensor(place, device=shape.device))
+
+
+# Attention over cache slots
+
+NAME = "agentrl_slots"
+SHAPES = "agentrl_shapes"
+
+
+class Span:
+    """Tokens of several sequences of one pool that attend together.
+
+    Row i holds `counts[i]` tokens of one slot, starting at position `starts[i]`; the tokens are stored flat, row
+    after row, at `[offset, offset + tokens)`. `parts` must be sorted by slot.
+    """
+
+    def __init__(self, pool: Pool, offset: int, parts: Seq[tuple[CachedSequence, int]], device: torch.device) -> None:
+        self.pool, self.offset = pool, offset
+        self._slots = slots = [sequence.slot for sequence, _ in parts]
+        first = [sequence.computed for sequence, _ in parts]
+        counts = [count for _, count in parts]
+        self.tokens = sum(counts)
+        self.width = max(counts)
+        self.longest = max(start + count for start, count in zip(first, counts, strict=True))
+        self.slots = torch.tensor(slots, device=device)
+        self.starts = torch.tensor(first, device=device)
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self.cascade: Cascade | None = None
+        if self.width == 1:
+            self._lay_out_decode(slots)
+            self.cascade = self._shared([sequence for sequence, _ in parts], slots)
+        else:
+            self._lay_out_prefill(counts)
+
+    def _lay_out_decode(self, slots: list[int]) -> None:
+        """One token per row. If most slots between the lowest and the highest take part, all of them do (the
+        idle ones attend to position 0 and are dropped), so that keys and values are read in place."""
+        self.token_slots, self.positions = self.slots, self.starts
+        # A contiguous range of slots is a view, while a gather copies the cache of every row in every layer; fewer idle
+        # rows than busy ones cost less than that copy.
+        reach = slots[-1] + 1 - slots[0]
+        self.view = slice(slots[0], slots[-1] + 1) if reach < 2 * len(slots) else None
+        self.scatter = None if self.view is None or reach == len(slots) else self.slots - slots[0]
+        if self.scatter is not None:
+            self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
+
+    def _shared(self, sequences: list[CachedSequence], slots: list[int]) -> Cascade | None:
+        """How the rows share their prompts; made once for as long as they are the same."""
+        found: Cascade | None
+        held, at, found = self.pool.cascade
+        # A sequence gets a new list with each turn, in which its history may have been rewritten.
+        tokens = [sequence.tokens for sequence in sequences]
+        if at != slots or any(a is not b for a, b in zip(held, tokens, strict=False)):
+            rows = list(range(len(slots))) if self.scatter is None else [slot - slots[0] for slot in slots]
+            found = cascade_of(sequences, rows, len(self.starts), self.pool.shape)
+            self.pool.cascade = tokens, slots, found
+        return found
+
+    def _lay_out_prefill(self, counts: list[int]) -> None:
+        lengths = torch.tensor(counts, device=self.slots.device)
+        steps = torch.arange(self.width, device=lengths.device)
+        self.real = steps < lengths.unsqueeze(1)
+        self.padded = torch.where(self.real, (lengths.cumsum(0) - lengths).unsqueeze(1) + steps, 0)
+        self.token_slots = self.slots.repeat_interleave(lengths)
+        self.positions = (self.starts.unsqueeze(1) + steps)[self.real]
+        self.view, self.scatter = None, None
+
+    def cached(self, kv: Tensor, start: int = 0) -> Tensor:
+        """The keys and values [2, rows, heads, longest - start, dim] in a layer's [2, slots, heads, capacity, dim]; valid until
+        the next call for the same pool."""
+        kv = kv[:, :, :, start : self.longest]
+        if self.view is not None:
+            return kv[:, self.view]
+        return self.pool.gathered(kv, self._slots) if kv.device.type == "cpu" else kv.index_select(1, self.slots)
+
+    def mask(self, form: AttentionForm, dtype: torch.dtype) -> Tensor:
+        """Additive mask [rows, 1, width, longest]: 0 where a token may attend, -inf elsewhere."""
+        # Cached because all layers of a step with the same window share one mask.
+        window, chunk = form.window, form.chunk
+        if (window, chunk) not in self._masks:
+            keys = torch.arange(self.longest, device=self.slots.device)
+            queries = self.starts.unsqueeze(1) + torch.arange(self.width, device=keys.device)
+            distance = queries.unsqueeze(2) - keys
+            blocked = distance < 0
+            if window is not None:
+                blocked |= distance >= window
+            if chunk is not None:
+                blocked |= (queries // chunk).unsqueeze(2) != keys // chunk
+            bias = torch.zeros(blocked.shape, dtype=dtype, device=keys.device)
+            self._masks[window, chunk] = bias.masked_fill_(blocked, float("-inf")).unsqueeze(1)
+        return self._masks[window, chunk]
+
+
+class AttentionPlan:
+    """One step: its spans, in the order of their tokens in the flat row."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self.spans = spans
+
+
+_PLAN: ContextVar[AttentionPlan] = ContextVar("the plan of the step under way")
+
+
+@contextmanager
+def planned(plan: AttentionPlan) -> Iterator[None]:
+    """In this context a model's layers attend by `plan`. Not by an argument: not every family hands those on to its layers."""
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | NotGiven | None = NOT_GIVEN,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
+    None), by the plan that the model runs under (`planned`). Raises ModelError for what is not in the form."""
+    form = attention_form(
+        module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
+    )
+    layer = cast(int, module.layer_idx)
+    widths = key.shape[-1], value.shape[-1]
+    # What the kernels below do not have: one more term of the softmax, a cap, or values of another width than keys.
+    plain = form.cap is None and form.sinks is None and widths[0] == widths[1]
+    outputs = []
+    plan = _PLAN.get()
+    if form.tuning is not None:
+        tuned = form.at_positions(query[0].transpose(0, 1), torch.cat([span.positions for span in plan.spans]))
+        query = tuned.transpose(0, 1)[None]
+    for span in plan.spans:
+        flat = slice(span.offset, span.offset + span.tokens)
+        # The cache is as large as its largest layer needs.
+        kv = span.pool.kv[:, layer, :, : key.shape[1], :, : max(widths)]
+        # Stored before attending: the tokens of a prefill chunk attend to each other through the cache.
+        kv[0, ..., : widths[0]][span.token_slots, :, span.positions] = key[0, :, flat].transpose(0, 1)
+        kv[1, ..., : widths[1]][span.token_slots, :, span.positions] = value[0, :, flat].transpose(0, 1)
+        q = query[0, :, flat].transpose(0, 1)
+        mask = span.mask(form, query.dtype)
+        cascade = span.cascade if plain and form.window is None and form.chunk is None else None
+        if cascade is not None:
+            outputs.append(_cascaded(span, cascade, q, kv, mask, form.scale))
+        elif plain:
+            attend_span = _decode if span.width == 1 else _prefill
+            outputs.append(attend_span(span, q, span.cached(kv), mask, form.scale))
+        else:
+            keys, values = (part[..., :width] for part, width in zip(span.cached(kv), widths, strict=True))
+            outputs.append(_exact(span, q, keys, values, mask, form))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _exact(span: Span, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """`query` [tokens, heads, dim] -> [tokens, heads, value dim], for any form."""
+    if span.width > 1:
+        return masked_attention(query[span.padded].transpose(1, 2), key, value, mask, form).transpose(1, 2)[span.real]
+    if span.scatter is not None:
+        query = query.new_zeros(len(key), *query.shape[1:]).index_copy_(0, span.scatter, query)
+    out = masked_attention(query.unsqueeze(2), key, value, mask, form).squeeze(2)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
+
+
+def _cascaded(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """As `_decode`, from a layer's whole cache."""
+    if span.scatter is not None:
+        query = query.new_zeros(len(span.starts), *query.shape[1:]).index_copy_(0, span.scatter, query)
+    rows, _, dim = query.shape
+    own = span.cached(kv, cascade.length)
+    by_head = query.reshape(rows, kv.shape[2], -1, dim)
+    out = cascade.attend(by_head, cascade.leading(kv), own, mask[..., cascade.length :], scale).reshape(rows, -1, dim)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
+
+
+def _decode(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`query` [rows, heads, dim] -> the same shape. The query heads that share a key head are treated as
+    query positions of that head."""
+    _, rows, kv_heads, length, dim = kv.shape
+    if span.scatter is not None:
+        query = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, span.scatter, query)
+    query = query.reshape(rows, kv_heads, -1, dim)
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        # On a CPU, with one query per key head, two batched products are twice as fast as the fused kernel.
+        key, value = kv[0].reshape(-1, length, dim), kv[1].reshape(-1, length, dim)
+        bias = mask.expand(-1, kv_heads, -1, -1).reshape(-1, 1, length)
+        scores = torch.baddbmm(bias, query.reshape(rows * kv_heads, -1, dim), key.transpose(1, 2), alpha=scale)
+        out = torch.bmm(torch.softmax(scores, dim=-1), value)
+    else:
+        out = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask, scale=scale)
+    out = out.reshape(rows, -1, dim)
+    return out if span.scatter is None else out.index_select(0, span.scatter)
+
+
+def _prefill(span: Span, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`query` [tokens, heads, dim] -> the same shape; rows are padded to the span's widest."""
+    padded = query[span.padded].transpose(1, 2)
+    if query.device.type == "cpu":
+        grouped = padded.shape[1] != kv.shape[2]
+        out = F.scaled_dot_product_attention(padded, kv[0], kv[1], attn_mask=mask, scale=scale, enable_gqa=grouped)
+    else:
+        out = _by_key_head(padded, kv, mask, scale)
+    return out.transpose(1, 2)[span.real]
+
+
+def _by_key_head(query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Masked attention of `query` [rows, heads, width, dim], for GPUs: the heads that share a key head are positions of it."""
+    # No fused kernel of a GPU takes a mask together with grouped heads. The fallback repeats keys and values for each head, in
+    # float32, and keeps all scores: 50 rows of 8,000 tokens would take tens of GB.
+    rows, heads, width, dim = query.shape
+    group = heads // kv.shape[2]
+    together = query.reshape(rows, -1, group * width, dim)
+    out = F.scaled_dot_product_attention(together, kv[0], kv[1], attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
+    return out.reshape(rows, heads, width, dim)
+
+
+def note_shapes(found: dict[int, tuple[int, int, int]]) -> str:
+    """Make known to transformers an attention that computes nothing, but notes each layer's key heads and widths of keys and
+    values; its name."""
+
+    def note(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        found[cast(int, module.layer_idx)] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(SHAPES, note)
+    return SHAPES
+
+
+def register_slot_attention() -> None:
+    """Make `attend` known to transformers under `NAME`; idempotent. Turns off cuDNN's attention for this process."""
+    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every step has one, as caches grow.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
+    AttentionInterface.register(NAME, attend)

@@ -1,0 +1,434 @@
+"""Continuous batching: which requests run, with which cached tokens, one model step at a time; and the sampling of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.engines.embedded.embedded_model import EmbeddedModel
+from agentrl.engines.embedded.kv_cache import AttentionPlan, PrefixIndex, Slots, Span, common_prefix
+from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
+from agentrl.engines.token_text import Constraint, StopStrings
+from agentrl.rollout.engine import Finish, Generation, Sampling, Told
+from agentrl.utils.errors import EngineError
+
+# Sampling
+
+
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+    unused: Tensor | None = None,
+    fitting: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    `logits` [B, V] float32; `temperature` [B] (0 takes the most likely token), `top_k` [B] int (0 is off),
+    `top_p` [B] (1 is off), `uniform` [B] float64 in [0, 1), `unused` [N] ids that have no token, `fitting` [B, V] the tokens that
+    the row's grammar takes. Returns ids [B] and logprobs [B].
+
+    The logprob is that of the policy, log_softmax(z / T) over the whole vocabulary: `unused`, `fitting`, top-k and top-p (of the
+    other ids) say which tokens may be drawn (in proportion to their probability) and do not change its value. At temperature
+    0 it is log_softmax(z), since the sampling distribution is a single point. A row's result depends on that row alone.
+    """
+    greedy = temperature == 0
+    logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    allowed = logp if unused is None else logp.index_fill(1, unused, float("-inf"))
+    if fitting is not None:
+        allowed = allowed.masked_fill(~fitting, float("-inf"))
+    drawable = torch.exp(allowed)
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        drawable.masked_fill_(~kept_set(allowed, top_k, top_p), 0.0)
+    # float64, because a float32 sum over a vocabulary of 150k loses tokens of probability below 1e-7. Scaling the draw by
+    # `total` renormalizes the kept set.
+    cumulative = drawable.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Strictly below `total`, and `right=True`: a draw on a boundary never lands on a token of probability 0.
+    ids = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
+    ids = torch.where(greedy, allowed.argmax(dim=-1), ids).clamp_(max=logits.shape[1] - 1)
+    return ids, logp.gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Mask [B, V] of the tokens that may be drawn: the `top_k` most likely ones, then the smallest set of those
+    whose renormalized probability reaches `top_p` (at least one; ties with the k-th are kept)."""
+    vocab = logp.shape[1]
+    ordered, order = logp.sort(dim=-1, descending=True)
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+    kth = ordered.gather(1, (k - 1).unsqueeze(1))
+    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
+    probability = torch.softmax(ordered, dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    keep = (before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1)
+    keep[:, 0] = True
+    keep &= ordered > float("-inf")
+    return torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+# The scheduler
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One `generate` call in progress. `tokens` are the prompt and what was sampled so far; `uniforms` the
+    request's random numbers, one for each token it may sample. `experts`: of tokens whose cache was dropped since, as they were
+    computed first. `told`: gets each token as it is sampled; `stops`, `constraint`: what the text of its tokens decides."""
+
+    key: str
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    uniforms: npt.NDArray[np.float64]
+    done: asyncio.Future[Generation]
+    sequence: Sequence | None = None
+    admitted: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: list[npt.NDArray[Any]] = field(default_factory=list)
+    told: Told | None = None
+    stops: StopStrings | None = None
+    constraint: Constraint | None = None
+
+    def add(self, token: int, logprob: float, version: int) -> Finish | None:
+        """The next token was sampled. Returns why the turn ends with it, None if it goes on."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.told is not None:
+            self.told([token], [logprob])
+        if token in self.sampling.stop_token_ids:
+            return "stop"
+        if self.stops is not None and self.stops.completed(token):
+            return "stop_string"
+        if self.constraint is not None:
+            self.constraint.take(token)
+            if self.constraint.over and not self.sampling.stop_token_ids:
+                return "length"
+        return "length" if len(self.logprobs) == len(self.uniforms) else None
+
+    def keep_experts(self) -> None:
+        """Before the cache of the sequence is dropped: what is computed again may go elsewhere, and tokens were sampled
+        with these."""
+        if self.sequence is not None:
+            self.experts += self.sequence.experts[len(self.experts) :]
+
+    def told_experts(self) -> npt.NDArray[Any] | None:
+        """`Generation.experts`."""
+        self.keep_experts()
+        start = self.sampling.experts_from
+        if start is None or start >= len(self.experts):
+            return None
+        return np.stack(self.experts[start : len(self.tokens) - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a pass drew for the requests whose prompts are complete; `refused` fits into no cache."""
+
+    ready: Seq[Request] = ()
+    ids: Seq[int] = ()
+    logprobs: Seq[float] = ()
+    refused: Request | None = None
+
+
+class Batcher:
+    """Admission, prefix reuse, eviction and preemption over a fixed number of slots and bytes.
+
+    `advance` may run in a thread; nothing else may be asked for meanwhile.
+    """
+
+    def __init__(self, model: EmbeddedModel, slots: Slots, max_slots: int, step_tokens: int, unused: list[int]) -> None:
+        """`unused`: ids that are never drawn."""
+        self.version = 0
+        self.cached_tokens = 0
+        self.sampled_tokens = 0
+        self.steps = 0
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._model, self._slots = model, slots
+        self._max_slots, self._step_tokens = max_slots, step_tokens
+        self._idle: OrderedDict[str, Sequence] = OrderedDict()
+        self._index = PrefixIndex()
+        self._poisoned = False
+        self._unused = torch.tensor(unused, device=model.device) if unused else None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def idle(self) -> int:
+        """Episodes whose cache is kept for their next turn."""
+        return len(self._idle)
+
+    @property
+    def kv_used(self) -> float:
+        """The share of the memory limit that is taken, by running sequences and by those that are kept for their prefixes."""
+        return self._slots.used
+
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    def advance(self) -> Drawn:
+        """Admit what fits, run the model once, and draw a token for each request whose prompt is complete."""
+        self._admit()
+        # Nothing runs, so nothing will free more room: it would wait forever.
+        refused = self.waiting[0] if self.waiting and not self.running else None
+        work = list(self._schedule())
+        if not work:
+            return Drawn(refused=refused)
+        order, plan = _lay_out(work, self._model.device)
+        token_ids: list[int] = []
+        last: list[int] = []
+        ready: list[Request] = []
+        for request, sequence, count in order:
+            stop = sequence.computed + count
+            token_ids += request.tokens[sequence.computed : stop]
+            if stop == len(request.tokens):
+                ready.append(request)
+                last.append(len(token_ids) - 1)
+        logits = self._model.forward(token_ids, plan, last or [0])
+        experts = self._model.experts
+        for _, sequence, count in order:
+            # Only after the pass: if it raises, the cache must not claim tokens that it does not hold.
+            sequence.computed += count
+            if experts is not None:
+                sequence.experts += list(experts[:count])
+                experts = experts[count:]
+        self.steps += 1
+        ids, logprobs = self._draw(ready, logits) if ready else ([], [])
+        return Drawn(ready, ids, logprobs, refused)
+
+    def settle(self, drawn: Drawn) -> None:
+        """Give each request what a pass drew for it, and answer those whose turn is over. Must run on the event loop."""
+        for request in self.requests():
+            if request.done.done():  # its caller went away during the pass
+                self.drop(request)
+        if drawn.refused is not None:
+            self.fail(drawn.refused, EngineError(f"{len(drawn.refused.tokens)} tokens do not fit in an empty KV cache"))
+        for request, token, logprob in zip(drawn.ready, drawn.ids, drawn.logprobs, strict=True):
+            if request.done.done():
+                continue
+            if not math.isfinite(logprob):
+                # The cache now holds NaN, which would spread to every sequence that gets the slot; `reset` wipes it.
+                self._poisoned = True
+                self.fail(request, EngineError(f"the output of weights version {self.version} is not finite"))
+                continue
+            if (reason := request.add(token, logprob, self.version)) is not None:
+                self.finish(request, reason)
+        self.sampled_tokens += len(drawn.ready)
+
+    def finish(self, request: Request, reason: Finish) -> None:
+        """Answer a request with what it sampled and keep its cache for the episode's next turn."""
+        experts = request.told_experts()
+        self._leave(request, keep=True)
+        if not request.done.done():
+            sampled = request.tokens[request.prompt :]
+            request.done.set_result(Generation(sampled, request.logprobs, request.versions, reason, experts=experts))
+
+    def fail(self, request: Request, error: EngineError) -> None:
+        self._leave(request, keep=False)
+        if not request.done.done():
+            request.done.set_exception(error)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request whose caller is gone, and its cache."""
+        self._leave(request, keep=False)
+
+    def reset(self) -> None:
+        """Forget all caches; running requests go back to the queue, in order, and are computed again from the start."""
+        for request in self.running:
+            request.keep_experts()
+            request.sequence = None
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self._idle.clear()
+        self._index.clear()
+        self._slots.reset(wipe=self._poisoned)
+        self._poisoned = False
+
+    def clear(self) -> None:
+        """As `reset`, and free the cache's memory."""
+        self.reset()
+        self._slots.clear()
+
+    def _leave(self, request: Request, keep: bool) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        sequence, request.sequence = request.sequence, None
+        if sequence is None:
+            return
+        if keep and sequence.computed:
+            older = self._idle.pop(request.key, None)
+            if older is not None:
+                self._release(older)
+            self._idle[request.key] = sequence
+        else:
+            self._release(sequence)
+
+    def _admit(self) -> None:
+        held: list[Request] = []
+        while self.waiting and len(self.running) < self._max_slots:
+            request = self.waiting.popleft()
+            sequence = self._attach(request)
+            if sequence is None and self._deferred:
+                held.append(request)
+                continue
+            if sequence is None:
+                held.append(request)
+                break
+            request.sequence = sequence
+            # Once per request: one that was sent back to the queue would count its prefix again.
+            if not request.admitted:
+                self.cached_tokens += sequence.computed
+                request.admitted = True
+            self.running.append(request)
+        self.waiting.extendleft(reversed(held))
+
+    def _attach(self, request: Request) -> Sequence | None:
+        """A slot for the request, with as much of its prompt cached as possible. None: not now, either because there
+        is no room or (`_deferred`) because another request is currently computing the same prefix."""
+        self._deferred = False
+        tokens = request.tokens
+        own = self._idle.pop(request.key, None)
+        if own is not None:
+            # The prefix is compared token by token: a context policy may have rewritten the episode's history at equal length.
+            # At least the last token is computed in any case, because its logits are sampled from.
+            own.computed = min(common_prefix(own.tokens, tokens), own.computed, len(tokens) - 1)
+            del own.experts[own.computed :]
+            if own.computed:
+                own.tokens = tokens
+                self._index.grow(own, own.computed)
+                return own
+            self._release(own)
+        source, length, blocks = self._index.find(tokens)
+        if source is not None and source.computed < length:
+            # A running holder will soon have computed it; waiting is cheaper than computing it twice. An idle one never will.
+            if self._idle.get(source.key) is not source:
+                self._deferred = True
+                return None
+            length = source.computed
+        sequence = self._new(request)
+        while sequence is None:
+            if not self._evict(spare=source):
+                # As a last resort, evict the very sequence whose cache was to be copied.
+                if not self._evict():
+                    return None
+                source = None
+            sequence = self._new(request)
+        if source is not None:
+            self._slots.share(source, sequence, length)
+        self._index.add(sequence, blocks)
+        return sequence
+
+    def _new(self, request: Request) -> Sequence | None:
+        if len(self.running) + len(self._idle) >= self._max_slots:
+            return None
+        return self._slots.new(request.key, request.tokens)
+
+    def _schedule(self) -> Iterator[tuple[Request, Sequence, int]]:
+        """The tokens that each request computes in this step: one while decoding, a share of the budget in prefill."""
+        budget = self._step_tokens
+        for request in list(self.running):
+            sequence = request.sequence
+            if sequence is None or not self._make_room(request, sequence):
+                continue
+            due = len(request.tokens) - sequence.computed
+            # Decoding is not charged to the budget: long prompts would otherwise stall those who already sample.
+            count = due if due == 1 else min(due, budget)
+            if due > 1:
+                budget -= count
+            if count:
+                yield request, sequence, count
+
+    def _make_room(self, request: Request, sequence: Sequence) -> bool:
+        """Let a sequence grow: evict idle episodes, then send the youngest requests back to the queue, if necessary
+        the growing one itself (it is then the only one, and gets a slot alone)."""
+        while not self._slots.widen(sequence):
+            if self._evict():
+                continue
+            # The youngest has the least computed to lose, and the oldest are sure to finish, so nothing starves.
+            youngest = self.running.pop()
+            if youngest.sequence is not None:
+                youngest.keep_experts()
+                self._release(youngest.sequence)
+                youngest.sequence = None
+            self.waiting.appendleft(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _evict(self, spare: Sequence | None = None) -> bool:
+        """Forget the episode that has been idle longest, except `spare`. False if there is none."""
+        for key, sequence in self._idle.items():
+            if sequence is not spare:
+                del self._idle[key]
+                self._release(sequence)
+                return True
+        return False
+
+    def _release(self, sequence: Sequence) -> None:
+        self._index.remove(sequence)
+        self._slots.free(sequence)
+
+    def _draw(self, ready: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """A token for each request, and its log probability."""
+        device = logits.device
+        options = [request.sampling for request in ready]
+        # A request's own numbers, by position: what it samples does not depend on who shares the step, nor on being sent back.
+        uniform = [request.uniforms[len(request.logprobs)] for request in ready]
+        ids, logprobs = draw_tokens(
+            logits,
+            torch.tensor([option.temperature for option in options], device=device),
+            torch.tensor([option.top_k for option in options], device=device),
+            torch.tensor([option.top_p for option in options], device=device),
+            torch.tensor(uniform, dtype=torch.float64, device=device),
+            self._unused,
+            self._fitting(ready, logits),
+        )
+        return ids.tolist(), logprobs.tolist()
+
+    def _fitting(self, ready: list[Request], logits: torch.Tensor) -> torch.Tensor | None:
+        """Mask [B, V] of what the requests' grammars take; None if none has a grammar."""
+        if all(request.constraint is None for request in ready):
+            return None
+        masks = np.ones(tuple(logits.shape), dtype=np.bool_)
+        for row, request in enumerate(ready):
+            if request.constraint is not None:
+                masks[row] = request.constraint.allowed()
+        return torch.from_numpy(masks).to(logits.device)
+
+
+def _lay_out(
+    work: list[tuple[Request, Sequence, int]], device: torch.device
+) -> tuple[list[tuple[Request, Sequence, int]], AttentionPlan]:
+    """Group a step's work by pool and by token count (rounded up to a power of two, which bounds padding)."""
+    groups: dict[tuple[int, int], list[tuple[Request, Sequence, int]]] = {}
+    for item in work:
+        groups.setdefault((item[1].pool.capacity, (item[2] - 1).bit_length()), []).append(item)
+    order: list[tuple[Request, Sequence, int]] = []
+    spans: list[Span] = []
+    offset = 0
+    for group in groups.values():
+        group.sort(key=lambda item: item[1].slot)
+        span = Span(group[0][1].pool, offset, [(sequence, count) for _, sequence, count in group], device)
+        offset += span.tokens
+        spans.append(span)
+        order += group
+    return order, AttentionPlan(spans)

@@ -1,0 +1,276 @@
+"""Attention of transformers' layers in one form for trainer and embedded engine, computed exactly.
+
+A layer's request to its attention function (window, soft cap, sinks), and causal attention with
+what no fused kernel has together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.utils.errors import ModelError
+
+# The form of a request
+
+_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Where packed rows end, which the attention functions here know from plans of their own."""
+_RETURNS = ("output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "cache_position")
+"""What a model is to return or keep."""
+HARMLESS = frozenset({*_ROWS, *_RETURNS, "num_items_in_batch", "deterministic"})  # of a loss and a kernel that are not used
+"""Arguments that reach attention functions and change no result."""
+
+
+class NotGiven:
+    """In place of an argument that a layer may leave out, which is not the same as None."""
+
+
+NOT_GIVEN = NotGiven()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """softmax over the keys that a query sees of cap tanh(scale q k / cap), without a cap of scale q k.
+
+    A query sees the keys up to its own position: with a `window` w the last w of them, with a `chunk` c those of its own run of
+    c positions. `sinks` [H]: a score for each head that takes part in the softmax and has no value. `tuning`: see `at_positions`.
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+    tuning: tuple[float, float] | None = None
+
+    def at_positions(self, query: Tensor, positions: Tensor) -> Tensor:
+        """`query` [T, H, D], with the scales of their positions if those are others than of their places 0, 1, ... in it.
+
+        Llama 4 multiplies the queries of layers without rotary embeddings by s(i) = 1 + a log(1 + floor((i + 1) / f)), i being
+        a token's place in the input: of several rows only the first one's are then right."""
+        if self.tuning is None:
+            return query
+        floor, factor = self.tuning
+        places = torch.arange(len(query), device=query.device)
+        right, given = (1 + factor * torch.log1p(torch.floor((at.double() + 1) / floor)) for at in (positions, places))
+        return query * (right / given).to(query.dtype)[:, None, None]
+
+    def plain_up_to(self, length: int) -> bool:
+        """Whether it is plain causal attention for rows of so many tokens, but for the scale."""
+        # A window that no row exceeds hides nothing.
+        return self.cap is None and self.sinks is None and (self.window is None or self.window >= length)
+
+
+def attention_form(
+    module: nn.Module,
+    query: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | NotGiven | None,
+    others: Mapping[str, Any],
+) -> AttentionForm:
+    """The form for `module`, a layer's attention, from the arguments of an attention function of transformers.
+
+    `query` [1, H, T, D]. Raises ModelError, which names the layer's class and the argument, for what has no place in the form.
+    """
+    asked = {name: value for name, value in others.items() if value is not None and name not in HARMLESS}
+    layer, sinks, cap = type(module).__name__, asked.pop("s_aux", None), asked.pop("softcap", None)
+    if dropout:
+        raise ModelError(f"{layer}: dropout in attention is not supported; set attention_dropout to 0 in its config.json")
+    if mask is not None:
+        raise ModelError(f"{layer}: its model makes an attention mask of its own, which is not supported")
+    if not asked.pop("is_causal", True) or not getattr(module, "is_causal", True):
+        raise ModelError(f"{layer}: its attention is not causal, which is not supported")
+    if asked:
+        raise ModelError(f"{layer}: attention with {', '.join(sorted(asked))} is not supported")
+    kind = _kind(module)
+    return AttentionForm(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=_window(module, kind, sliding_window),
+        chunk=_chunk(module, kind),
+        cap=cap,
+        sinks=sinks,
+        tuning=_tuning(module),
+    )
+
+
+def _tuning(module: nn.Module) -> tuple[float, float] | None:
+    asked = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    return (float(module.floor_scale), float(module.attn_scale)) if asked else None  # type: ignore[arg-type]
+
+
+def _kind(module: nn.Module) -> str | None:
+    kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return kinds[at] if kinds is not None and at is not None and at < len(kinds) else None
+
+
+def _window(module: nn.Module, kind: str | None, given: int | NotGiven | None) -> int | None:
+    if isinstance(given, NotGiven):
+        # Some families (Phi-3.5-MoE, Doge, Qwen2-MoE) put the window only into the mask that they have transformers make.
+        of_config = getattr(getattr(module, "config", None), "sliding_window", None)
+        given = getattr(module, "sliding_window", of_config if kind in (None, "sliding_attention") else None)
+    return int(given) if given else None
+
+
+def _chunk(module: nn.Module, kind: str | None) -> int | None:
+    """Llama 4's layers say it by their type alone."""
+    return int(module.config.attention_chunk_size) if kind == "chunked_attention" else None  # type: ignore[union-attr, arg-type]
+
+
+CELLS, GPU_CELLS = 1 << 22, 1 << 25
+"""The most scores that exist at a time, on a host (16 MiB) and on a GPU (128 MiB), unless one query has more."""
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries [first, last) and the keys [low, high) that they see."""
+
+    queries: slice
+    keys: slice
+    hidden: Tensor  # bool [queries, keys]: a query does not see that key
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, form: AttentionForm) -> Tensor:
+    """The same without gradients, with a mask for each row in place of positions: `mask` [n, 1, W, K] is added to scores."""
+    rows, heads, width, _ = query.shape
+    out = query.new_empty(rows, heads, width, value.shape[-1])
+    parts = _by_key_head(query, key), _by_key_head(out, key)
+    step = max(1, _cells(query) // (rows * heads * key.shape[2]))
+    for first in range(0, width, step):
+        piece = slice(first, first + step)
+        z, _ = _capped(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
+        z = z.add_(mask[:, :, None, piece])
+        p = z.sub_(_sums(z, form.sinks, key).unsqueeze(-1)).exp_().to(value.dtype)
+        parts[1][:, :, :, piece] = _times(p, value).to(out.dtype)
+    return out
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+    """`query` [n, H, W, D], `key` [n, G, K, D], `value` [n, G, K, E] -> [n, H, W, E] in query's type; query i stands at the
+    position K - W + i of the keys. H is a multiple of G. The form's chunk is the caller's to see to."""
+    call: Callable[..., Tensor] = _Exact.apply
+    return call(query, key, value, form.sinks, replace(form, sinks=None))
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, form: AttentionForm) -> Tensor:
+        rows, heads, width, _ = query.shape
+        out = query.new_empty(rows, heads, width, value.shape[-1])
+        lse = query.new_empty(rows, heads, width, dtype=torch.float32)
+        grouped = _by_key_head(out, key), _by_key_head(lse, key)
+        for piece in _pieces(query, key, form.window):
+            z, _ = _made(query, key, piece, form)
+            part = _sums(z, sinks, key)
+            grouped[1][:, :, :, piece.queries] = part
+            p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
+            grouped[0][:, :, :, piece.queries] = _times(p, value[:, :, piece.keys]).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.form = form
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        form: AttentionForm = ctx.form
+        grad = grads[0]
+        d_query = torch.empty_like(query)
+        d_key, d_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
+        delta = (grad.float() * out.float()).sum(-1)
+        parts = [_by_key_head(tensor, key) for tensor in (query, grad, lse, delta, d_query)]
+        for piece in _pieces(query, key, form.window):
+            q, do, norm, drop, dq = (tensor[:, :, :, piece.queries] for tensor in parts)
+            k, v = key[:, :, piece.keys], value[:, :, piece.keys]
+            z, bend = _made(query, key, piece, form)
+            p = z.sub_(norm.unsqueeze(-1)).exp_()
+            d_value[:, :, piece.keys] += _summed(p.to(do.dtype), do)
+            dz = _times(do, v.transpose(-1, -2)).sub_(drop.unsqueeze(-1)).mul_(p).mul_(form.scale)
+            if bend is not None:
+                dz.mul_(bend)
+            dz = dz.to(q.dtype)
+            dq.copy_(_times(dz, k))
+            d_key[:, :, piece.keys] += _summed(dz, q)
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, None
+
+
+def _pieces(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Piece]:
+    rows, heads, width, _ = query.shape
+    keys = key.shape[2]
+    before = keys - width
+    # With a window, as long as it: a longer piece has more scores that no query sees, a shorter one more calls.
+    most = max(1, _cells(query) // (rows * heads * min(keys, 2 * window if window else keys)))
+    step = min(most, max(window, 64)) if window else most
+    for first in range(0, width, step):
+        last = min(first + step, width)
+        low = max(0, before + first - window + 1) if window else 0
+        high = before + last
+        at = torch.arange(before + first, high, device=query.device)[:, None]
+        seen = torch.arange(low, high, device=query.device)
+        hidden = seen > at
+        if window:
+            hidden |= seen <= at - window  # as transformers' sliding_window_overlay: the query itself and w - 1 keys before it
+        yield _Piece(slice(first, last), slice(low, high), hidden)
+
+
+def _cells(query: Tensor) -> int:
+    # Small pieces stay in a core's cache; a GPU needs large ones, as each product of them is one more launch.
+    return GPU_CELLS if query.is_cuda else CELLS
+
+
+def _made(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
+    """Scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
+    q = _by_key_head(query, key)[:, :, :, piece.queries]
+    z, bend = _capped(_times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale), form.cap)
+    return z.masked_fill_(piece.hidden, _NEVER), bend
+
+
+def _capped(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """cap tanh(z / cap) in z's memory, and its derivative."""
+    if cap is None:
+        return z, None
+    z = z.div_(cap).tanh_()
+    bend = z.square().neg_().add_(1.0)
+    return z.mul_(cap), bend
+
+
+def _sums(z: Tensor, sinks: Tensor | None, key: Tensor) -> Tensor:
+    """log of the sum of e^z over the keys, and of e^s for each head's sink: [n, G, H / G, queries]."""
+    lse = torch.logsumexp(z, dim=-1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float().view(1, key.shape[1], -1, 1))
+
+
+def _by_key_head(tensor: Tensor, key: Tensor) -> Tensor:
+    """[n, H, ...] -> [n, G, H / G, ...], a view: the query heads that share a key head."""
+    return tensor.view(len(tensor), key.shape[1], -1, *tensor.shape[2:])
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """[n, G, r, a, b] times [n, G, b, c] in float32: the r queries of a key head are rows of one product."""
+    rows, groups, heads, steps, inner = left.shape
+    flat = left.reshape(rows * groups, heads * steps, inner)
+    return _product(flat, right.reshape(rows * groups, inner, -1)).view(rows, groups, heads, steps, -1)
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """Of [n, G, r, a, b] and [n, G, r, a, c] the products over r and a: float32 [n, G, b, c]."""
+    rows, groups, heads, steps, inner = left.shape
+    flat = left.reshape(rows * groups, heads * steps, inner).transpose(1, 2)
+    return _product(flat, right.reshape(rows * groups, heads * steps, -1)).view(rows, groups, inner, -1)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    # In half precision a score of 50 would be rounded by 0.1, before it is an exponent.
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left.float(), right.float())

@@ -1,0 +1,250 @@
+"""Makers of the engines that need no server: API models, Python functions, scripted policies, the embedded engine.
+
+A maker is what a run must know of an engine before it exists; importing it loads no engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config import ModelConfig, TrainConfig
+from agentrl.engines.weights.parameters import positions_of
+from agentrl.env.check_tools import SCRIPTS
+from agentrl.render.vision import model_takes_images
+from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, EngineMemory
+from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hinted
+from agentrl.utils.search_path import is_given, taken
+
+if TYPE_CHECKING:
+    from agentrl.engines.api_models import FunctionEngine, LiteLlmEngine, ScriptedEngine, Transcript
+
+
+# API models: `--model api:NAME`
+
+API = "api:"
+"""Prefix of an API model's name, wherever a model is named."""
+
+UNBOUNDED = 2**31 - 1
+"""An API model's ids are messages, so their number is not limited; the provider's own context limit applies."""
+
+
+def api_name(model: str | None) -> str | None:
+    """The model in litellm's form if `model` is `api:NAME`; None for a folder or hub name."""
+    return model.removeprefix(API) if model is not None and model.startswith(API) else None
+
+
+class TranscriptMaker(EngineMaker):
+    """Of an engine whose ids are numbers of messages in a transcript; a subclass has `make_with`."""
+
+    def context(self, positions: int) -> int:
+        return UNBOUNDED
+
+    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        from agentrl.engines.api_models import Transcript
+
+        return self.make_with(Transcript())
+
+
+@ENGINES.register("api", traits={"messages"})
+class ApiMaker(TranscriptMaker):
+    """The model of `api:NAME`, called as the section `api` says."""
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines.api_models import LiteLlmEngine
+
+        return LiteLlmEngine
+
+    @classmethod
+    def claims(cls, model: str | None) -> bool:
+        return api_name(model) is not None
+
+    def check(self) -> None:
+        name = api_name(self.config.model.path)
+        if not name:
+            raise ConfigError("--model api:NAME: NAME is missing; litellm's form, for example api:openai/gpt-4.1-mini")
+        if self.config.rollout.top_k:
+            raise ConfigError("rollout.top_k: API models take no top_k")
+        if importlib.util.find_spec("litellm") is None:
+            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'")
+
+    def make_with(self, transcript: Transcript) -> LiteLlmEngine:
+        """The engine over the caller's transcript; its `renderer` is the one to use."""
+        from agentrl.engines.api_models import LiteLlmEngine
+
+        name = api_name(self.config.model.path)
+        assert name is not None
+        return LiteLlmEngine(name, self.config.api, transcript=transcript)
+
+
+# Python functions: the model "given:NAME"
+
+
+@ENGINES.register("python_function", traits={"messages"})
+class PythonMaker(TranscriptMaker):
+    """The function that was given under the model's name."""
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines.api_models import FunctionEngine
+
+        return FunctionEngine
+
+    @classmethod
+    def claims(cls, model: str | None) -> bool:
+        return is_given(model)
+
+    def check(self) -> None:
+        name = str(self.config.model.path)
+        if not is_given(name) or not callable(taken(name, "model.path").value):
+            raise ConfigError(f"model.path = {name!r}: expected the name of a function: agentrl.give(function)")
+        if self.config.rollout.top_k or self.config.rollout.top_p < 1:
+            raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
+
+    def make_with(self, transcript: Transcript) -> FunctionEngine:
+        """The engine over the caller's transcript."""
+        from agentrl.engines.api_models import FunctionEngine
+
+        name = str(self.config.model.path)
+        return FunctionEngine(name, taken(name, "model.path").value, transcript)
+
+
+# Scripted policies: `--policy NAME`
+
+POLICY = "policy:"
+"""Prefix of a scripted policy's name, wherever a model is named."""
+
+
+def is_script(model: str | None) -> bool:
+    """Whether a model's name is that of a scripted policy."""
+    return model is not None and model.startswith(POLICY)
+
+
+@ENGINES.register("scripted_policy", traits={"messages"})
+class ScriptedMaker(TranscriptMaker):
+    """The script of that name, which plays each environment's own episodes: gold, idle, refuse, echo or spam."""
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines.api_models import ScriptedEngine
+
+        return ScriptedEngine
+
+    @classmethod
+    def claims(cls, model: str | None) -> bool:
+        return is_script(model)
+
+    def check(self) -> None:
+        name = str(self.config.model.path).removeprefix(POLICY)
+        if name not in SCRIPTS:
+            raise ConfigError(f"--policy {name}: expected {', '.join(SCRIPTS)}{hinted(name, SCRIPTS)}")
+        if self.config.rollout.top_k or self.config.rollout.top_p < 1:
+            raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
+
+    def make_with(self, transcript: Transcript) -> ScriptedEngine:
+        """The engine over the caller's transcript."""
+        from agentrl.engines.api_models import ScriptedEngine
+
+        return ScriptedEngine(str(self.config.model.path).removeprefix(POLICY), transcript)
+
+
+# The embedded engine
+
+TOKEN_ID = 8
+"""Bytes of a token without a cache: its id, in the place of a key and of a value (recompute.py)."""
+
+
+@ENGINES.register("embedded", traits={"sleeps", "judges", "experts", "transformers", "vision", "fills"})
+class EmbeddedMaker(EngineMaker):
+    """Runs in the driver's own process, on every machine. `cache = false`: each token costs a pass over its whole prefix, for
+    families that keep more than keys and values (recurrent layers, convolutions). `kv_cache_mib`: upper limit of the cache; by
+    default what the run's other roles leave of the GPU, or a part of host memory."""
+
+    def __init__(self, config: TrainConfig, *, cache: bool = True, kv_cache_mib: int | None = None) -> None:
+        super().__init__(config)
+        self.cache, self.kv_cache_mib = cache, kv_cache_mib
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+
+        return EmbeddedEngine
+
+    def check(self) -> None:
+        if self.kv_cache_mib is not None and self.kv_cache_mib < 1:
+            raise ConfigError(f"engine_args.kv_cache_mib = {self.kv_cache_mib}: a cache has at least 1 MiB. Raise or unset it")
+        if self.config.rollout.router_replay and not self.cache:
+            raise ConfigError("engine_args.cache = false: the engine notes no experts then; unset it, or rollout.router_replay")
+        if not self.cache:
+            return
+        found = _architecture(self.config.model)
+        if model_takes_images(self.config.model, found):
+            raise ConfigError(
+                "engine_args.cache: the model takes images, of which the embedded engine's cache knows nothing; set "
+                "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+            )
+        if others := _others(found):
+            # Said here too, since the engine itself can only say so once it has read the weights.
+            raise ModelError(
+                f"model.path = {self.config.model.path}: {others}, and the embedded engine's cache holds keys and values alone; "
+                "use engine = vllm, or engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
+            )
+
+    @classmethod
+    def suits(cls, gpus: float) -> int:
+        return 1
+
+    def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
+        from agentrl.engines.embedded.kv_cache import cache_limit
+
+        rollout = self.config.rollout
+        token = token if self.cache else TOKEN_ID
+        length = min(rollout.max_episode_tokens, _positions(self.config.model) or rollout.max_episode_tokens)
+        limit = cache_limit(self.kv_cache_mib, self.room, weights, token, length)
+        wanted = rollout.max_episodes * rollout.max_episode_tokens * token
+        lower = "rollout.max_episodes" if wanted < limit else "engine_args.kv_cache_mib"
+        value = rollout.max_episodes if wanted < limit else self.kv_cache_mib or limit >> 20
+        return EngineMemory(weights, min(limit, wanted), f"{lower} = {value}")
+
+    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        import torch
+
+        from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+
+        rollout = self.config.rollout
+        # One slot per episode, so that its cache is still there for its next turn. `max_context` is also bounded by the
+        # model's positions: an episode whose conversation is rewritten may have more tokens in total than any one prompt.
+        return EmbeddedEngine(
+            model,
+            dtype=self.config.model.computes_in(torch.cuda.is_available()),  # in this process, wherever the actors are
+            threads=self.threads(),
+            max_slots=rollout.max_episodes,
+            max_context=min(rollout.max_episode_tokens, positions),
+            kv_cache_mib=self.kv_cache_mib,
+            room=self.room,
+            trust=self.config.model.trust_remote_code,
+            unused=self.unused,
+            router_replay=rollout.router_replay,
+            cache=self.cache,
+        )
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """The longest sequence of the model; None if its config does not say."""
+    return model.init.context if model.path is None and model.init is not None else positions_of(_architecture(model))
+
+
+def _architecture(model: ModelConfig) -> Any:
+    """transformers' config of the model in `model.path`; None of one that is built."""
+    from transformers import AutoConfig
+
+    return None if model.path is None else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def _others(found: Any) -> str:
+    """What layers of a model keep beside keys and values, as far as its config says; empty if nothing."""
+    from agentrl.engines.embedded.embedded_model import ATTENDING
+
+    kinds = set() if found is None else set(getattr(found.get_text_config(), "layer_types", None) or ()) - ATTENDING
+    return f"its layers are of the types {', '.join(sorted(kinds))}" if kinds else ""

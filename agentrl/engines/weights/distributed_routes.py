@@ -1,0 +1,399 @@
+"""Routes between processes by broadcast or by a GPU's memory: `collective` (gloo), `ipc` (one GPU), `nccl` (several)."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import os
+import pickle
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from agentrl.config.schema import WeightsConfig
+from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, Bucket, Named, Offer, Receiver, Route, Sender
+from agentrl.engines.weights.host_routes import gathered
+from agentrl.utils.errors import ConfigError, EngineError
+from agentrl.utils.network import bind_at
+
+# Route `collective`
+
+REACH_S = 5.0
+"""For a plain connection to the trainer: a route that cannot work is refused in seconds, and the next one is tried."""
+MEET_S = 30.0
+"""After that, until all the others have come. torch asks DNS for names on the way, which takes 10 s if none answers."""
+TIMEOUT_S = 120.0
+"""For one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
+
+
+class CollectiveSender(Sender):
+    """See the module. `host`: the address at which the engine's machines reach this one."""
+
+    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
+        super().__init__(slot_bytes, receivers)
+        self._host = host
+        self._slots: list[Tensor] = []
+        self._works: list[Any] = [None] * SLOTS
+        self._pool: ThreadPoolExecutor | None = None
+        self._joining: Future[Any] | None = None
+        self._store: Any = None
+        self._group: Any = None
+
+    def open(self) -> Offer:
+        try:
+            listener = socket.socket()
+            bind_at(listener, self._host)
+            listener.listen(1024)
+            port, span = int(listener.getsockname()[1]), timedelta(seconds=TIMEOUT_S)
+            descriptor = listener.detach()  # the store's from now on
+            self._store = TCPStore(
+                self._host, port, is_master=True, wait_for_workers=False, timeout=span, master_listen_fd=descriptor
+            )
+        except (RuntimeError, OSError) as problem:
+            raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
+        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.
+        self._pool = ThreadPoolExecutor(1, "weights-collective")
+        self._joining = self._pool.submit(_join, self._store, 0, self.receivers + 1, self._host)
+        return Offer("collective", self.slot_bytes, self.receivers, (self._host, str(self._store.port)))
+
+    def attached(self) -> None:
+        assert self._joining is not None
+        try:
+            self._group = self._joining.result(TIMEOUT_S)
+        except TimeoutError as problem:
+            raise ConfigError(f"weights.route = collective: the engine did not join within {TIMEOUT_S:g} s") from problem
+        except RuntimeError as problem:
+            raise ConfigError(f"weights.route = collective: the engine did not join: {_brief(problem)}") from problem
+
+    def slot(self, number: int) -> Tensor:
+        # gloo reads the slot in the background; refilling it before the broadcast is done would send a mixture of two buckets.
+        self._wait(number)
+        return self._slots[number]
+
+    def ship(self, bucket: Bucket) -> Bucket:
+        self._works[bucket.slot] = _broadcast(self._group, self._slots[bucket.slot][: bucket.nbytes])
+        return bucket
+
+    def close(self) -> None:
+        self._works = [None] * SLOTS
+        self._slots, self._group, self._store = [], None, None
+        if self._pool is not None:
+            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _wait(self, number: int) -> None:
+        work, self._works[number] = self._works[number], None
+        if work is not None:
+            _finish(work, "a process of the engine is gone")
+
+
+class CollectiveReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        host, port = self.offer.where
+        try:
+            own_address = _address_towards(host, int(port))
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=MEET_S))
+            self._group = _join(store, 1 + self.index, self.offer.receivers + 1, own_address)
+        except (RuntimeError, OSError) as problem:
+            raise ConfigError(
+                f"weights.route = collective: the engine on {socket.gethostname()} does not reach the trainer at {host}:{port}, "
+                f"or another process of the engine does not (all ports between the nodes must be open): {_brief(problem)}"
+            ) from problem
+        self._keep = store
+        self._slot = torch.empty(self.offer.slot_bytes, dtype=torch.uint8)
+
+    def receive(self, bucket: Bucket) -> list[Named]:
+        flat = self._slot[: bucket.nbytes]
+        _finish(_broadcast(self._group, flat), "the trainer is gone")
+        return bucket.cut(flat)
+
+    def close(self) -> None:
+        self._group = self._keep = None
+        self._slot = torch.empty(0, dtype=torch.uint8)
+
+
+def _join(store: Any, rank: int, world: int, address: str) -> Any:
+    # gloo would wait TIMEOUT_S for a process that cannot come.
+    store.set(f"here{rank}", "")
+    store.wait([f"here{each}" for each in range(world)], timedelta(seconds=MEET_S))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # The address, not the host name, which may resolve to an address that does not route.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, options)  # type: ignore[attr-defined]
+
+
+def _broadcast(group: Any, flat: Tensor) -> Any:
+    options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+    options.rootRank = 0
+    return group.broadcast([flat], options)
+
+
+def _finish(work: Any, guess: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as problem:
+        raise EngineError(f"weights.route = collective: the broadcast failed ({guess}): {problem}") from problem
+
+
+def _brief(problem: Exception) -> str:
+    """The first line of an error of torch, which goes on with a C++ stack."""
+    return next(iter(str(problem).splitlines()), type(problem).__name__)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine from which traffic to `host` is sent; connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+@ROUTES.register("collective")
+class CollectiveRoute(Route):
+    """See the module."""
+
+    cost = 3
+    receiver = CollectiveReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return CollectiveSender(slot_bytes, receivers, host)
+
+
+# Route `ipc`
+
+TOKEN_BYTES = 16
+DEVICE_AT = 6
+"""The place of the device's number among what `reduce_tensor` gives, which is another one in each process."""
+Handle = tuple[Any, ...]
+
+
+def gpu_of(device: int) -> str:
+    """The UUID of a GPU, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def gpu_bytes(count: int, device: int) -> Tensor:
+    """Memory of the GPU with that number, uint8 [count]."""
+    return torch.empty(count, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+class IpcSender(Sender):
+    """See the module; one on every rank."""
+
+    align: ClassVar[int] = PACKED
+    every_rank: ClassVar[bool] = True
+
+    def __init__(self, slot_bytes: int, receivers: int) -> None:
+        super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
+        self._slots: list[Tensor] = []
+
+    def open(self) -> Offer:
+        if not torch.cuda.is_available():
+            raise ConfigError("weights.route = ipc: the trainer has no GPU")
+        mine, problem = None, ""
+        try:
+            mine = self._make(torch.cuda.current_device())
+        except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
+            problem = f"no memory of the trainer's GPU can be shared: {failure}"
+        found = gathered((mine, problem))
+        if reasons := [each for _, each in found if each]:
+            self.close()
+            raise ConfigError(f"weights.route = ipc: {reasons[0]}")
+        return Offer("ipc", self.slot_bytes, self.receivers, tuple(each for each, _ in found if each is not None))
+
+    def _make(self, device: int) -> str:
+        token = os.urandom(TOKEN_BYTES)
+        self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
+        for slot in self._slots:
+            slot[:TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+        torch.cuda.synchronize()
+        return pack(gpu_of(device), token.hex(), [reduce_tensor(slot)[1] for slot in self._slots])  # type: ignore[no-untyped-call]
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def ship(self, bucket: Bucket) -> Bucket:
+        torch.cuda.current_stream().synchronize()  # the other process does not see this one's queue
+        return bucket
+
+    def close(self) -> None:
+        if self._slots:
+            self._slots.clear()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def pack(gpu: str, token: str, handles: list[Handle]) -> str:
+    """What an Offer says of one GPU, as text."""
+    return f"{gpu} {token} {base64.b64encode(pickle.dumps(handles)).decode()}"
+
+
+def handles_for(offer: Offer, gpu: str) -> tuple[str, list[Handle]]:
+    """The token and the slots' handles on that GPU. Raises ConfigError if no rank of the trainer is on it."""
+    given = {each.split(" ", 1)[0]: each for each in offer.where}
+    if gpu not in given:
+        raise ConfigError("weights.route = ipc: the engine's GPU is not one of the trainer's")
+    _, token, handles = given[gpu].split(" ")
+    return token, pickle.loads(base64.b64decode(handles))
+
+
+def own_gpu() -> tuple[int, str]:
+    """This process's GPU: its number and UUID. Raises ConfigError if it has none."""
+    if not torch.cuda.is_available():
+        raise ConfigError("weights.route = ipc: the engine has no GPU")
+    device = torch.cuda.current_device()
+    return device, gpu_of(device)
+
+
+def on_device(handle: Handle, device: int) -> list[Any]:
+    """The handle's values for a process in which its GPU has the number `device`."""
+    return [*handle[:DEVICE_AT], device, *handle[DEVICE_AT + 1 :]]
+
+
+class IpcReceiver(Receiver):
+    """See the module."""
+
+    def open(self) -> None:
+        device, gpu = own_gpu()
+        token, handles = handles_for(self.offer, gpu)
+        try:
+            self._slots: list[Tensor] = [
+                rebuild_cuda_tensor(*on_device(handle, device))  # type: ignore[no-untyped-call]
+                for handle in handles
+            ]
+        except RuntimeError as problem:
+            raise ConfigError(f"weights.route = ipc: the engine cannot map the trainer's memory: {problem}") from problem
+        check_token(self._slots, token)
+
+    def receive(self, bucket: Bucket) -> list[Named]:
+        return bucket.cut(self._slots[bucket.slot])
+
+    def close(self) -> None:
+        self._slots = []
+
+
+def check_token(slots: list[Tensor], token: str) -> None:
+    """Raise ConfigError if a mapped slot does not begin with what the trainer wrote there."""
+    if any(bytes(slot[:TOKEN_BYTES].tolist()).hex() != token for slot in slots):
+        raise ConfigError("weights.route = ipc: the engine does not read the memory that the trainer writes")
+
+
+@ROUTES.register("ipc", traits={"cuda", "own_gpus"})
+class IpcRoute(Route):
+    """See the module."""
+
+    cost = 1.3
+    receiver = IpcReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return IpcSender(slot_bytes, receivers)
+
+
+# Route `nccl`
+
+"""For joining."""
+
+
+class NcclSender(Sender):
+    """See the module. `host`: the address at which the engine's machines reach this one."""
+
+    align: ClassVar[int] = PACKED
+
+    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
+        super().__init__(slot_bytes, receivers)
+        self._host = host
+        self._slots: list[Tensor] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._joining: Future[Any] | None = None
+        self._group: Any = None
+        self._stream: Any = None
+
+    def open(self) -> Offer:
+        if not torch.cuda.is_available():
+            raise ConfigError("weights.route = nccl: the trainer has no GPU")
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("weights.route = nccl: its group is vLLM's, which is not installed where the trainer runs")
+        device, port = torch.cuda.current_device(), _free_port(self._host)
+        self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.
+        self._pool = ThreadPoolExecutor(1, "weights-nccl")
+        self._joining = self._pool.submit(_join_nccl, self._host, port, self.receivers + 1, device)
+        return Offer("nccl", self.slot_bytes, self.receivers, (self._host, str(port)))
+
+    def attached(self) -> None:
+        assert self._joining is not None
+        try:
+            self._group = self._joining.result(TIMEOUT_S)
+        except TimeoutError as problem:
+            raise ConfigError(f"weights.route = nccl: the engine did not join within {TIMEOUT_S:g} s") from problem
+        except Exception as problem:  # NCCL's own errors have no common type
+            raise ConfigError(f"weights.route = nccl: the engine did not join: {problem}") from problem
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]  # the driver asks for the next bucket but one only when all have loaded this one
+
+    def ship(self, bucket: Bucket) -> Bucket:
+        self._stream.wait_stream(torch.cuda.current_stream())  # that fills the slot
+        self._group.broadcast(self._slots[bucket.slot][: bucket.nbytes], src=0, stream=self._stream)
+        return bucket
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.destroy()  # aborts a broadcast that waits for a process that is gone
+        self._slots, self._group, self._stream = [], None, None
+        if self._pool is not None:
+            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+class NcclReceiver(Receiver):
+    """The end in a process that is not vLLM's: there is none."""
+
+    def open(self) -> None:
+        raise ConfigError("weights.route = nccl: only the processes of a vLLM engine (0.32) on GPUs join its group")
+
+    def receive(self, bucket: Bucket) -> list[Named]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return None
+
+
+def _join_nccl(host: str, port: int, world: int, device: int) -> Any:
+    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+
+    torch.cuda.set_device(device)  # each thread has its own
+    return stateless_init_process_group(host, port, 0, world, device)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as problem:
+            raise ConfigError(f"weights.route = nccl: cannot listen on {host}: {problem}") from problem
+        return int(probe.getsockname()[1])
+
+
+@ROUTES.register("nccl", traits={"cuda", "other_gpus"})
+class NcclRoute(Route):
+    """See the module."""
+
+    cost = 1.6
+    receiver = NcclReceiver
+
+    def sender(self, cfg: WeightsConfig, slot_bytes: int, receivers: int, host: str) -> Sender:
+        return NcclSender(slot_bytes, receivers, host)

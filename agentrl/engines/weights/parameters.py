@@ -1,0 +1,323 @@
+"""Parameters of a publish: names and shapes of a model folder, conversions between checkpoint and model, low-rank adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from agentrl.engines.weights.base import Adapter
+from agentrl.render.vision import auto_class
+from agentrl.utils.errors import EngineError, ModelError
+
+# Conversions by transformers' tables
+
+
+@dataclass(slots=True)
+class Conversion:
+    """How a tensor is made, or several that come from the same ones. `name` is that of the (first) result; `sources` are the
+    names of what goes in, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
+
+    name: str
+    converter: Any = None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return [name for group in self.sources.values() for name in group]
+
+    def make(self, read: Callable[[str], Tensor], model: Any) -> dict[str, Tensor]:
+        """The results by name; `read` returns a source. `model`: the transformers model, for its config and shapes."""
+        if self.converter is None:
+            [[source]] = self.sources.values()
+            return {self.name: read(source)}
+        # `add_tensor` collects in the converter itself, which the conversions of all layers share.
+        converter = deepcopy(self.converter)
+        for pattern, group in self.sources.items():
+            for source in group:
+                # Functions, so that each source is read when the converter takes it.
+                converter.add_tensor(self.name, source, pattern, partial(read, source))
+        made = converter.convert(self.name, model=model, config=model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+    def rows(self, start: int, stop: int) -> Conversion | None:
+        """The conversion of rows [start, stop) alone, or None if those cannot be made from some of the sources alone.
+
+        Possible if the sources are stacked, one per row (experts), and nothing else is done along the rows.
+        """
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        first, *rest = getattr(self.converter, "operations", None) or [None]
+        stacked = isinstance(first, MergeModulelist) and first.dim == 0
+        along_others = all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and min(step.dim0, step.dim1) > 0 and not step.check_dims)
+            for step in rest
+        )
+        if not (stacked and along_others):
+            return None
+        return Conversion(self.name, self.converter, {pattern: group[start:stop] for pattern, group in self.sources.items()})
+
+
+def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+    """How to make a model's tensors from stored ones; and names of stored ones that the model has no place for.
+
+    `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = _parted(get_model_conversion_mapping(model))
+    prefix = model.base_model_prefix
+    conversions: dict[str, Conversion] = {}
+    unknown = []
+    for key in _ordered(stored):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name in wanted:
+            _add(conversions, name, key, pattern, converters)
+        else:
+            unknown.append(key)
+    return list(conversions.values()), unknown
+
+
+def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
+    """How to make the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, rename_source_key
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # A prefix that a checkpoint may or may not have had is not put back.
+    kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
+    # Undone from the last to the first, as they build on each other.
+    renamings, converters = _parted([transform.reverse_transform() for transform in reversed(kept)])
+    conversions: dict[str, Conversion] = {}
+    for key in _ordered(held):
+        name, pattern = rename_source_key(key, renamings, converters, reverse=True)
+        _add(conversions, name, key, pattern, converters)
+    return list(conversions.values())
+
+
+class Saving:
+    """A model's tensors as checkpoints have them. `held`: those of the model by name, `expected`: those of its checkpoint; meta
+    tensors if the model is on the meta device."""
+
+    def __init__(self, model: Any) -> None:
+        """`model`: a transformers model, without adapters; its config, names and shapes count, not its weights."""
+        # A tied tensor is saved once, under the name that the others are tied to.
+        self.held = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        self._model, self._conversions = model, saving_conversions(model, self.held)
+        self._of = {name: conversion for conversion in self._conversions for name in conversion.names()}
+        self.expected: dict[str, Tensor] = {}
+        for conversion in self._conversions:
+            self.expected.update(conversion.make(self.held.__getitem__, model))
+
+    def name(self, held: str) -> str:
+        """The name that a single tensor of the model is saved under."""
+        [conversion] = saving_conversions(self._model, [held])
+        return conversion.name
+
+    def largest(self) -> int:
+        """Bytes of the largest saved tensor."""
+        return max(tensor.nbytes for tensor in self.expected.values())
+
+    def tensors(self, held: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The saved tensors, as soon as the last of the model's that each is made from has come, which may be in any order and
+        is then let go. Each is valid until the next is asked for. Raises ModelError for a name that the model does not have."""
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in held:
+            if name not in self._of:
+                raise ModelError(f"no place in a checkpoint for weights named {name}")
+            conversion = self._of[name]
+            # A copy if a conversion waits for more, because the next tensor may come in the same memory.
+            waiting[name] = tensor if len(conversion.names()) == 1 else tensor.clone()
+            del tensor  # nothing is held while the next one is gathered
+            if all(source in waiting for source in conversion.names()):
+                # `pop`, so that nothing is held after its conversion.
+                yield from conversion.make(waiting.pop, self._model).items()
+
+
+def _parted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    return renamings, [transform for transform in transforms if isinstance(transform, WeightConverter)]
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """As transformers orders them, so that expert 2 is before expert 10."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+def _add(conversions: dict[str, Conversion], name: str, key: str, pattern: str | None, converters: list[Any]) -> None:
+    # Of several the last counts, as in transformers.
+    converter = next((c for c in reversed(converters) if pattern in c.source_patterns), None)
+    conversion = conversions.setdefault(name, Conversion(name, converter))
+    if conversion.converter is None:
+        conversion.sources = {key: [key]}  # of two stored tensors with one name the last counts, as in transformers
+    else:
+        conversion.sources.setdefault(pattern or key, []).append(key)
+
+
+# Weights of a folder, without loading them
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """`shapes` by name of a weight, tied ones once; `tied` maps each further name of a tied parameter to its
+    name in `shapes`. Weights are parameters, and the buffers that files hold (a router's bias)."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+    vocab: int
+    positions: int
+
+
+COUNTED = ("default", "proportional", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "longrope", "su", "llama3")
+"""Types of rotary positions whose reach `max_position_embeddings` says."""
+
+
+def positions_of(config: Any) -> int | None:
+    """The longest sequence, in tokens, that a transformers config supports (its text model, if it also takes images or sound);
+    None if it does not say.
+
+    Rotary positions that it stretches by a `factor` reach so much further, unless its `max_position_embeddings` counts that
+    already, as it does by the methods of `COUNTED` and in Gemma3: what vLLM computes.
+    """
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None
+    return longest if "gemma3" in text.model_type else int(longest * _stretched(getattr(text, "rope_parameters", None) or {}))
+
+
+def _stretched(rope: dict[str, Any]) -> float:
+    """The factor by which rotary positions reach beyond `max_position_embeddings`; `rope` may hold them by kind of layer."""
+    if "rope_type" not in rope:
+        return max((_stretched(part) for part in rope.values() if isinstance(part, dict)), default=1.0)
+    return 1.0 if rope["rope_type"] in COUNTED else float(rope.get("factor") or 1.0)
+
+
+def expected_parameters(path: str, saved: bool = False, trust: bool = False) -> Expected:
+    """By the names that transformers' modules have; `saved`: by those of checkpoints. `trust`: code of the model's own may run.
+    Raises ModelError if the folder has no readable config."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as problem:
+        raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust)
+    model.tie_weights()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {name: names[parameter] for name, parameter in every if names[parameter] != name}
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    if saved:
+        saving = Saving(model)
+        held, tied = saving.expected, {saving.name(name): saving.name(first) for name, first in tied.items()}
+    text = config.get_text_config()
+    return Expected(
+        shapes=_shapes(held),
+        tied=tied,
+        vocab=int(text.vocab_size),
+        positions=positions_of(config) or 2**31,
+    )
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+class Arrivals:
+    """Checks a publish as its tensors arrive."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._seen: set[str] = set()
+
+    def check(self, name: str, shape: tuple[int, ...]) -> str:
+        """The parameter's name in `Expected.shapes`. Raises EngineError if it is unknown, was sent twice or
+        has another shape."""
+        canonical = self._expected.tied.get(name, name)
+        wanted = self._expected.shapes.get(canonical)
+        if wanted is None:
+            raise EngineError(f"published weight {name!r} is not a parameter of this model")
+        if shape != wanted:
+            raise EngineError(f"published weight {name!r} has shape {shape}, expected {wanted}")
+        if canonical in self._seen:
+            raise EngineError(f"published weight {name!r} was sent twice")
+        self._seen.add(canonical)
+        return canonical
+
+    def complete(self) -> None:
+        """Raises EngineError if parameters are missing."""
+        missing = sorted(self._expected.shapes.keys() - self._seen)
+        if missing:
+            count = f"{len(missing)} of {len(self._expected.shapes)}"
+            raise EngineError(f"{count} weights were not published: {', '.join(missing[:4])}")
+
+
+# Adapters, merged
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+
+def apply_adapter(parameters: dict[str, nn.Parameter], base: dict[str, Tensor], adapter: Adapter) -> None:
+    """W = base + alpha / rank * B A, in float32, in place. `base` keeps the adapted layers' weights without any
+    adapter; it is filled here. Raises EngineError, with nothing changed, if the adapter does not fit."""
+    layers = sorted(name.removesuffix(DOWN) for name in adapter.tensors if name.endswith(DOWN))
+    if not layers or len(adapter.tensors) != 2 * len(layers):
+        raise EngineError("the adapter is not a set of lora_A / lora_B pairs")
+    for layer in layers:
+        target = parameters.get(f"{layer}.weight")
+        up = adapter.tensors.get(layer + UP)
+        if target is None or up is None:
+            raise EngineError(f"adapter: {layer!r} is not a linear layer of this model, or has no lora_B")
+        shape = (up.shape[0], adapter.tensors[layer + DOWN].shape[1])
+        if shape != target.shape:
+            raise EngineError(f"adapter: {layer!r} is for a weight of shape {shape}, but it has shape {tuple(target.shape)}")
+    with torch.no_grad():
+        # First undo the previous adapter: this one may leave some of its layers alone.
+        for name, weight in base.items():
+            parameters[name].copy_(weight)
+        for layer in layers:
+            target = parameters[f"{layer}.weight"]
+            plain = base.setdefault(f"{layer}.weight", target.detach().clone())
+            down, up = (adapter.tensors[layer + part].to(plain.device, torch.float32) for part in (DOWN, UP))
+            target.copy_(plain.float() + (adapter.alpha / adapter.rank) * (up @ down))
+
+
+# Adapters as a folder of peft
+
+
+def write_adapter(folder: Path, adapter: Adapter, base: str | None = None) -> None:
+    """Write `folder` in peft's format, for what loads adapters from disk; `base`: the model that it changes, as a folder or a
+    name on a hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))

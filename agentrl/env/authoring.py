@@ -1,0 +1,410 @@
+"""Hooks that an environment's author writes: tasks from seeds, teachers, tools, and copied state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import gymnasium
+
+from agentrl.data.trajectory import Json, Message, Task, ToolCall
+from agentrl.env.call_options import Problem
+from agentrl.env.copying import Copier, Snapshot, copier, copy_parts
+from agentrl.env.spaces import Action, Observation
+from agentrl.env.tool import Tool, ToolSession, ToolSet, ToolSource, tool_methods
+from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
+from agentrl.env.users import User, UserModel
+from agentrl.utils.errors import EnvError, TaskDataError
+
+# Tasks from seeds, with disjoint train and held-out content by construction.
+#
+# The split of a piece of content is determined by the content itself (a hash of it), not by the seed: a
+# generator proposes content until some belongs to the wanted split, so that no two splits can share any.
+
+SPLITS = ("train", "heldout")
+HELD_OUT_SHARE = 0.125
+
+T = TypeVar("T")
+
+
+def task_rng(env_id: str, split: str, seed: int) -> random.Random:
+    """The random stream of one task: the same in every process, different for every seed, split and environment."""
+    digest = blake2b(f"{env_id}/{split}/{seed}".encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest, "big"))
+
+
+def content_split(fingerprint: str) -> str:
+    """The split that content belongs to: an eighth of all content, by a uniform hash, is held out."""
+    digest = blake2b(fingerprint.encode(), digest_size=4).digest()
+    return "heldout" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**32 else "train"
+
+
+def draw(
+    rng: random.Random,
+    split: str,
+    propose: Callable[[random.Random], T],
+    fingerprint: Callable[[T], str],
+    tries: int = 1000,
+) -> T:
+    """Propose content until some belongs to `split`.
+
+    `fingerprint` must cover everything that makes two tasks the same problem. Raises TaskDataError for an
+    unknown split, and if none of `tries` proposals belongs to it (the content is too uniform to be split).
+    """
+    if split not in SPLITS:
+        raise TaskDataError(f"no split {split!r}; expected one of {', '.join(SPLITS)}")
+    for _ in range(tries):
+        content = propose(rng)
+        if content_split(fingerprint(content)) == split:
+            return content
+    raise TaskDataError(f"none of {tries} generated tasks belongs to split {split!r}: too few different tasks")
+
+
+# Held-out splits by task family: a family of tasks is held out whole, or not at all.
+#
+# Tasks of one family (a category, a domain, a template that only names differ in) are near to each other, so that a random
+# split of tasks measures memory as well as skill.
+
+
+def held_out_families(names: Iterable[str]) -> frozenset[str]:
+    """The families that are held out, by a hash of each one's name: those of which `content_split` says it, an eighth on average,
+    and at least an eighth (rounded down) and one of several: those with the least hashes. Never all, and not a single one. A
+    family that is held out by its hash alone stays so whatever families are added."""
+    known = sorted(set(names), key=lambda name: (blake2b(name.encode(), digest_size=4).digest(), name))
+    if len(known) < 2:
+        return frozenset()
+    by_hash = sum(content_split(name) == "heldout" for name in known)  # the first so many: the order is that of its hash
+    return frozenset(known[: min(max(by_hash, len(known) // 8, 1), len(known) - 1)])
+
+
+# The default teacher
+
+GIVES_UP = "I do not know."
+
+
+class GoldTeacher:
+    """Plays the gold turns; before each turn but the first it gives up with probability `stop`.
+
+    `stop` above 0 leaves something for reinforcement learning to improve after training on this teacher.
+    """
+
+    def __init__(self, turns: Sequence[Message], rng: Any, stop: float = 0.0) -> None:
+        """`rng.random()` is the only source of randomness. Raises ValueError for a `stop` outside 0..1."""
+        if not 0.0 <= stop <= 1.0:
+            raise ValueError(f"teacher: stop = {stop!r}; expected a share within 0..1")
+        self._turns, self._rng, self._stop = iter(turns), rng, stop
+        self._begun = False
+
+    def act(self, observation: list[Message]) -> Message | None:
+        """The next gold turn, or the turn that gives up; None afterwards."""
+        turn = next(self._turns, None)
+        if turn is not None and self._begun and self._rng.random() < self._stop:
+            self._turns = iter(())
+            return Message("assistant", GIVES_UP)
+        self._begun = True
+        return turn
+
+
+# Hooks and their defaults
+
+log = logging.getLogger(__name__)
+
+Opening = list[Message] | Awaitable[list[Message]]
+
+
+class Teacher(Protocol):
+    """A scripted policy: answers each observation with an assistant turn, or with None to stop."""
+
+    def act(self, observation: Observation) -> Message | None: ...
+
+
+class EnvHooks(gymnasium.Env[Observation, Action]):
+    """The hooks of `ToolEnv`, which says how they are used; an environment inherits from that."""
+
+    id: ClassVar[str] = ""
+    reward: ClassVar[str | None] = None
+    summary: ClassVar[str] = ""
+    tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
+    shared: ClassVar[frozenset[str]] = frozenset()
+    splits: ClassVar[tuple[str, ...]] = SPLITS
+    order_free: ClassVar[bool] = False
+    idle_share: ClassVar[float] = 0.0
+    scripted: ClassVar[bool] = False
+    host_params: ClassVar[frozenset[str]] = frozenset()
+    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - Gymnasium's own attribute
+
+    max_output: ClassVar[int | None] = None
+    """Tokens of an answer, of tools without a `max_output` of their own; None: 2048. A config's `env.max_output` goes first."""
+
+    teardown_timeout: float = 120.0
+    """Seconds for `teardown` and for closing tool sessions; after that they are abandoned with an error in the log."""
+
+    opening_timeout: float = 120.0
+    """Seconds for a `prompt` that awaits; after that the reset fails (EnvError)."""
+
+    user_call_limit: int = 64
+    """The calls that the user may make to its own tools in one answer; beyond that the episode is cut, as at its most turns."""
+
+    @abstractmethod
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        """The task of a seed: the same arguments give the same task, and splits share no content."""
+        raise NotImplementedError(f"{type(self).__name__}.make_task")
+
+    @abstractmethod
+    def prompt(self, task: Task) -> Opening:
+        """The opening messages (system and user). They must not contain anything of `task.gold`. It may be `async def`, if the
+        user opens the conversation (`ask_user`)."""
+        raise NotImplementedError(f"{type(self).__name__}.prompt")
+
+    def task_count(self, split: str) -> int | None:
+        """The number of tasks in a split if it is finite: seeds 0 to count - 1 then name each task once, and
+        training samples them without replacement, epoch by epoch. None: every seed gives a task."""
+        return None
+
+    def family(self, task: Task) -> str:
+        """What kind of task it is, for reports by family and splits that hold whole families out; "" if there are no kinds."""
+        return str(task.data.get("family") or "")
+
+    async def setup(self, task: Task) -> None:
+        """Set the episode's state. `teardown` runs after it in every case, even if it raised."""
+
+    async def teardown(self) -> None:
+        """Free what `setup` acquired. Runs once per episode: at its end, on a fault, on cancellation, on close."""
+
+    async def conclude(self) -> None:
+        """Look once more at what the policy left (run a task's tests, say), before `state` is recorded and `teardown` runs.
+
+        Called once, when an episode ends by itself or at one of its limits; not after a fault, whose episode is not scored. It
+        must end in a time of its own. Raises EnvError if the environment fails at it: the episode is then unscored.
+        """
+
+    def state(self) -> Json:
+        """The environment's state as JSON, for state leaves of a reward spec."""
+        return None
+
+    def hidden(self, task: Task) -> Mapping[str, Any]:
+        """Values of the tools' Hidden parameters in this task."""
+        return {}
+
+    def error_text(self, call: ToolCall, problem: Problem) -> str:
+        """What the policy reads in place of an answer if its call is refused (`problem.kind` says why, "unknown_tool", say) or
+        its tool raised, of tools without an `error` option of their own. By default JSON with the keys "error" and "message"."""
+        return error_text(problem.kind, problem.message)
+
+    def user_models(self) -> Sequence[UserModel]:
+        """The models behind an API that its users will ask, which are then asked once before a run; known from its parameters,
+        not from a task."""
+        return ()
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        """Assistant turns that score the maximum. Raises NotImplementedError if there are none."""
+        raise NotImplementedError(f"{self.id} has no scripted gold policy")
+
+    def horizon(self, task: Task) -> int | None:
+        """How many tool calls a solution of the task has: those of `gold_turns`. None if it is not known."""
+        try:
+            return sum(len(turn.tool_calls) for turn in self.gold_turns(task))
+        except NotImplementedError:
+            return None
+        except Exception as fault:  # what is only told of an episode must not end it
+            log.debug("%s: the gold solution of task %s cannot be told: %s", self.id, task.id, fault)
+            return None
+
+    def gold_user(self, task: Task) -> User | None:
+        """The user that goes with `gold_turns`, for an environment whose own may be a model: it says what a solution needs to
+        hear and makes those of its calls that belong to it. None: the environment's own."""
+        return None
+
+    def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
+        """An imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
+
+        By default the gold turns; before each one but the first it gives up with probability `stop` (see
+        `agentrl.env.authoring`). Raises NotImplementedError if there are none, TypeError for other `params`.
+        """
+        return GoldTeacher(self.gold_turns(task), rng, **params)
+
+
+# Tools of an environment
+
+
+class ToolSide(EnvHooks):
+    """What a `ToolEnv` offers to the policy (`toolbox`) and to its user (`user_toolbox`), and where it is from."""
+
+    toolbox: Toolbox
+    user_toolbox: Toolbox
+    _class_tools: ClassVar[tuple[dict[str, Tool], dict[str, Tool]]]
+
+    def _init_toolboxes(self, count_tokens: CountTokens) -> None:
+        """Begin with the class's own tools."""
+        offered, users = self._tables()
+        self.toolbox = Toolbox.shared(offered, self, count_tokens)
+        self.user_toolbox = Toolbox.shared(users, self, count_tokens)
+        if self.max_output is not None:
+            self.limit_output(self.max_output)
+        self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
+        self._sources: tuple[ToolSource, ...] = ()
+        self._sessions: list[ToolSession] = []
+        self._set_makers: tuple[Callable[[], ToolSet], ...] = ()
+        self._sets: dict[str, ToolSet] = {}
+
+    @property
+    def queued(self) -> str:
+        """What this environment queues for with others (a sandbox, say), in words; "" if for nothing. Such time is not counted
+        against the episode."""
+        return next((text for item in self._sets.values() if (text := item.queued)), "")
+
+    def limit_output(self, tokens: int) -> None:
+        """Cut the answers of tools that have no `max_output` of their own to so many tokens, in place of the class's."""
+        self.toolbox.max_output = self.user_toolbox.max_output = tokens
+
+    def add_source(self, source: ToolSource) -> None:
+        """Tools from outside (an MCP server, say): every later episode opens its own session. Those with `Options(by="user")` are
+        the user's."""
+        self._sources += (source,)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether an episode offers tools from outside."""
+        return bool(self._sources)
+
+    def add_set(self, make: Callable[[], ToolSet]) -> None:
+        """Tools with a state of their own, which `make` makes for every later episode. Raises what `make` raises, and TypeError
+        if one of its names is taken."""
+        made = make()
+        for item in made.tools():
+            (self.user_toolbox if item.options.by == "user" else self.toolbox).add(item)
+        self._set_makers += (make,)
+
+    def tool_set(self, name: str) -> ToolSet:
+        """The set of this name, as the running episode (or the last one) has it. Raises EnvError if there is none."""
+        if name not in self._sets:
+            raise EnvError(f"{self.id}: no tool set {name!r} in an episode; there are {', '.join(self._sets) or 'none'}")
+        return self._sets[name]
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        """The calls in progress, the policy's and the user's."""
+        return [*self.toolbox.waiting, *self.user_toolbox.waiting]
+
+    @classmethod
+    def _tables(cls) -> tuple[dict[str, Tool], dict[str, Tool]]:
+        """The class's tools by name, the policy's and the user's, read once: methods in order of definition, then `tools`."""
+        if "_class_tools" not in cls.__dict__:
+            found: list[Tool | Callable[..., Any]] = [*tool_methods(cls), *cls.tools]
+            users = [item for item in found if isinstance(item, Tool) and item.options.by == "user"]
+            offered = Toolbox(item for item in found if item not in users)
+            cls._class_tools = {item.name: item for item in offered}, {item.name: item for item in Toolbox(users)}
+        return cls._class_tools
+
+    async def _open_sessions(self) -> None:
+        self._sets, owners = {}, dict[str, str]()
+        for source in self._sources:
+            session = source.session()
+            self._sessions.append(session)
+            for item in await session.open():
+                box = self.user_toolbox if item.options.by == "user" else self.toolbox
+                if item.name in box:
+                    raise EnvError(
+                        f"{session}: its tool {item.name!r} has the name of one of {owners.get(item.name, self.id)}; set a "
+                        "`prefix` for one of them, or leave the tool out: give the others in `tools`"
+                    )
+                box.add(item)
+                owners[item.name] = str(session)
+        for make in self._set_makers:
+            made = make()
+            self._sets[made.name] = made
+            await made.open()
+
+    async def _close_sessions(self) -> None:
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            await session.close()
+        for item in self._sets.values():
+            await item.close()
+
+
+# Snapshots and forks
+
+
+class Forkable(ToolSide):
+    """Copies of a `ToolEnv` in its episode's state: all attributes but those that the class names in `shared`."""
+
+    _random_of: Any = None
+    _awaited: bool = False
+
+    @property
+    def np_random(self) -> Any:  # type: ignore[override]
+        """The generator of `reset`'s seed. A copy of an environment gets a copy of it when it asks for it."""
+        if self._np_random is None and self._random_of is not None:
+            self._np_random = copy.deepcopy(self._random_of)
+        return super().np_random
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self._np_random = value
+
+    def snapshot(self) -> Snapshot:
+        """The current episode, detached from this environment. Picklable if its attributes are."""
+        return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of an environment of the same class; the snapshot stays usable.
+
+        Raises ValueError for a snapshot of another class.
+        """
+        if snapshot.owner != type(self).__name__:
+            raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
+        for name in set(self._unshared()) - set(snapshot.parts):
+            del self.__dict__[name]
+        self.__dict__.update(snapshot.thaw(self))
+
+    def fork(self) -> Self:
+        """A second environment in the same state; from here on neither affects the other.
+
+        An environment with attributes that cannot be copied (a connection, a process) overrides this.
+        """
+        # Spaces are left out: the cached action space refers to this environment's toolbox.
+        forked = type(self).__new__(type(self))
+        forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
+        forked.__dict__.update(copy_parts(self, forked, self._unshared()))
+        return forked
+
+    def copier(self) -> Copier | None:
+        """What makes environments in the state of this one, which is then left as it is. None if that may not be: it `holds`
+        something, or its opening is awaited, and so not the same in every episode."""
+        if self.holds or self._awaited:
+            return None
+        return copier(self, self._unshared() if type(self).fork is Forkable.fork else None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or sessions
+        say so."""
+        frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
+        return frees or bool(self._sessions) or type(self).teardown is not EnvHooks.teardown
+
+    def _unshared(self) -> list[str]:
+        kept = _SHARED | self.shared
+        return [name for name in self.__dict__ if name not in kept]
+
+
+_SPACES = frozenset({"observation_space", "action_space"})
+_SHARED = _SPACES | {
+    "scorer",
+    "spec",
+    "split",
+    "render_mode",
+    "initial_seed",
+    "teardown_timeout",
+    "_tools_before",
+    "_user_tools_before",
+    "opening_timeout",
+    "_sources",
+    "_set_makers",
+    "_built_with",
+}

@@ -1,0 +1,278 @@
+"""How a tool is called: the validation of its arguments, and its options."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from jsonschema import ValidationError
+
+from agentrl.data.trajectory import Blame, Json
+from agentrl.utils.errors import did_you_mean
+from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, first_fault
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a call: `kind` is stable and short, `message` is for the model to read."""
+
+    kind: str
+    message: str
+
+
+Check = Callable[[Json], Problem | None]
+
+
+def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
+    """A function from arguments to the first problem, or None; equal schemas share it. Raises TypeError for a bad schema; the
+    function raises TimeoutError if it takes too long, and TooLongError on an event loop (`agentrl.utils.schemas`)."""
+    # By content: tools that are made anew for each episode (from an MCP server, or by a wrapper) compile nothing anew.
+    safe_schema(name, parameters)
+    try:
+        return _compiled(json.dumps(parameters))
+    except BadSchemaError as problem:
+        raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
+
+
+def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
+    """Raises TypeError, which names the tool and the place, if its schema could fetch something, never end or fill the memory."""
+    try:
+        check_schema(parameters)
+    except BadSchemaError as problem:
+        raise TypeError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> Check:
+    parameters = json.loads(text)
+    validator = checked_validator(parameters)
+    simple = _simple(parameters)
+
+    def check(arguments: Json) -> Problem | None:
+        if simple is not None and _fits(simple, arguments):
+            return None
+        error = first_fault(validator, arguments)
+        return None if error is None else _problem(error, parameters)
+
+    return check
+
+
+def as_called(function: Callable[..., Any], hidden: Sequence[str] = (), *, method: bool = False) -> Check:
+    """A function from arguments to what Python says if `function` does not take them by name, or None. `hidden`: parameters that
+    the caller fills in, so that the arguments must not; `method`: the first parameter is filled in as well."""
+    # Not what it wraps: the wrapper is what would be called.
+    signature = inspect.signature(function, follow_wrapped=False)
+    first = (None,) if method else ()
+    filled = dict.fromkeys(hidden)
+    check_object = as_object(function, hidden)
+
+    def check(arguments: Json) -> Problem | None:
+        if problem := check_object(arguments):
+            return problem
+        try:
+            signature.bind(*first, **arguments, **filled)
+        except TypeError:
+            unknown = arguments.keys() - signature.parameters.keys()
+            return Problem(
+                "unexpected_argument" if unknown else "missing_argument", _said(function, first, {**arguments, **filled})
+            )
+        return None
+
+    return check
+
+
+def _said(function: Callable[..., Any], first: Sequence[Any], arguments: Mapping[str, Any]) -> str:
+    """What Python says of a call whose arguments do not fit; nothing of the function runs, since it cannot be entered."""
+    try:
+        function(*first, **arguments)
+    except TypeError as problem:
+        return str(problem)
+    raise AssertionError(f"{function!r} takes arguments that its signature refuses")
+
+
+def as_object(function: Callable[..., Any], hidden: Sequence[str] = ()) -> Check:
+    """A function from arguments to a problem if they are no object, or name a parameter that is `hidden`."""
+    called = getattr(function, "__qualname__", type(function).__name__)
+
+    def check(arguments: Json) -> Problem | None:
+        if not isinstance(arguments, dict):
+            return Problem("wrong_type", f"expected object, got {_short(arguments)}")
+        for name in hidden:
+            if name in arguments:
+                said = f"{called}() got an unexpected keyword argument {name!r}"
+                return Problem("unexpected_argument", said)
+        return None
+
+    return check
+
+
+_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool}
+
+
+def _simple(parameters: Mapping[str, Json]) -> dict[str, tuple[type, bool]] | None:
+    """For a flat schema of plain strings, integers and booleans: name -> (type, required).
+
+    For such a schema valid arguments, the common case, are recognized without the general validator, which is slow.
+    """
+    known = {"type", "properties", "required", "additionalProperties"}
+    if set(parameters) - known or parameters.get("type") != "object":
+        return None
+    required, properties = parameters.get("required", ()), parameters.get("properties", {})
+    if set(required) - set(properties):
+        return None
+    flat: dict[str, tuple[type, bool]] = {}
+    for name, schema in properties.items():
+        if not isinstance(schema, dict) or set(schema) - {"type", "description", "default"}:
+            return None
+        if not isinstance(schema.get("type"), str) or schema["type"] not in _TYPES:
+            return None
+        flat[name] = (_TYPES[schema["type"]], name in required)
+    return flat
+
+
+def _fits(flat: Mapping[str, tuple[type, bool]], arguments: Json) -> bool:
+    if not isinstance(arguments, dict):
+        return False
+    present = 0
+    for name, (kind, required) in flat.items():
+        if name in arguments:
+            if type(arguments[name]) is not kind:  # not isinstance: true is not an integer in JSON Schema
+                return False
+            present += 1
+        elif required:
+            return False
+    # If there are others, the general validator decides, since the schema may allow them.
+    return present == len(arguments)
+
+
+def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
+    place = ".".join(str(part) for part in error.absolute_path)
+    prefix = f"{place}: " if place else ""
+    if error.validator == "required":
+        required: Json = error.validator_value
+        present: Json = error.instance
+        missing = [name for name in required if name not in present]
+        return Problem("missing_argument", f"{prefix}missing argument {missing[0]!r}")
+    if error.validator == "additionalProperties":
+        schema: Json = error.schema
+        instance: Json = error.instance
+        known = list(schema.get("properties", {}))
+        extra = sorted(set(instance) - set(known))
+        return Problem("unexpected_argument", f"{prefix}no argument {extra[0]!r}; {nearest(extra[0], known)}")
+    if error.validator == "type":
+        expected: Json = error.validator_value
+        expected = " or ".join(expected) if isinstance(expected, list) else expected
+        return Problem("wrong_type", f"{prefix}expected {expected}, got {_short(error.instance)}")
+    return Problem("invalid_argument", f"{prefix}{_clip(error.message)}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a misspelled name: the nearest known one, or all of them."""
+    return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "there are none")
+
+
+def _short(value: Json) -> str:
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    kind = "null" if value is None else kinds.get(type(value), type(value).__name__)
+    return kind if value is None else f"{kind} {_clip(repr(value), 40)}"
+
+
+def _clip(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# Options of a call
+
+OnTimeout = Literal["stop", "answer"]
+Caller = Literal["assistant", "user"]
+Strictness = Literal["strict", "lenient", "off"]
+
+MAX_OUTPUT = 2048
+"""Tokens of an answer, where neither the tool nor its environment says."""
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_FIELDS = ("message", "json", "error", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a tool is called.
+
+    `timeout` (seconds) and `max_output` (tokens; None: the environment's, `ToolEnv.max_output`) bound every call. `on_timeout`
+    says what happens after a timeout: "stop" ends the episode; with "answer" the policy is told and continues. `late` says who is
+    responsible for it: the "infrastructure" (default with "stop": the episode ends unscored) or the "policy" (default with
+    "answer", and right for tools that run what the policy wrote: the episode ends there and is scored).
+    `parallel=False` keeps other calls of the turn from overlapping this one. `concurrency` bounds the calls that
+    run at the same time in this process, over all episodes. `inline` runs a plain function on the event loop instead
+    of in a thread: for functions that take microseconds and never wait. `process` runs a plain module function
+    in a child process, which is killed after a timeout: for functions that may hang. Arguments and result are
+    pickled; nothing else is shared. `read_only` promises that the call does not change any state. `by`: who may call it, the
+    policy or the environment's simulated user (docs/users.md): the tools of one are not offered to the other, and the time of
+    the user's is never the policy's fault.
+
+    `check` says what arguments are checked against; what the policy is shown is the tool's schema in any case. "strict": that
+    schema. "lenient": only whether Python would make the call; argument names that the function does not take, or lacks, are
+    answered with Python's own words. Values are passed on as they are ("5" stays "5", 5 is fine for a float), except those of a
+    parameter whose annotation is no JSON type, which become it if they can. "off": nothing, and nothing is converted.
+
+    `on_error`: "stop" ends the episode unscored if the function raises anything but ToolError; with "answer" the policy reads the
+    exception's text, as it always does for ToolError. By default "stop" if `check` is "strict", else "answer": what is not
+    checked makes functions raise, and a policy must not escape a bad reward by a wrong argument.
+
+    `error`: the text that the policy reads in place of an answer, by default the environment's (`ToolEnv.error_text`). In it,
+    `{message}` stands for the message, `{json}` for the same as a JSON text with its quotes, `{error}` for its kind
+    ("tool_error", say) and `{tool}` for the tool's name.
+
+    Raises ValueError for another name in braces, or another `check` or `on_error`.
+    """
+
+    timeout: float = 30.0
+    on_timeout: OnTimeout = "stop"
+    late: Blame | None = None
+    max_output: int | None = None
+    parallel: bool = True
+    concurrency: int | None = None
+    inline: bool = False
+    process: bool = False
+    read_only: bool = False
+    by: Caller = "assistant"
+    check: Strictness = "strict"
+    on_error: OnTimeout | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.check not in get_args(Strictness):
+            raise ValueError(f'check = {self.check!r}; expected "strict", "lenient" or "off"')
+        if self.on_error not in (None, *get_args(OnTimeout)):
+            raise ValueError(f'on_error = {self.on_error!r}; expected "stop" or "answer"')
+        for name in _FIELD.findall(self.error or ""):
+            if name not in _FIELDS:
+                known = ", ".join(f"{{{field}}}" for field in _FIELDS)
+                raise ValueError(f"error: {{{name}}} stands for nothing; {did_you_mean(name, _FIELDS, f'known: {known}')}")
+
+    @property
+    def policy_late(self) -> bool:
+        """Whether the policy is responsible for a call that timed out."""
+        if self.by == "user":
+            return False
+        return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
+
+    @property
+    def answers_errors(self) -> bool:
+        """Whether the policy reads of what the function raises, whatever it is."""
+        return self.on_error == "answer" or (self.on_error is None and self.check != "strict")
+
+
+DEFAULT = Options()
+
+
+def formed(form: str, tool: str, problem: Problem) -> str:
+    """The text of `Options.error` for a problem."""
+    message = json.dumps(problem.message, ensure_ascii=False)
+    values = {"message": problem.message, "json": message, "error": problem.kind, "tool": tool}
+    return _FIELD.sub(lambda field: values[field[1]], form)

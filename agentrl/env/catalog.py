@@ -1,0 +1,623 @@
+"""Find an environment by id, and a tool set, reward spec or config by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from agentrl.config.envs import the_env
+from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
+from agentrl.env.address import EnvAddress, asked, build_remote, server_card
+from agentrl.env.tool import Tool, ToolSet
+from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
+from agentrl.reward.compile import given_spec
+from agentrl.utils.errors import CatalogError, ConfigError, hinted
+from agentrl.utils.files import read_text
+from agentrl.utils.parsing import module_of
+from agentrl.utils.redaction import references, resolved
+from agentrl.utils.registry import bind
+from agentrl.utils.search_path import PREFIX, find_file, here, is_given, load_module, nearest, own_reward, shelves, taken
+
+if TYPE_CHECKING:
+    from agentrl.contrib.remote_envs.wire import Asked
+    from agentrl.env import ToolEnv
+
+
+# Content files
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The constants of an environment class: `id = "Namespace/Name-v0"`, `reward`, `summary`; of a suite (agentrl/env/suites.py)
+    also `suite`, `module` and `own`."""
+
+    class_name: str
+    id: str
+    reward: str | None
+    summary: str
+    suite: str | None = None
+    module: str | None = None
+    own: str | None = None
+
+
+def read_declarations(path: Path) -> list[Declared]:
+    """Every class in the file that sets `id` to a string. Raises CatalogError if the file is not Python."""
+    stat = path.stat()
+    return list(_declarations(path, stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=1024)
+def _declarations(path: Path, modified: int, size: int) -> tuple[Declared, ...]:
+    try:
+        tree = module_of(read_text(path))
+    except (SyntaxError, ValueError) as problem:
+        raise CatalogError(f"{path}: not a Python file: {problem}") from problem
+    found: list[Declared] = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            texts = _texts(node)
+            if texts.get("id"):
+                suite = (texts.get("suite"), texts.get("module"), texts.get("own"))
+                found.append(Declared(node.name, texts["id"], texts.get("reward"), texts.get("summary", ""), *suite))
+    return tuple(found)
+
+
+def _texts(node: ast.ClassDef) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name, value = statement.targets[0].id, statement.value
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+            name, value = statement.target.id, statement.value
+        else:
+            continue
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            texts[name] = value.value
+    return texts
+
+
+def load_tools(path: Path) -> list[Tool]:
+    """The tools that a content file defines, in order. Raises CatalogError if there are none."""
+    tools = [value for value in vars(load_module(path)).values() if isinstance(value, Tool)]
+    if not tools:
+        raise CatalogError(f"{path}: no function is marked with @tool, and no class is a ToolSet")
+    return tools
+
+
+def load_set(path: Path) -> type[ToolSet] | None:
+    """The ToolSet that a content file defines, if its tools have a state. Raises CatalogError if it defines two, or one without a
+    name."""
+    module = load_module(path)
+    own = [item for item in vars(module).values() if isinstance(item, type) and issubclass(item, ToolSet)]
+    # A set that builds on another one imports that, which is then in its module too.
+    found = [item for item in own if item.__module__ == module.__name__]
+    if len(found) > 1 or (found and not found[0].name):
+        raise CatalogError(f"{path}: expected one ToolSet with a `name`, found {', '.join(item.__name__ for item in found)}")
+    return found[0] if found else None
+
+
+def load_class(path: Path, class_name: str) -> object:
+    """A class of a content file. Raises CatalogError if the file does not load or does not have it."""
+    module = load_module(path)
+    if class_name not in vars(module):
+        raise CatalogError(f"{path}: no class {class_name!r}")
+    return vars(module)[class_name]
+
+
+# From an id to an environment, and from a name to a tool set, reward spec or config.
+#
+# Content is on shelves: folders with `envs/`, `tools/`, `rewards/` and `configs/` in them. They are
+# searched in this order: the working directory, each folder of AGENTRL_PATH, the shelf that comes with
+# agentrl, and last the packages that declare environments in the entry-point group `agentrl.envs`.
+# Listing reads source text and never runs it; a module is loaded when one of its environments is built.
+
+GROUP = "agentrl.envs"
+
+
+class ParameterError(CatalogError):
+    """An environment does not take a parameter, or not with this value. `name`: which; None if one that it needs is missing."""
+
+    def __init__(self, text: str, name: str | None = None) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class EnvEntry:
+    """One environment that can be built: its id, short name, location, and the name of its own reward spec."""
+
+    id: str
+    name: str
+    summary: str
+    reward: str | None
+    path: Path | None
+    class_name: str
+    entry_point: EntryPoint | None = None
+    made: Callable[..., Any] | None = None
+    """What was given in Python: the class, or a function that returns an environment."""
+    suite: Declared | None = None
+    """Of an environment of a suite (agentrl/env/suites.py): what its class says of its source."""
+
+    def lacks_source(self) -> bool:
+        """Whether it is of a suite whose source is nowhere: not installed, no package, none of its own."""
+        from agentrl.env.suites import module_folder, recorded_sources
+
+        said = self.suite
+        if said is None or said.suite is None or said.own is not None or said.suite in recorded_sources():
+            return False
+        return said.module is None or module_folder(said.module) is None
+
+    def load(self) -> Callable[..., ToolEnv]:
+        """The class. Raises CatalogError, with the cause, if its module does not load."""
+        from agentrl.env import ToolEnv
+
+        if self.made is not None and not isinstance(self.made, type):
+            return self.made
+        if self.made is not None:
+            loaded: object = self.made
+        elif self.entry_point is not None:
+            loaded = self.entry_point.load()
+        elif self.path is not None:
+            loaded = load_class(self.path, self.class_name)
+        if not (isinstance(loaded, type) and issubclass(loaded, ToolEnv)):
+            raise CatalogError(f"{self.id}: {self.class_name} in {self.path} is not a ToolEnv")
+        return loaded
+
+    def reward_path(self) -> Path | None:
+        """The environment's own reward spec: next to its file, or on a shelf. None if it names none."""
+        if self.reward is None:
+            return None
+        if self.path is not None and (beside := self.path.parent / self.reward).is_file():
+            return beside
+        return find_reward(self.reward)
+
+
+@dataclass(frozen=True)
+class EnvRef:
+    """An environment by name: what a worker needs to build one where it runs.
+
+    `params` are the keyword arguments of its class, in which references to variables (agentrl/utils/redaction.py) stay until it is
+    built; `seed` is what its first reset uses if it is given none. `source` is filled in when the reference is pickled, so that
+    a worker with another working directory still finds the same file, or its copy if the shelves were shipped to the worker.
+    `tools`: sets and MCP servers in addition to the environment's own. `wrappers`: by name, innermost first.
+    `at`: the server that has it, if it is elsewhere; then nothing of it need be on this machine. `max_output`: tokens of an
+    answer, of tools that do not say.
+    """
+
+    id: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    source: str | None = None
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    wrappers: Sequence[Choice] = ()
+    at: EnvAddress | None = None
+    max_output: int | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> EnvRef:
+        """The environment of a config that has one (see `config.envs.alone`): its id and parameters, with its tools or those
+        of the config's `tools` section. Raises ConfigError if there are several."""
+        env = the_env(config)
+        system = [] if env.system is None else [Choice(name="system_prompt", args={"text": env.system})]
+        sandbox = {} if env.sandbox is None else {"sandbox": env.sandbox.model_dump()}
+        wrappers, tools = (*env.wrappers, *system), env.tools or config.tools
+        params, at = {**env.params, **sandbox}, EnvAddress.of(env)
+        return cls(env.id, params, tools=tools, wrappers=wrappers, at=at, max_output=env.max_output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        source = self.source or (None if self.at is not None else _source_of(self.id))
+        params, wrappers = dict(self.params), tuple(self.wrappers)
+        return EnvRef, (self.id, params, self.seed, source, self.tools, wrappers, self.at, self.max_output)
+
+    @cached_property
+    def entry(self) -> EnvEntry:
+        """The catalog's entry, looked up once. Raises CatalogError for an unknown id, naming near ones."""
+        path = None if self.source is None else here(self.source)
+        if path is None:
+            return find_env(self.id)
+        if path.is_file():
+            for entry in _entries_of(path):
+                if self.id in (entry.id, entry.name):
+                    return entry
+        try:
+            return find_env(self.id)
+        except CatalogError as problem:
+            raise CatalogError(
+                f"{problem}\nits file was {self.source}, which is not on this machine; only files in envs/ of the "
+                "working directory or of AGENTRL_PATH are copied to other machines"
+            ) from None
+
+    @cached_property
+    def _class(self) -> Callable[..., ToolEnv]:
+        if self.at is not None:
+            from agentrl.contrib.remote_envs.openenv import OpenEnv
+
+            env_class: Callable[..., ToolEnv] = OpenEnv
+        else:
+            env_class = self.entry.load()
+        _check_parameters(self._label, env_class, self.params)
+        return env_class
+
+    @property
+    def _given(self) -> Mapping[str, Any]:
+        """The parameters with what they refer to. Raises ConfigError for a variable that is not set."""
+        found: Mapping[str, Any] = resolved(self.params, "env.params")
+        return found
+
+    @property
+    def _label(self) -> str:
+        return self.entry.id if self.at is None else self.id
+
+    def default_reward(self) -> str | None:
+        """The path of the environment's own reward spec; None if it names none, or if it is a server that has it (`card`)."""
+        if self.at is not None:
+            return None if self.at.ours else str(find_reward(str(getattr(self._class, "reward", None))))
+        if is_given(self.entry.reward):
+            return self.entry.reward
+        path = self.entry.reward_path()
+        return None if path is None else str(path)
+
+    def card(self, fresh: bool = False) -> dict[str, Any] | None:
+        """What the environment's server of agentrl says of it, `fresh` or as it was first asked; None if there is no such server.
+        Blocks. Raises ConfigError if it does not answer, and UserError for what it refuses."""
+        if self.at is None or not self.at.ours:
+            return None
+        return server_card(self.at, self._asked, fresh)
+
+    @cached_property
+    def _asked(self) -> Asked:
+        wrappers = [Choice(name=one.name, args=resolved(one.args, f"env.wrappers.{one.name}")) for one in self.wrappers]
+        return asked(self.id, self._given, self.tools.sets, wrappers, self.max_output)
+
+    def with_params(self, params: Mapping[str, Any]) -> EnvRef:
+        """The same environment with some of its parameters replaced."""
+        return replace(self, params={**self.params, **params}) if params else self
+
+    def scripted(self) -> EnvRef:
+        """The same environment with the user of its gold solution in place of its own, if it has one: for scripts, which ask no
+        model."""
+        from agentrl.env.base import ToolEnv  # not at the top: listing environments loads none
+
+        own = None if self.at is not None else getattr(self._class, "gold_user", None)
+        if own in (None, ToolEnv.gold_user):
+            return self
+        return replace(self, wrappers=(Choice(name="gold_user"), *self.wrappers))
+
+    def build(self, **extra: Any) -> ToolEnv:
+        """A new environment; `extra` are further arguments of its class, such as `scorer`.
+
+        Raises CatalogError if the class does not take these parameters.
+        """
+        if self.at is not None and self.at.ours:
+            remote = build_remote(self.at, self._asked, extra)
+            remote.initial_seed = self.seed
+            return remote
+        from agentrl.env.base import OwnReward
+
+        scorer = None
+        if extra and not isinstance(self._class, type):  # a function knows nothing of scorers
+            scorer = extra.pop("scorer", None)
+        if extra:
+            _check_parameters(self._label, self._class, extra)
+        place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
+        env = self._class(**{**self._given, **place, **extra})
+        _check_made(self.id, env)
+        if isinstance(env.scorer, OwnReward):  # who builds by reference scores by what the run says, or not at all
+            env.scorer = None
+        env.scorer = scorer or env.scorer
+        env.initial_seed = self.seed
+        if self.max_output is not None:
+            env.limit_output(self.max_output)
+        if self.tools.sets or self.tools.mcp:
+            _add_tools(env, self.tools)
+        for choice in self.wrappers:
+            from agentrl.env.wrappers import wrap
+
+            env = wrap(env, choice.name, resolved(choice.args, f"env.wrappers.{choice.name}"))
+        return env
+
+
+def check_ref(ref: EnvRef) -> None:
+    """Raise CatalogError if there is no such environment or it cannot be loaded, ParameterError if it does not take the
+    parameters. Builds none; what a server of agentrl has is not asked."""
+    if ref.at is None or not ref.at.ours:
+        _ = ref._class
+
+
+def list_envs() -> list[EnvEntry]:
+    """Every environment, each id once (the first shelf that has it), sorted by id."""
+    found: dict[str, EnvEntry] = {}
+    for entry in _all_entries():
+        found.setdefault(entry.id, entry)
+    return sorted(found.values(), key=lambda entry: entry.id)
+
+
+def find_env(name: str) -> EnvEntry:
+    """The environment with that id or short name, or "given:NAME" (agentrl/utils/search_path.py). Raises CatalogError naming the nearest
+    known ones, ConfigError for one that this process was not given."""
+    if is_given(name):
+        return _given_entry(name)
+    known: list[str] = []
+    for entry in _all_entries():
+        if name in (entry.id, entry.name):
+            return entry
+        known += [entry.id, entry.name]
+    broken = "".join(f"\n{problem}" for problem in broken_files().values())
+    raise CatalogError(f"no environment {name!r}; {nearest(name, known)} (agentrl env list shows all){broken}")
+
+
+def broken_files() -> dict[Path, str]:
+    """Files on the shelves that should declare environments but are not valid Python, with the reason."""
+    broken: dict[Path, str] = {}
+    for path in _env_files():
+        try:
+            read_declarations(path)
+        except CatalogError as problem:
+            broken[path] = str(problem)
+    return broken
+
+
+def find_reward(name: str) -> Path:
+    """The reward spec at a path, or `rewards/NAME.json` on a shelf. Raises CatalogError."""
+    return find_file(name, "rewards", ".json", "reward spec")
+
+
+def find_config(name: str) -> Path:
+    """The config at a path, or `configs/NAME.toml` on a shelf. Raises CatalogError."""
+    return find_file(name, "configs", ".toml", "config")
+
+
+def find_tools(name: str) -> Path:
+    """The tool module at a path, or `tools/NAME.py` on a shelf. Raises CatalogError."""
+    return find_file(name, "tools", ".py", "tool set")
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _given_entry(name: str) -> EnvEntry:
+    """A class, or a function that makes environments. A reward that the class has as a spec or a function is given with it."""
+    made = taken(name, "env.id").value
+    if not callable(made):
+        raise CatalogError(f"{name}: expected a ToolEnv class or a function that returns an environment, not {made!r:.80}")
+    short = name.removeprefix(PREFIX)
+    if isinstance(made, type) and not getattr(made, "id", "x"):
+        made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # what its episodes are recorded under
+    summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
+    return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
+
+
+def _check_made(env_id: str, env: object) -> None:
+    from agentrl.env import ToolEnv
+
+    if not isinstance(env, ToolEnv):
+        raise CatalogError(f"{env_id}: it returned {env!r:.80}, expected a ToolEnv")
+
+
+def _env_files() -> Iterator[Path]:
+    for shelf in shelves():
+        folder = shelf / "envs"
+        for item in sorted(folder.iterdir()) if folder.is_dir() else ():
+            path = item / "env.py" if item.is_dir() else item
+            if path.suffix == ".py" and path.is_file():
+                yield path
+
+
+def _all_entries() -> Iterator[EnvEntry]:
+    for path in _env_files():
+        # One broken file must not hide the other environments; `broken_files` reports it.
+        with suppress(CatalogError):
+            yield from _entries_of(path)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield _announced(point)
+
+
+def _entries_of(path: Path) -> list[EnvEntry]:
+    name = path.parent.name if path.name == "env.py" else path.stem
+    declared = read_declarations(path)
+
+    def entry(said: Declared) -> EnvEntry:
+        short, suite = _short(name, said, len(declared)), said if said.suite else None
+        return EnvEntry(said.id, short, said.summary, said.reward, path, said.class_name, suite=suite)
+
+    return [entry(said) for said in declared]
+
+
+def _short(name: str, declared: Declared, count: int) -> str:
+    """The folder's name; if one file declares several environments, NAME.Class."""
+    return name if count == 1 else f"{name}.{declared.class_name}"
+
+
+def _announced(point: EntryPoint) -> EnvEntry:
+    """The name of an entry point is the environment's id, its value `module:Class`."""
+    short = point.name.rpartition("/")[2].partition("-v")[0]
+    return EnvEntry(point.name, short, "", None, None, point.value, point)
+
+
+def _source_of(env_id: str) -> str | None:
+    try:
+        path = find_env(env_id).path
+    except CatalogError:
+        return None
+    return None if path is None else str(path)
+
+
+def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
+    from agentrl.env.mcp import McpSource
+
+    for name in config.args:
+        if name not in config.sets:
+            raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hinted(name, config.sets)}")
+    for name in config.sets:
+        add_tool_set(env, name, resolved(config.args.get(name, {}), f"tools.args.{name}"))
+    for name, server in config.mcp.items():
+        env.add_source(McpSource(name, server))
+
+
+def add_tool_set(env: ToolEnv, name: str, args: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Give an environment the tools of a set (`tools/NAME.py` of a shelf, or the file at a path), made with `args` if it is a
+    ToolSet.
+
+    Raises CatalogError if there is no such set or the environment has a tool of the same name, ConfigError for unfit arguments,
+    ResourceError if this machine lacks what the set needs.
+    """
+    path = find_tools(name)
+    kind = load_set(path)
+    if kind is None and args:
+        raise ConfigError(f"tools.args.{name}: its tools have no state and take no arguments; leave it out")
+    tools = load_tools(path) if kind is None else list(kind.tools())
+    for item in tools:
+        if item.name in env.toolbox:
+            raise CatalogError(f"tools.sets: {name!r} has a tool {item.name!r}, which {env.id} already has")
+        if kind is None:
+            env.toolbox.add(item)
+    if kind is not None:
+        known = {key: item for key, item in inspect.signature(kind).parameters.items() if item.kind is item.KEYWORD_ONLY}
+        env.add_set(bind(f"tools.args.{name}", kind, known, args))
+
+
+def _check_parameters(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
+    known = _parameter_names(env_class)
+    for name in params:
+        if name == "sandbox" and name not in known:
+            raise ParameterError(f"{env_id} runs nothing in a sandbox, so env.sandbox has no meaning for it; leave it out", name)
+        if name not in known:
+            raise ParameterError(f"{env_id}: no parameter {name!r}; {nearest(name, sorted(known))}", name)
+    try:
+        inspect.signature(env_class).bind(**params)
+    except TypeError as problem:
+        raise ParameterError(f"{env_id}: {problem}; parameters: {', '.join(sorted(known))}") from problem
+    _check_types(env_id, env_class, params)
+
+
+def _check_types(env_id: str, env_class: Callable[..., ToolEnv], params: Mapping[str, Any]) -> None:
+    """Raise ParameterError for a value that is not of its parameter's annotated type, read as JSON is. A reference, whose value
+    is known later, and what is no JSON (given from Python) are left to the class, and so is an annotation that cannot be read."""
+    hints = _hints(env_class)
+    for name, value in params.items():
+        if name not in hints or any(references(value)):
+            continue
+        try:
+            text = json.dumps(value)
+            adapter = TypeAdapter(hints[name])
+        except (TypeError, ValueError, PydanticSchemaGenerationError, PydanticUserError):
+            continue
+        try:
+            adapter.validate_json(text, strict=True)
+        except ValidationError as problem:
+            raise ParameterError(f"{env_id}: parameter {name} = {value!r:.80}: {problem.errors()[0]['msg']}", name) from None
+
+
+def _hints(env_class: Callable[..., ToolEnv]) -> dict[str, Any]:
+    """Annotations of the parameters, a class's own before those of its bases; none of a signature that names unknown types."""
+    makers = (
+        [vars(base)["__init__"] for base in env_class.__mro__ if "__init__" in vars(base)]
+        if isinstance(env_class, type)
+        else [env_class]
+    )
+    found: dict[str, Any] = {}
+    for make in reversed(makers):
+        with suppress(NameError, TypeError, AttributeError):
+            found |= get_type_hints(make, include_extras=True)
+    return found
+
+
+def _parameter_names(env_class: Callable[..., ToolEnv]) -> set[str]:
+    """Keyword parameters of the class and, if it passes `**` on, of its bases."""
+    names: set[str] = set()
+    if not isinstance(env_class, type):
+        return set(inspect.signature(env_class).parameters)
+    for base in env_class.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+# Scorers of environments
+
+
+def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
+    """The spec of that name or path, by default the environment's own: its server's, if it is elsewhere. Raises ConfigError if
+    there is none."""
+    card = env.card() if name is None else None
+    if card is not None and card["reward"] is not None:
+        return load_spec(card["reward"])
+    found = name or env.default_reward()
+    if found is None:
+        raise ConfigError(f"env.reward: {env.id} names no reward spec of its own; set env.reward=NAME_OR_PATH")
+    return given_spec(found) if is_given(found) else load_spec(find_reward(found))
+
+
+def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
+    """What names the spec of that name or path, by default the environment's own, on a command line."""
+    found = name or (None if env.at is not None else env.default_reward())
+    if found is None or is_given(found):
+        return scorer.name
+    path = Path(found)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+def make_scorer(
+    spec: dict[str, Any],
+    config: RewardConfig,
+    env: EnvRef | None,
+    *,
+    timeout: float = 120.0,
+    through: Callable[[Context], Context] = lambda context: context,
+) -> Scorer:
+    """The compiled spec: its judge and its functions as `config` says, its gold replays on new environments of `env`.
+
+    `timeout` (seconds) limits the scoring of an episode; `through` may wrap the context that the spec calls.
+    Raises RewardSpecError for a bad spec, and for one that replays if `env` is None.
+    """
+    context = make_context(config, replay_env=None if env is None else lambda task: env.build())
+    return compile_spec(spec, context=through(context), timeout=timeout)
+
+
+# Gymnasium registration
+
+
+def make_env(env_id: str, *, reward: str | None = None, **params: Any) -> ToolEnv:
+    """An environment that scores its own episodes (Gymnasium's face): by `reward`, or by its own spec.
+
+    Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad spec.
+    """
+    entry = find_env(env_id)
+    if "scorer" not in params and (reward is not None or entry.reward is not None):
+        ref = EnvRef(entry.id, dict(params))
+        params["scorer"] = make_scorer(find_spec(ref, reward), RewardConfig(), ref)
+    extra = {"scorer": params.pop("scorer")} if "scorer" in params else {}
+    return EnvRef(entry.id, params).build(**extra)
+
+
+def register_gymnasium() -> list[str]:
+    """Register every environment with Gymnasium, under its id and (without a namespace) its bare name.
+
+    Returns the names registered now; those that are already there are left alone. `import agentrl.env.gym`
+    does this, so that `gymnasium.make("agentrl.env.gym:KeyValue-v0")` works.
+    """
+    from gymnasium.envs.registration import register, registry
+
+    added: list[str] = []
+    for entry in list_envs():
+        for name in dict.fromkeys((entry.id, entry.id.rpartition("/")[2])):
+            if name not in registry:
+                register(id=name, entry_point="agentrl.env.catalog:make_env", kwargs={"env_id": entry.id})
+                added.append(name)
+    return added

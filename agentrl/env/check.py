@@ -1,0 +1,585 @@
+"""`agentrl env check`: check that an environment fulfills its contract."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from gymnasium.utils.env_checker import check_env
+
+from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
+from agentrl.env.base import ToolEnv
+from agentrl.env.check_tools import (
+    CheckFailed,
+    CheckFinding,
+    Script,
+    Skipped,
+    Subject,
+    check_crash,
+    check_fuzz,
+    check_hang,
+    check_teardown,
+    describe,
+    echo,
+    idle,
+    refuse,
+    short_repr,
+    spam,
+)
+from agentrl.env.official import played_of
+from agentrl.env.spaces import Action, sample_arguments
+from agentrl.env.suites import Played, SuiteEnv
+from agentrl.utils.errors import AgentrlError
+
+# Reset and step
+
+
+def check_contract(subject: Subject) -> str:
+    """Gymnasium's own checker, and what a ToolEnv guarantees beyond it."""
+    env = subject.build()
+    if "/" not in env.id or not env.id.rpartition("-v")[2].isdigit():
+        raise CheckFailed(f"id {env.id!r} is not of the form Namespace/Name-v0")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_env(env, skip_render_check=True)
+    ours = [str(item.message) for item in caught if "agentrl" in str(item.message)]
+    if ours:
+        raise CheckFailed(f"Gymnasium warns: {short_repr(ours[0])}")
+    tools = 0
+    for seed in subject.seeds():
+        observation, info = env.reset(seed=seed)
+        tools = max(tools, len(env.toolbox))
+        _check_opening(observation, info, describe(env.task))
+        env.step("")
+        record = env.trajectory
+        if Trajectory.from_json(json.loads(json.dumps(record.to_json()))) != record:
+            raise CheckFailed(f"{describe(env.task)}: the record is not the same after a round trip through JSON")
+    env.close()
+    return f"gymnasium's check_env and {subject.tasks} resets; {tools} tools"
+
+
+def _check_opening(observation: object, info: object, where: str) -> None:
+    if not isinstance(observation, list) or not all(isinstance(item, Message) for item in observation):
+        raise CheckFailed(f"{where}: reset gave {short_repr(observation)}, not a list of messages")
+    if not observation or observation[-1].role not in ("user", "tool"):
+        raise CheckFailed(f"{where}: the opening messages do not end with the user's turn")
+    if not isinstance(info, dict):
+        raise CheckFailed(f"{where}: info is {short_repr(info)}, not a dict")
+
+
+def check_seeds(subject: Subject) -> str:
+    """With the same seed and the same turns, two instances must agree in every message and in the final state."""
+    digests = set()
+    for seed in subject.seeds():
+        one, two = (_transcript(subject, seed) for _ in range(2))
+        if one != two:
+            raise CheckFailed(f"seed {seed} gave two different episodes: {_first_difference(one, two)}")
+        digests.add(one)
+    if len(digests) == 1 and subject.tasks > 1:
+        raise CheckFailed(f"all {subject.tasks} seeds gave the same episode")
+    return f"{subject.tasks} seeds twice each, {len(digests)} different episodes"
+
+
+def _transcript(subject: Subject, seed: int) -> str:
+    env = subject.build()
+    env.reset(seed=seed)
+    for turn in subject.turns(env, seed):
+        if env.step(turn)[2]:
+            break
+    record = env.trajectory
+    env.close()
+    # Results are compared without value and duration: the time that a call took differs between runs.
+    for turn_record in record.turns:
+        for index, result in enumerate(turn_record.results):
+            turn_record.results[index] = type(result)(result.call_id, result.name, result.content, None, result.error)
+    row = record.to_json()
+    return json.dumps({key: row[key] for key in ("task", "messages", "turns", "tools", "state")}, sort_keys=True)
+
+
+def _first_difference(one: str, two: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return f"...{one[max(0, at - 40) : at + 40]}... against ...{two[max(0, at - 40) : at + 40]}..."
+
+
+_PROBE = """
+import pickle, sys
+from agentrl.env.check import tasks_digest
+print(tasks_digest(pickle.loads(sys.stdin.buffer.read()).build(), int(sys.argv[1])))
+"""
+
+
+def tasks_digest(env: object, count: int) -> str:
+    """A fingerprint of the tasks and prompts of the first `count` seeds of both splits."""
+    from agentrl.env.base import ToolEnv
+
+    assert isinstance(env, ToolEnv)
+    rows = []
+    for split in env.splits:
+        for seed in range(count):
+            observation, _ = env.reset(seed=seed, options={"split": split})
+            rows.append([m.content for m in observation])
+            rows.append([env.task.id, json.dumps([dict(env.task.data), dict(env.task.gold)], sort_keys=True)])
+    env.close()
+    return blake2b(json.dumps(rows).encode()).hexdigest()
+
+
+def check_process(subject: Subject) -> str:
+    """Another process, with a different hash seed, makes the same tasks."""
+    if subject.portable is None:
+        raise Skipped("the environment cannot be built in another process (no reference to it)")
+    here = tasks_digest(subject.build(), subject.tasks)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, str(subject.tasks)],
+        input=subject.portable,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+    )
+    if done.returncode:
+        raise CheckFailed(f"it cannot be built in another process: {done.stderr.decode(errors='replace').strip()[-300:]}")
+    if done.stdout.decode().strip() != here:
+        raise CheckFailed("another process makes other tasks from the same seeds (set order? hash()? the clock?)")
+    return f"{subject.tasks} tasks per split agree with those of another process"
+
+
+def check_splits(subject: Subject) -> str:
+    """No task's data and gold occur in two splits."""
+    env = subject.build()
+    seen: dict[str, str] = {}
+    for split in env.splits:
+        for seed in subject.seeds(subject.tasks * 8):
+            task = env.make_task(seed, split)
+            if task.split != split:
+                raise CheckFailed(f"make_task({seed}, {split!r}) gave a task of split {task.split!r}")
+            content = json.dumps([dict(task.data), dict(task.gold)], sort_keys=True, default=str)
+            other = seen.setdefault(content, split)
+            if other != split:
+                raise CheckFailed(f"{describe(task)} has the content of a task of {other}")
+    return f"{len(seen)} different tasks in {', '.join(env.splits)}, none in two"
+
+
+# Isolation of instances
+
+
+def shown_by(env: ToolEnv) -> str:
+    """Everything an episode shows: messages and state."""
+    row = env.trajectory.to_json()
+    return json.dumps([row["messages"], row["state"]], sort_keys=True)
+
+
+def _alone(subject: Subject, seed: int) -> tuple[list[Action], str]:
+    env = subject.build()
+    env.reset(seed=seed)
+    turns = subject.turns(env, seed)
+    for turn in turns:
+        if env.step(turn)[2]:
+            break
+    shown = shown_by(env)
+    env.close()
+    return turns, shown
+
+
+def check_instances(subject: Subject) -> str:
+    """Two instances played alternately give the same episodes as each one alone."""
+    pairs = 0
+    for seed in subject.few_seeds():
+        seeds = (seed, seed + 1000)
+        alone = [_alone(subject, item) for item in seeds]
+        envs = [subject.build() for _ in seeds]
+        for env, item in zip(envs, seeds, strict=True):
+            env.reset(seed=item)
+        over = [False, False]
+        for number in range(max(len(turns) for turns, _ in alone)):
+            for index, env in enumerate(envs):
+                turns = alone[index][0]
+                if not over[index] and number < len(turns):
+                    over[index] = env.step(turns[number])[2]
+        for index, env in enumerate(envs):
+            if shown_by(env) != alone[index][1]:
+                raise CheckFailed(
+                    f"seed {seeds[index]} gives a different episode while seed {seeds[1 - index]} runs at the same time: "
+                    f"{short_repr(env.trajectory.messages[-1].content)}"
+                )
+            env.close()
+        pairs += 1
+    return f"{pairs} pairs of episodes, played alternately"
+
+
+def check_fork(subject: Subject) -> str:
+    """A fork starts equal to its parent, its turns do not change the parent, and restore returns to the snapshot."""
+    count = 0
+    for seed in subject.few_seeds():
+        env = subject.build()
+        env.reset(seed=seed)
+        turns = subject.turns(env, seed)
+        half = len(turns) // 2
+        if any(env.step(turn)[2] for turn in turns[:half]):
+            continue  # sampled turns may end an episode early, and then there is nothing left to compare
+        before, snapshot, forked = shown_by(env), env.snapshot(), env.fork()
+        if shown_by(forked) != before:
+            raise CheckFailed(f"seed {seed}: a fork after {half} turns is not equal to its parent")
+        _play(forked, turns[half:])
+        if shown_by(env) != before:
+            raise CheckFailed(f"seed {seed}: playing the fork changed its parent")
+        _play(env, turns[half:])
+        if shown_by(env) != shown_by(forked):
+            raise CheckFailed(f"seed {seed}: parent and fork end differently after the same turns")
+        env.restore(snapshot)
+        if shown_by(env) != before:
+            raise CheckFailed(f"seed {seed}: restore did not return to the snapshot")
+        env.close()
+        forked.close()
+        count += 1
+    if not count:
+        raise Skipped("every episode ended before its middle")
+    return f"{count} episodes forked halfway and restored"
+
+
+def _play(env: ToolEnv, turns: list[Action]) -> None:
+    for turn in turns:
+        if env.step(turn)[2]:
+            break
+
+
+# Gold answers that leak
+
+MARK = "CANARY"
+LONG = 24
+MOST = 0.5
+
+
+def check_leaks(subject: Subject) -> str:
+    """Three tests: gold marked with canaries, long gold texts, and answers that occur in the prompt."""
+    env = subject.build()
+    marked = 0
+    prompts: list[tuple[str, str]] = []
+    for seed in subject.seeds():
+        opened, _ = env.reset(seed=seed)
+        task = env.task
+        shown = _shown(subject, env, task, seed)
+        # What the task's data and the tools' schemas say anyway (a tool's name in gold calls) is no secret; of the
+        # record, since the toolbox of an episode that is over has lost what its setup added.
+        known = json.dumps([dict(task.data), env.trajectory.tools], ensure_ascii=False, default=str)
+        for place, text in _long_texts(task.gold):
+            if text in shown and text not in known:
+                raise CheckFailed(f"{describe(task)}: gold{place} {short_repr(text)} is shown to the policy")
+        marked += _canary(subject, env, task, seed)
+        if isinstance(task.gold.get("answer"), str | int | float):
+            prompts.append((str(task.gold["answer"]), " ".join(m.content for m in opened)))
+    _answers_in_prompts(prompts)
+    env.close()
+    return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
+
+
+def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
+    """Everything that a policy sees in an episode in which it tries every tool once, as text."""
+    observation, info = env.reset(seed=seed, options={"task": task})
+    seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
+    rng = subject.rng(seed)
+    for item in list(env.toolbox):
+        call = ToolCall(item.name, sample_arguments(item.signature.parameters, rng))
+        observation, _, over, _, info = env.step(Message("assistant", tool_calls=(call,)))
+        seen.append([[m.content for m in observation], info])
+        if over:
+            break
+    return json.dumps(seen, ensure_ascii=False, default=str)
+
+
+def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
+    """Play the task with every string of its gold replaced by a marker; 1 if the environment accepts such gold."""
+    try:
+        shown = _shown(subject, env, replace(task, gold=_mark(task.gold)), seed)
+    except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
+        # An environment may need meaningful gold (a simulated user's goal, say); the other tests still apply.
+        env.close()
+        return 0
+    if MARK in shown:
+        at = shown.index(MARK)
+        raise CheckFailed(f"{describe(task)}: gold is shown to the policy: {short_repr(shown[max(0, at - 60) : at + 40])}")
+    return 1
+
+
+def _mark(value: Json) -> Any:
+    if isinstance(value, str):
+        return f"{MARK}{len(value)}"
+    if isinstance(value, dict):
+        return {key: _mark(item) for key, item in value.items()}
+    return [_mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _long_texts(value: Json, place: str = "") -> list[tuple[str, str]]:
+    """Strings in the gold that are too long to occur by chance, each with its JSON pointer."""
+    if isinstance(value, str):
+        return [(place, value)] if len(value) >= LONG else []
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [found for key, item in items for found in _long_texts(item, f"{place}/{key}")]
+
+
+def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
+    answers = {answer for answer, _ in prompts}
+    if len(answers) < 3:
+        return
+    found = [a for a, opening in prompts if a and re.search(rf"(?<!\w){re.escape(a)}(?!\w)", opening)]
+    if len(found) / len(prompts) > MOST:
+        raise CheckFailed(f"the gold answer occurs in {len(found)} of {len(prompts)} prompts, {found[0]!r} for one")
+
+
+# Scores of scripted policies
+
+LUCK = 0.1
+"""What idling may earn on average beyond what is by design, where rewards are partial."""
+NAMED = 10
+"""Tasks that evidence names."""
+
+
+def check_gold(subject: Subject) -> str:
+    """Gold turns end the episode and are a success, on every split."""
+    env = subject.build()
+    played = 0
+    for split in env.splits:
+        for seed in subject.probed(env, split, subject.tasks):
+            env.reset(seed=seed, options={"split": split})
+            turns = subject.gold(env)
+            for number, turn in enumerate(turns):
+                ended = env.step(turn)[2]
+                if ended != (number == len(turns) - 1):
+                    what = "ended early" if ended else "did not end"
+                    raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}{_refused(env)}")
+            if not subject.won(env):
+                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success{_refused(env)}")
+            played += 1
+    return f"gold succeeded on {played} tasks{subject.not_judged()}"
+
+
+def _refused(env: ToolEnv) -> str:
+    """For evidence: the running episode's tool calls that ended in errors, by tool, and the first error; nothing without any."""
+    answers = [(turn.index + 1, result) for turn in env.trajectory.turns for result in turn.results]
+    wrong = [(turn, result) for turn, result in answers if result.error is not None]
+    if not wrong:
+        return ""
+    tools = ", ".join(f"{name} {count}" for name, count in Counter(result.name for _, result in wrong).most_common())
+    turn, first = wrong[0]
+    return (
+        f"; {len(wrong)} of its {len(answers)} tool calls ended in errors ({tools}), the first at turn {turn} of {first.name}: "
+        f"{short_repr(first.content)}"
+    )
+
+
+IDLERS: dict[str, Script] = {
+    "do nothing": idle, "answer empty": refuse, "echo the prompt": echo, "read-only spam": spam,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What one of `IDLERS` earned: a value for each task (None: unscored), the tasks on which it was paid in full, and of a suite
+    the episodes, for its own metrics."""
+
+    agent: str
+    values: list[float | None] = field(default_factory=list)
+    paid: list[Task] = field(default_factory=list)
+    played: list[Played] = field(default_factory=list)
+
+
+def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> Iterator[Floor]:
+    """What scripts that solve nothing earn on tasks of a split, one script after the other. Raises Skipped without a scorer."""
+    tasks, inner = list(seeds), env.unwrapped
+    for name, script in IDLERS.items():
+        found = Floor(name)
+        for seed in tasks:
+            env.reset(seed=seed, options={"split": split})
+            for turn in _until_silence(script(env, subject.rng(seed))):
+                if any(env.step(turn)[2:4]):
+                    break
+            score = subject.scored(env)
+            found.values.append(score.value)
+            if score.success is True:
+                found.paid.append(env.task)
+            if isinstance(inner, SuiteEnv):
+                found.played.append(played_of(inner, replace(env.trajectory, reward=score.value, success=score.success)))
+        yield found
+
+
+def check_exploits(subject: Subject) -> str:
+    """Scripts that solve nothing must not be paid in full on any task, nor well on average, except as often as idling is correct
+    by design (`idle_share`)."""
+    env = subject.build()
+    shown: list[str] = []
+    count = subject.tasks if subject.light else subject.tasks * 2
+    for floor in floors(subject, env, "train", subject.probed(env, "train", count)):
+        values = [value or 0.0 for value in floor.values]
+        if not values:
+            raise Skipped("the split 'train' has no tasks")
+        _judge(floor.agent, subject, env.idle_share, [describe(task) for task in floor.paid], values)
+        shown.append(f"{floor.agent} {sum(values) / len(values):.2f}, {len(floor.paid)} in full")
+    most = 100 * share_interval(0, len(values))[1]
+    return f"{len(values)} tasks each: {'; '.join(shown)} (0 of {len(values)}: at most {most:.1f} % of all, 95 %)"
+
+
+def _judge(name: str, subject: Subject, allowed: float, paid: list[str], values: list[float]) -> None:
+    """Raise CheckFailed if a script is paid in full on more tasks than is by design, or well on average."""
+    low, high = share_interval(len(paid), len(values))
+    if paid and low > allowed:
+        more = f" and {len(paid) - NAMED} more" if len(paid) > NAMED else ""
+        by = f" by {subject.spec}" if subject.spec else ""
+        raise CheckFailed(
+            f"{name!r} is paid in full{by} on {len(paid)} of {len(values)} tasks ({100 * low:.1f} to {100 * high:.1f} % of all, "
+            f"95 %; idle_share allows {100 * allowed:g} %): {', '.join(paid[:NAMED])}{more}"
+        )
+    mean = sum(values) / len(values)
+    if mean > allowed + LUCK:
+        worst = values.index(max(values))
+        raise CheckFailed(
+            f"{name!r} scores {mean:.2f} on average (allowed: {allowed + LUCK:.2f}), {values[worst]:.2f} at seed {worst}"
+        )
+
+
+def share_interval(count: int, of: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share of which `count` of `of` are seen (Wilson, 1927, equation 8); above 0 if one is
+    seen, since that one is there."""
+    z = 1.959964
+    middle = (count + z * z / 2) / (of + z * z)
+    half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)
+    return (max(0.0, middle - half) if count else 0.0), min(1.0, middle + half)
+
+
+def _until_silence(turns: list[Message]) -> list[Message]:
+    """A simulated user may ask back, so the script repeats its last line a few times."""
+    return [*turns, *turns[-1:] * 20]
+
+
+def check_order(subject: Subject) -> str:
+    """If the class declares `order_free`, gold calls in any order succeed as well."""
+    env = subject.build()
+    if not env.order_free:
+        raise Skipped("the class does not declare order_free")
+    tried = 0
+    for seed in subject.seeds():
+        env.reset(seed=seed)
+        gold = subject.gold(env)
+        if sum(len(turn.tool_calls) for turn in gold) < 2:
+            continue
+        rng = random.Random(seed)
+        for _ in range(4):
+            turns = _reordered(gold, rng)
+            value = subject.play(env, turns, seed)
+            if not subject.won(env):
+                names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
+                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is not a success{_refused(env)}")
+            tried += 1
+    if not tried:
+        raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
+    return f"{tried} orders of gold calls succeeded"
+
+
+def _reordered(gold: list[Message], rng: random.Random) -> list[Message]:
+    """The gold turns with all their calls shuffled; every turn keeps its number of calls."""
+    calls = [call for turn in gold for call in turn.tool_calls]
+    shuffled = iter(rng.sample(calls, len(calls)))
+    return [replace(turn, tool_calls=tuple(next(shuffled) for _ in turn.tool_calls)) for turn in gold]
+
+
+# All checks
+
+Check = Callable[[Subject], str]
+
+CHECKS: dict[str, Check] = {
+    "contract": check_contract,
+    "same seed": check_seeds,
+    "same seed elsewhere": check_process,
+    "splits apart": check_splits,
+    "gold scores most": check_gold,
+    "idling scores nothing": check_exploits,
+    "free order": check_order,
+    "fuzzed calls": check_fuzz,
+    "instances apart": check_instances,
+    "fork": check_fork,
+    "hang": check_hang,
+    "crash": check_crash,
+    "teardown": check_teardown,
+    "no gold shown": check_leaks,
+}
+
+
+AT_ONCE = 4
+"""Checks that run at the same time, of an environment whose episodes start programs: most of the time they wait for these."""
+
+
+def check_all(
+    subject: Subject, only: Iterable[str] | None = None, report: Callable[[CheckFinding], None] = lambda finding: None
+) -> list[CheckFinding]:
+    """Run the checks (those named in `only`) and report every outcome; errors of the environment become findings. `report` is
+    called with each as it is found.
+
+    Raises KeyError for an unknown name in `only`.
+    """
+    checks = {name: CHECKS[name] for name in (CHECKS if only is None else only)}
+    found: dict[str, CheckFinding] = {}
+    waiting = iter(list(checks.items()))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                name, check = next(waiting, ("", None))
+            if check is None:
+                return
+            finding = _run(name, check, subject)
+            with lock:
+                found[name] = finding
+                report(finding)
+
+    if not subject.light:
+        work()
+    else:
+        threads = [threading.Thread(target=work, daemon=True, name="agentrl-check") for _ in range(AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [found[name] for name in checks]
+
+
+def limit_to(subject: Subject, seconds: float = 30.0) -> Subject:
+    """With fewer tasks and inputs if each episode starts a program, so that all checks take about `seconds`. Raises EnvError if
+    an episode does not start."""
+    env = subject.build()
+    if not env.has_sources:
+        return subject
+    began = time.perf_counter()
+    env.reset(seed=0)
+    tools = max(1, len(env.toolbox))
+    env.close()
+    # Episodes of a server of 0.6 s take two cores 0.3 s each; about 30 are played whatever the number of tasks, and 20 for each.
+    episodes = seconds / (time.perf_counter() - began)
+    tasks = max(1, min(subject.tasks, int((episodes - 30) / 20)))
+    fuzz = subject.fuzz if tasks == subject.tasks else min(subject.fuzz, max(9, 100 // tools))
+    return replace(subject, tasks=tasks, fuzz=fuzz, light=True)
+
+
+def _run(name: str, check: Check, subject: Subject) -> CheckFinding:
+    began = time.perf_counter()
+    ok: bool | None
+    try:
+        ok, evidence = True, check(subject)
+    except CheckFailed as failure:
+        ok, evidence = False, str(failure)
+    except Skipped as reason:
+        ok, evidence = None, str(reason)
+    except Exception as fault:
+        # The environment is the code under test, so anything that it raises is a finding.
+        ok, evidence = False, f"raised {type(fault).__name__}: {fault}"
+    return CheckFinding(name, ok, evidence, time.perf_counter() - began)

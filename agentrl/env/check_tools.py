@@ -1,0 +1,414 @@
+"""Findings of `agentrl env check`, scripted policies, and checks of tools by random input and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult
+from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
+from agentrl.env.call_options import Options
+from agentrl.env.spaces import Action, run_sync, sample_arguments
+from agentrl.env.tool import Tool
+from agentrl.reward import Scorer
+from agentrl.reward.lint import copied_question
+from agentrl.utils.errors import EnvError
+
+# Findings
+
+
+class CheckFailed(Exception):
+    """The environment fails the check; the message is the evidence."""
+
+
+class Skipped(Exception):
+    """The check does not apply to this environment; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """The outcome of one check. `ok` is None if it does not apply."""
+
+    check: str
+    ok: bool | None
+    evidence: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The environment that is checked.
+
+    `build` gives a new instance each time, `scorer` scores whole episodes (None: checks of rewards do not
+    apply), `tasks` is the number of tasks per check, `fuzz` the number of inputs per tool. `portable` is
+    a pickled object with `build()`, for building the environment in another process. `every`: gold and idling are tried on
+    each task of an environment that has finitely many. `spec`: the reward spec's path, for evidence. `light`: episodes start
+    programs, so faults are planted in one tool alone.
+    """
+
+    build: Callable[[], ToolEnv]
+    scorer: ScorerLike | None
+    tasks: int = 12
+    fuzz: int = 500
+    portable: bytes | None = None
+    every: bool = False
+    spec: str = ""
+    light: bool = False
+
+    def probed(self, env: ToolEnv, split: str, count: int) -> range:
+        """Seeds of the tasks of a split: `count` of them, or each with `every`."""
+        known = env.task_count(split)
+        if known is not None:
+            return range(known if self.every else min(count, known))
+        if self.every:
+            raise CheckFailed(f"--all-tasks: split {split!r} has no end of tasks; use --tasks N")
+        return range(count)
+
+    def seeds(self, count: int | None = None) -> range:
+        return range(count or self.tasks)
+
+    def few_seeds(self) -> range:
+        """For checks that play a task several times."""
+        return range(min(self.tasks, max(2, self.tasks // 2)))
+
+    def gold(self, env: ToolEnv) -> list[Message]:
+        """The gold turns of the running task. Raises CheckFailed if the environment has none."""
+        try:
+            return env.gold_turns(env.task)
+        except NotImplementedError as problem:
+            raise CheckFailed(f"no gold_turns: {problem}") from problem
+
+    def turns(self, env: ToolEnv, seed: int, count: int = 4) -> list[Action]:
+        """Gold turns if there are any, else `count` sampled calls."""
+        try:
+            return list(env.gold_turns(env.task))
+        except NotImplementedError:
+            env.action_space.seed(seed)
+            return [env.action_space.sample() for _ in range(count)]
+
+    def scored(self, env: ToolEnv) -> ScoreLike:
+        """Value and success of the environment's finished episode. Raises Skipped without a scorer."""
+        if self.scorer is None:
+            raise Skipped("the environment names no reward spec")
+        return run_sync(self.scorer.ascore(env.trajectory))
+
+    def score(self, env: ToolEnv) -> float | None:
+        """The value alone."""
+        return self.scored(env).value
+
+    def won(self, env: ToolEnv) -> bool:
+        """Whether the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
+        if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
+            return self.scored(env).success is True
+        judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))
+        return any(one.score(env.trajectory).success is True for one in judged)
+
+    def not_judged(self) -> str:
+        """For evidence: the leaves of the spec that would call a model."""
+        judged = self.scorer.judged if isinstance(self.scorer, Scorer) else []
+        return f"; not judged: {', '.join(judged)}" if judged else ""
+
+    def play(self, env: ToolEnv, turns: Sequence[Action], seed: int, split: str = "train") -> float | None:
+        """Reset, play until the episode or the turns end, and score."""
+        env.reset(seed=seed, options={"split": split})
+        for turn in turns:
+            if env.step(turn)[2]:
+                break
+        return self.score(env)
+
+    def rng(self, seed: int) -> np.random.Generator:
+        return np.random.default_rng(seed)
+
+
+def describe(task: Task) -> str:
+    """A task's name for evidence."""
+    return f"task {task.id!r} (seed {task.seed}, {task.split})"
+
+
+def short_repr(value: Any, limit: int = 160) -> str:
+    """A value's repr, cut to `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# Scripted policies
+
+REFUSAL = "I do not know."
+
+Script = Callable[[ToolEnv, Any], list[Message]]
+"""The turns of a running episode; from a `numpy.random.Generator`, if it draws. Raises NotImplementedError if there are none."""
+
+
+def gold(env: ToolEnv, rng: Any) -> list[Message]:
+    """The environment's own solution."""
+    return list(env.gold_turns(env.task))
+
+
+def idle(env: ToolEnv, rng: Any) -> list[Message]:
+    """Says nothing."""
+    return [Message("assistant")]
+
+
+def refuse(env: ToolEnv, rng: Any) -> list[Message]:
+    """Says that it does not know."""
+    return [Message("assistant", REFUSAL)]
+
+
+def echo(env: ToolEnv, rng: Any) -> list[Message]:
+    """Repeats what the user said in the opening, and puts its formula into a box."""
+    return [Message("assistant", copied_question(env.trajectory.messages))]
+
+
+def spam(env: ToolEnv, rng: Any) -> list[Message]:
+    """Calls every read-only tool twice, with sampled arguments, and then says nothing."""
+    readers = [item for item in env.toolbox if item.options.read_only]
+    calls = [(ToolCall(item.name, sample_arguments(item.signature.parameters, rng)),) for item in readers * 2]
+    return [*(Message("assistant", tool_calls=one) for one in calls), Message("assistant")]
+
+
+SCRIPTS: dict[str, Script] = {"gold": gold, "idle": idle, "refuse": refuse, "echo": echo, "spam": spam}
+
+
+def lines_of(name: str, env: ToolEnv, rng: Any) -> Iterator[Message]:
+    """The turns of a script, without an end: gold falls silent, the others repeat their last one, since a user may ask back."""
+    turns = SCRIPTS[name](env, rng)
+    yield from turns
+    last = Message("assistant") if SCRIPTS[name] is gold else turns[-1]
+    while True:
+        yield last
+
+
+# Random input
+
+RESET_EVERY = 50
+ODD: tuple[Json, ...] = (
+    None, True, 0, -1, 2**63, 10**30, -0.5, 1e308, "", " ", "a" * 5000, "\n\t\0", "é漢字🎈", "' OR 1=1 --",
+    "../../etc/passwd", "<tool_call>", "{}", "NaN", [], {}, [[]], {"": None}, [1, "a", None],
+)  # fmt: skip
+
+
+def check_fuzz(subject: Subject) -> str:
+    """Every input gets a result or a structured error, never a crash."""
+    env = subject.build()
+    env.reset(seed=0)
+    names = env.toolbox.names
+    if not names:
+        raise Skipped("the environment has no tools")
+    refused = 0
+    gold = _gold_calls(env)
+    for place, name in enumerate(names):
+        rng, before = subject.rng(len(name)), place * subject.fuzz
+        for number in range(subject.fuzz):
+            if before + number and (before + number) % RESET_EVERY == 0:
+                env.reset(seed=number // RESET_EVERY)
+                gold = _gold_calls(env)
+            if name not in env.toolbox:
+                continue
+            tool = env.toolbox[name]
+            base = sample_arguments(tool.signature.parameters, rng)
+            _make_fit(base, _words(env), rng)
+            made = gold.get(name, [])
+            # Half of the calls start from a gold call, since random arguments seldom reach a tool's deeper code.
+            if made and rng.random() < 0.5:
+                base = copy.deepcopy(made[int(rng.integers(len(made)))])
+            refused += _one(env, tool, _varied(tool.signature.parameters, base, rng, number), number)
+    env.close()
+    total = subject.fuzz * len(names)
+    return f"{total} calls of {len(names)} tools: {total - refused} answered, {refused} refused, no crash"
+
+
+def _one(env: ToolEnv, tool: Tool, arguments: Any, number: int) -> int:
+    """Make one call; 1 if it was refused."""
+    try:
+        result = run_sync(env.toolbox.call(ToolCall(tool.name, arguments, id=f"f{number}")))
+    except EnvError as fault:
+        raise CheckFailed(f"{tool.name}({short_repr(arguments)}): {fault}") from fault
+    _check_answer(env, tool, arguments, result)
+    return int(result.error is not None)
+
+
+def _check_answer(env: ToolEnv, tool: Tool, arguments: Json, result: ToolResult) -> None:
+    where = f"{tool.name}({short_repr(arguments)})"
+    if tool.check(arguments) is not None and result.error is None:
+        raise CheckFailed(f"{where}: arguments that its own check refuses were answered with {short_repr(result.content)}")
+    core = env.unwrapped
+    ours = tool.options.error is None and isinstance(core, ToolEnv) and type(core).error_text is ToolEnv.error_text
+    if result.error is not None and ours and json.loads(result.content).get("error") != result.error:
+        raise CheckFailed(f"{where}: its error is not structured: {short_repr(result.content)}")
+    result.content.encode("utf-8")
+
+
+def _make_fit(arguments: dict[str, Json], words: list[str], rng: np.random.Generator) -> None:
+    """Replace most random strings by strings of the task, so that calls get past "no such record" errors."""
+    for name, value in arguments.items():
+        if isinstance(value, str) and words and rng.random() < 0.8:
+            arguments[name] = words[int(rng.integers(len(words)))]
+
+
+def _words(env: ToolEnv) -> list[str]:
+    """Short strings (keys included) of the task's data and gold."""
+    task = env.task
+    found: dict[str, None] = {}
+    level: list[Any] = [dict(task.data), dict(task.gold)]
+    while level and len(found) < 500:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                inner += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                inner += item
+            elif isinstance(item, str) and 0 < len(item) <= 80:
+                found[item] = None
+        level = inner
+    return list(found)
+
+
+def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
+    """Tool -> arguments of its calls in the gold solution."""
+    try:
+        turns = env.gold_turns(env.task)
+    except NotImplementedError:
+        return {}
+    made: dict[str, list[dict[str, Json]]] = {}
+    for call in (call for turn in turns for call in turn.tool_calls):
+        made.setdefault(call.name, []).append(call.arguments or {})
+    return made
+
+
+def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
+    """A third of the calls unchanged, a third with one change, a third with an odd value."""
+    kind = number % 3
+    if kind == 0:
+        return arguments
+    names = list(parameters.get("properties", {})) or ["x"]
+    name = names[int(rng.integers(len(names)))]
+    if kind == 1:
+        return _changed(arguments, name, rng)
+    # Odd values are used in turn, not drawn, so that each one occurs; the other arguments stay valid.
+    return {**arguments, name: ODD[number // 3 % len(ODD)]}
+
+
+def _changed(arguments: dict[str, Json], name: str, rng: np.random.Generator) -> Json:
+    change = int(rng.integers(4))
+    if change == 0:
+        arguments.pop(name, None)
+    elif change == 1:
+        arguments["unknown"] = 1
+    elif change == 2:
+        arguments[name] = ODD[int(rng.integers(len(ODD)))]
+    else:
+        arguments[name] = [arguments.get(name)]
+    return arguments
+
+
+# Tools that hang or crash
+
+
+async def _hang(**arguments: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def _crash(**arguments: Any) -> None:
+    raise RuntimeError("planted by agentrl env check")
+
+
+def check_hang(subject: Subject) -> str:
+    """Replace each tool in turn by one that never answers."""
+    return _each(subject, _hang, StopReason.TOOL_TIMEOUT)
+
+
+def check_crash(subject: Subject) -> str:
+    """Replace each tool in turn by one that raises."""
+    return _each(subject, _crash, StopReason.ENV_ERROR)
+
+
+def _each(subject: Subject, function: Any, expected: StopReason) -> str:
+    env = subject.build()
+    env.reset(seed=0)
+    names = env.toolbox.names[:1] if subject.light else env.toolbox.names
+    if not names:
+        raise Skipped("the environment has no tools")
+    for name in names:
+        if not env.is_open:  # a fault has ended the episode
+            env.reset(seed=0)
+        _planted(env, name, function, expected)
+    return f"{len(names)} tools: the episode ends with {expected.value}, unscored"
+
+
+def _planted(env: ToolEnv, name: str, function: Any, expected: StopReason) -> None:
+    original = env.toolbox[name]
+    schema = original.schema["function"]
+    # Unchecked: what a policy is shown need not be JSON Schema, and it is not the arguments that fail here.
+    options = Options(timeout=0.01, check="off", on_error="stop")
+    env.toolbox.replace(Tool.from_schema(name, "", schema["parameters"], function, options))
+    try:
+        env.step(_call(original))
+    except EnvError:
+        record = env.trajectory
+    else:
+        raise CheckFailed(f"{name}: the fault was swallowed; step went on as if the tool had answered")
+    if record.stop is not expected:
+        raise CheckFailed(f"{name}: the episode stopped with {record.stop.value!r}, not {expected.value!r}")
+    if record.reward is not None:
+        raise CheckFailed(f"{name}: a fault of the environment was rewarded with {record.reward}")
+
+
+def _call(tool: Tool) -> Message:
+    import numpy as np
+
+    arguments = sample_arguments(tool.signature.parameters, np.random.default_rng(0))
+    return Message("assistant", tool_calls=(ToolCall(tool.name, arguments),))
+
+
+def check_teardown(subject: Subject) -> str:
+    """`teardown` runs once for every `setup`: at the end, on a fault, on cancellation and on a new reset."""
+    counts: dict[str, int] = {}
+    for case in ("the end", "a fault", "cancellation", "a new reset"):
+        env = subject.build()
+        runs = 0
+        core = env.unwrapped
+        assert isinstance(core, ToolEnv)
+        original = core.teardown
+
+        async def counted(original: Any = original) -> None:
+            nonlocal runs
+            runs += 1
+            await original()
+
+        core.teardown = counted  # type: ignore[method-assign]
+        _end(env, case)
+        counts[case] = runs
+        if runs != 1:
+            raise CheckFailed(f"after {case}, teardown had run {runs} times, not once")
+    return f"once each after {', '.join(counts)}"
+
+
+def _end(env: ToolEnv, case: str) -> None:
+    env.reset(seed=0)
+    if case == "the end" or (not len(env.toolbox) and case != "a new reset"):
+        run_sync(env.aend(StopReason.DONE))
+    elif case == "a new reset":
+        env.reset(seed=1)
+    elif case == "a fault":
+        try:
+            _planted(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
+        except CheckFailed:
+            env.close()
+    else:
+        run_sync(_cancel(env))
+
+
+async def _cancel(env: ToolEnv) -> None:
+    original = env.toolbox[env.toolbox.names[0]]
+    parameters = original.schema["function"]["parameters"]
+    env.toolbox.replace(Tool.from_schema(original.name, "", parameters, _hang, Options(check="off")))
+    turn = asyncio.ensure_future(env.astep(_call(original)))
+    await asyncio.sleep(0.01)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)

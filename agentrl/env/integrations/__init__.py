@@ -1,1 +1,0 @@
-"""Environments of other platforms here, and ours there; each module needs that platform's package."""

@@ -1,0 +1,509 @@
+"""The Model Context Protocol: tools of a server, and an environment as a server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from pydantic import ValidationError
+
+from agentrl.config.schema import McpServerConfig
+from agentrl.data.images import Image
+from agentrl.data.trajectory import Json, Message, ToolCall
+from agentrl.env.base import ToolEnv
+from agentrl.env.call_options import Options
+from agentrl.env.tool import Tool
+from agentrl.env.toolbox import as_text, error_text, read
+from agentrl.utils import keeper
+from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
+from agentrl.utils.parsing import json_text
+from agentrl.utils.redaction import learn, redact_said, resolved
+from agentrl.utils.schemas import as_2020
+from agentrl.utils.threads import by_size
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+
+# Tools of a server
+
+_CLOSE_SECONDS = 10.0
+_MOST_PAGES = 1000
+"""Of a list of tools."""
+_SHOWN = 300
+"""Characters of a server's own words in an error."""
+_CLOSED = (-32000, "Connection closed")
+_NO_ANSWER = (
+    (-32000, "SSE stream "), (-32600, "Redirect"), (-32600, "Session terminated"), (-32600, "Unexpected content type: "),
+    (-32600, "server answered a request with "), (-32601, "Not Found"), (-32603, "Server returned an error response"),
+    (-32700, "Failed to parse JSON response: "), (-32700, "Failed to parse SSE message: "),
+)  # fmt: skip
+"""Errors that the SDK makes itself over HTTP where no answer came: code and first words. Servers use the same codes."""
+
+
+class McpSource:
+    """A server by name and config: gives each episode its own session (and process, over stdio)."""
+
+    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
+        """`build` makes an SDK server object that runs in this process, instead of a command or url.
+
+        Raises DependencyError without the SDK, ConfigError unless exactly one of command, url and `build` is set.
+        """
+        if find_spec("mcp") is None:
+            raise DependencyError("tools.mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
+        if sum((bool(server.command), bool(server.url), build is not None)) != 1:
+            raise ConfigError(f"tools.mcp.{name}: give either a command (a list of words) or a url")
+        learn({"command": server.command, "url": server.url, "env": server.env})
+        self.name = name
+        self.server = server
+        self.build = build
+
+    def session(self) -> McpSession:
+        """A new, unopened session."""
+        return McpSession(self.name, self.server, self.build)
+
+
+class McpSession:
+    """One connection. The SDK's client must be entered and exited in the same task, so one task holds it open."""
+
+    def __init__(self, name: str, server: McpServerConfig, build: Callable[[], Any] | None = None) -> None:
+        self.name = name
+        self.server = server
+        self._build = build
+        self._stop = asyncio.Event()
+        self._holder: asyncio.Task[None] | None = None
+        self._stderr: TextIO | None = None
+        self._strange = self._status = ""
+
+    def __str__(self) -> str:
+        return f"MCP server {self.name!r}"
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> McpSession:
+        raise TypeError(f"the session of MCP server {self.name!r} cannot be copied: it runs in another process")
+
+    async def open(self) -> list[Tool]:
+        """Start or reach the server and list its tools (only those named in `tools`, if any are).
+
+        Raises EnvError if the server does not start or answer in time, does not have a named tool, or has two of one name or one
+        whose schema cannot be used.
+        """
+        ready: asyncio.Future[tuple[Client, list[Any]]] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self.name}")
+        try:
+            async with asyncio.timeout(self.server.timeout):
+                client, listed = await ready
+        except TimeoutError:
+            self._holder.cancel()  # it waits for `close` only once the session is open
+            raise EnvError(f"{self}: no answer within {self.server.timeout:g} s{self._wrote()}") from None
+        wanted = self.server.tools
+        known = [item.name for item in listed]
+        for name in wanted or ():
+            if name not in known:
+                raise EnvError(f"{self} has no tool {name!r}; it has {', '.join(known)}")
+        tools: dict[str, Tool] = {}
+        for item in listed:
+            if wanted is not None and item.name not in wanted:
+                continue
+            if item.name in tools:
+                raise EnvError(f"{self} lists two tools with the name {item.name!r}; leave them out: give the others in `tools`")
+            tools[item.name] = self._tool(client, item)
+        return list(tools.values())
+
+    async def close(self) -> None:
+        """End the session, and the server's process if this session started it."""
+        if self._holder is None:
+            return
+        # Asked first, since the client ends the server's process as it closes; cancelled is only one that does not get there.
+        self._stop.set()
+        done, _ = await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
+        if not done:
+            self._holder.cancel()
+            await asyncio.wait([self._holder], timeout=_CLOSE_SECONDS)
+        if self._stderr is not None:
+            self._stderr.close()
+
+    async def _hold(self, ready: asyncio.Future[tuple[Client, list[Any]]]) -> None:
+        from mcp import Client
+
+        # It logs a traceback for each line that is no message; `_wrote` shows the first.
+        logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
+        try:
+            async with Client(self._target(), message_handler=self._note) as client:
+                # The policy reads what the server answers; whether that fits the server's own output schema is not checked.
+                client.session.validate_tool_result = _accept  # type: ignore[method-assign]
+                tools = await self._list_tools(client)
+                if not ready.done():
+                    ready.set_result((client, tools))
+                await self._stop.wait()
+        except Exception as fault:
+            # Once the session is open, a broken connection makes the next call fail, so nothing is reported here.
+            if not ready.done():
+                where = self.server.url or " ".join(self.server.command) or "in this process"
+                problem = EnvError(redact_said(f"{self} ({where}): {_cause(fault)}{self._wrote()}"))
+                ready.set_exception(fault if isinstance(fault, ConfigError) else problem)
+
+    def _target(self) -> Any:
+        """The target of the SDK's client. Raises ConfigError for an environment variable that is not set."""
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
+        if not server.command:
+            return self._over_http(str(server.url)) if self._build is None else self._build()
+        # A server may write a traceback for each error that it answers: into a file without a name.
+        self._stderr = cast(TextIO, tempfile.TemporaryFile("w+"))  # noqa: SIM115 - `close` ends it
+        first, *rest = server.command
+        if sys.platform == "linux":  # what a server starts ends with it, and it does not outlive this process
+            first, *rest = sys.executable, "-I", "-S", keeper.__file__, "--stdin", *server.command
+        program = StdioServerParameters(command=first, args=rest, env=dict(server.env) or None)
+        return stdio_client(program, errlog=self._stderr)
+
+    @asynccontextmanager
+    async def _over_http(self, url: str) -> AsyncIterator[Any]:
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        async def note(response: Any) -> None:
+            if response.request.method == "POST":
+                self._status = f"HTTP {response.status_code} {response.reason_phrase}" if response.status_code >= 400 else ""
+
+        async with create_mcp_http_client() as client:
+            client.event_hooks = {"response": [note]}
+            async with streamable_http_client(url, http_client=client) as streams:
+                yield streams
+
+    async def _list_tools(self, client: Client) -> list[Any]:
+        tools: list[Any] = []
+        seen: set[str] = set()
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            if cursor in seen:
+                raise EnvError(f"its list of tools repeats the cursor {cursor[:_SHOWN]!r}")
+            seen.add(cursor)
+            if len(seen) >= _MOST_PAGES:
+                raise EnvError(f"its list of tools has more than {_MOST_PAGES} pages")
+
+    async def _note(self, message: Any) -> None:
+        """Called by the SDK with notifications, and with the fault of a line that is no message."""
+        if isinstance(message, Exception) and not self._strange:
+            self._strange = str(message.errors()[0]["input"] if isinstance(message, ValidationError) else message)
+
+    def _wrote(self) -> str:
+        """For an error: the HTTP status of a failed request, the last line of its standard error, a line of its output
+        that is no message; "" without."""
+        said = f"; it answered {self._status}" if self._status else ""
+        if self._stderr is not None:
+            number = self._stderr.fileno()
+            written = os.pread(number, 4096, max(0, os.fstat(number).st_size - 4096)).decode("utf-8", "replace")
+            lines = [line.strip() for line in written.splitlines() if line.strip()]
+            said += f"; it wrote: {lines[-1][:_SHOWN]}" if lines else ""
+        if self._strange:
+            said += f"; its output has a line that is no message of MCP: {self._strange[:_SHOWN]!r}"
+        return redact_said(said)
+
+    def _tool(self, client: Client, item: Any) -> Tool:
+        async def call(**arguments: Any) -> Any:
+            from mcp import InputRequiredRoundsExceededError, MCPError
+
+            try:
+                result = await client.call_tool(item.name, arguments)
+            except MCPError as problem:
+                if not _is_answer(problem, self.server.url is not None):
+                    raise self._fault(item.name, problem) from problem
+                details = "" if problem.data is None else f": {as_text(item.name, problem.data)}"
+                raise ToolError(f"{problem}{details}") from problem
+            except InputRequiredRoundsExceededError as problem:
+                raise ToolError("the server goes on asking for more input, which nobody here gives") from problem
+            except Exception as problem:
+                raise self._fault(item.name, problem) from problem
+            parts = [await _part(block) for block in result.content]
+            if result.structured_content is not None and not any(part for part in parts if isinstance(part, str)):
+                if not (parts or result.is_error):
+                    return result.structured_content
+                parts.append(as_text(item.name, result.structured_content))
+            if result.is_error:
+                text = "\n".join(part if isinstance(part, str) else part.line for part in parts)
+                raise ToolError(text if text.strip() else "the server calls this an error and does not say why")
+            texts = [part for part in parts if isinstance(part, str)]
+            return "\n".join(texts) if len(texts) == len(parts) else parts
+
+        hints = item.annotations
+        read_only = bool(hints is not None and hints.read_only_hint)
+        # Calls of one turn that may write run one after another: their outcome must not depend on a race.
+        options = Options(
+            timeout=self.server.timeout,
+            late=self.server.late,
+            max_output=self.server.max_output,
+            parallel=read_only,
+            read_only=read_only,
+            check=self.server.check,
+            on_error="stop",
+        )
+        try:
+            schema = {key: value for key, value in as_2020(item.input_schema).items() if key != "title"}
+            tool = Tool.from_schema(self.server.prefix + item.name, item.description or "", schema, call, options)
+            _ = tool.schema, tool.check
+        except (TypeError, ValueError) as problem:
+            raise EnvError(
+                f"{self}, tool {item.name!r}: {problem}. Correct the schema on the server, or leave the tool out: give the "
+                "others in `tools`"
+            ) from problem
+        return tool
+
+    def _fault(self, tool: str, fault: Exception) -> EnvError:
+        return EnvError(redact_said(f"tool {tool} of {self} failed: {_cause(fault)}{self._wrote()}"))
+
+
+def _is_answer(problem: Any, over_http: bool) -> bool:
+    """Tell a server's error answer from the SDK's own error for a lost connection, and from a late answer of a server behind."""
+    late = problem.code == -32001 and "timed out" in problem.message.lower()
+    made = over_http and any(problem.code == code and problem.message.startswith(words) for code, words in _NO_ANSWER)
+    return not late and not made and (problem.code, problem.message) != _CLOSED
+
+
+async def _accept(name: str, result: Any) -> None:
+    return
+
+
+async def _part(block: Any) -> str | Image:
+    """A block of a result: its text or its image; for what is not shown, a line of its kind and size."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource_link":
+        return f"[link to a resource: {', '.join(str(part) for part in (block.uri, block.name, block.mime_type) if part)}]"
+    held = block.resource if block.type == "resource" else block
+    if hasattr(held, "text"):
+        return str(held.text)
+    size = f"{len(block.model_dump_json())} bytes as JSON"
+    kind = (held.mime_type or "").partition(";")[0].strip().lower()
+    encoded = held.blob if block.type == "resource" else held.data
+    image = block.type == "image" or (kind.startswith("image/") and not _is_text(kind))
+    shown = "image" if image else f"{block.type} {getattr(held, 'uri', '')}".strip()
+    try:
+        data = base64.b64decode(encoded, validate=True)
+        if block.type == "resource" and _is_text(kind):
+            return data.decode()
+    except ValueError as problem:
+        return f"[{shown}, {size}, not shown: {problem}]"
+    return await by_size(len(data), read, data, size) if image else f"[{shown}, {size}, not shown]"
+
+
+def _is_text(kind: str) -> bool:
+    """True for media types of text files."""
+    names = ("json", "xml", "yaml", "toml", "javascript", "typescript", "sql", "csv", "x-sh", "x-yaml", "x-python", "x-ndjson")
+    return kind.startswith("text/") or kind.endswith(("+json", "+xml", "+yaml")) or kind in {f"application/{n}" for n in names}
+
+
+def tool_list(schemas: Iterable[Mapping[str, Json]]) -> list[Any]:
+    """Tools in OpenAI's function format as a server of MCP lists them."""
+    import mcp_types as types
+
+    functions = [schema["function"] for schema in schemas]
+    return [
+        types.Tool(name=one["name"], description=one.get("description", ""), input_schema=one["parameters"]) for one in functions
+    ]
+
+
+def call_result(text: str, images: Iterable[Image] = (), *, error: bool = False) -> Any:
+    """A text with its images as a server of MCP answers a call: each image in the place of its line."""
+    import mcp_types as types
+
+    left = {image.line: image for image in images}
+    blocks: list[Any] = []
+    lines: list[str] = []
+
+    def flush() -> None:
+        if lines:
+            blocks.append(types.TextContent(type="text", text="\n".join(lines)))
+            lines.clear()
+
+    for line in text.split("\n"):
+        if line in left:
+            flush()
+            blocks.append(_picture(left.pop(line)))
+        else:
+            lines.append(line)
+    flush()
+    # Within a line, of JSON say: the text stays whole.
+    blocks += [_picture(image) for line, image in left.items() if line in text]
+    return types.CallToolResult(content=blocks, is_error=error)
+
+
+def _picture(image: Image) -> Any:
+    import mcp_types as types
+
+    return types.ImageContent(type="image", data=image.data, mime_type=image.media_type)
+
+
+def _cause(fault: BaseException) -> str:
+    """The first real cause inside the exception groups that task groups raise."""
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    return str(fault) if isinstance(fault, AgentrlError) else f"{type(fault).__name__}: {fault}"
+
+
+# An environment as a server
+
+HOST = "127.0.0.1"
+START, ANSWER = "start_episode", "final_answer"
+
+
+def _own(name: str, description: str, properties: dict[str, Any], required: Sequence[str] = ()) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return Tool.from_schema(name, description, schema, dict)  # never called: `Served` answers
+
+
+_OWN_TOOLS = {
+    START: _own(
+        START,
+        "Start an episode on the task of a seed; returns the task. The current episode ends.",
+        {"seed": {"type": "integer", "minimum": 0}},
+    ),
+    ANSWER: _own(
+        ANSWER,
+        "Say something to the user; if the user has nothing to add, this ends the episode.",
+        {"text": {"type": "string"}},
+        ["text"],
+    ),
+}
+Said = tuple[str, tuple[Image, ...]]
+"""A text, and the images whose lines stand in it."""
+
+
+class Served:
+    """One environment behind a server: one episode at a time, one call after another."""
+
+    def __init__(self, env: ToolEnv, seed: int, split: str) -> None:
+        """Raises EnvError if a tool of the environment has the name of one of the server's own tools."""
+        taken = [name for name in _OWN_TOOLS if name in env.toolbox]
+        if taken:
+            raise EnvError(f"{env.id}: a served environment cannot have a tool called {taken[0]!r}")
+        self.env, self.seed, self.split = env, seed, split
+        self._turns = asyncio.Lock()
+        self._over = True
+
+    async def start(self, seed: int) -> Said:
+        """Start an episode; returns the opening messages as one text, and their images."""
+        self._over = True
+        observation, _ = await self.env.areset(seed=seed, options={"split": self.split})
+        self._over = False
+        return "\n\n".join(f"{message.role}: {message.content}" for message in observation), _images(observation)
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The environment's tools and the server's own, in OpenAI's function format."""
+        return [*self.env.toolbox.schemas(), *(tool.schema for tool in _OWN_TOOLS.values())]
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
+        """Make one call; returns the answer, and whether it is an error."""
+        async with self._turns:
+            try:
+                return await self._call(name, arguments)
+            except AgentrlError as fault:
+                self._over = True
+                return (f"{fault}; the episode is over: call {START} for another one", ()), True
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[Said, bool]:
+        if name in _OWN_TOOLS and (problem := _OWN_TOOLS[name].check(arguments)) is not None:
+            return (error_text(problem.kind, problem.message), ()), True
+        if name == START:
+            return await self.start(arguments.get("seed", self.seed)), False
+        if self._over:
+            return (f"the episode is over; call {START} for another one", ()), True
+        if name == ANSWER:
+            return await self._step(Message("assistant", arguments["text"])), False
+        said = await self._step(Message("assistant", tool_calls=(ToolCall(name, arguments),)))
+        results = self.env.trajectory.turns[-1].results
+        return said, bool(results) and results[-1].error is not None
+
+    async def _step(self, message: Message) -> Said:
+        observation, reward, terminated, truncated, info = await self.env.astep(message)
+        self._over = terminated or truncated
+        texts = [item.content for item in observation]
+        if self._over:
+            end = {"episode": "over", "stop": info["stop"]}
+            if self.env.scorer is not None:
+                end["reward"] = reward
+            texts.append(json_text(end))
+        return "\n".join(texts), _images(observation)
+
+
+def _images(messages: Sequence[Message]) -> tuple[Image, ...]:
+    return tuple(image for message in messages for image in message.images)
+
+
+def build_server(served: Served, instructions: str) -> Any:
+    """The SDK's low-level server over one environment. Raises DependencyError without the SDK."""
+    if find_spec("mcp") is None:
+        raise DependencyError("agentrl env serve --mcp needs the MCP SDK: pip install 'agentrl[mcp]'")
+    import mcp_types as types
+    from mcp.server.lowlevel import Server
+
+    async def on_list_tools(context: Any, params: Any) -> Any:
+        return types.ListToolsResult(tools=tool_list(served.tools()))
+
+    async def on_call_tool(context: Any, params: Any) -> Any:
+        (text, images), is_error = await served.call(params.name, dict(params.arguments or {}))
+        return call_result(text, images, error=is_error)
+
+    return Server(served.env.id, instructions=instructions, on_list_tools=on_list_tools, on_call_tool=on_call_tool)
+
+
+async def opening(served: Served) -> str:
+    """Start the first episode; returns its task as a server's instructions, which are text alone."""
+    text, images = await served.start(served.seed)
+    shown = f"\n\nThe task has pictures: call {START} to be shown them." if images else ""
+    return text + shown
+
+
+def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
+    """Serve one environment until the client leaves (stdio) or Ctrl-C (HTTP on 127.0.0.1:`port`, path /mcp).
+
+    An episode on `seed` is open from the start; its task is in the server's instructions. Over HTTP all
+    clients share one episode.
+    """
+    asyncio.run(_serve(env, seed, split, port))
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket on 127.0.0.1:`port`. Raises ConfigError if the port is not available."""
+    try:
+        return socket.create_server((HOST, port))
+    except (OSError, OverflowError) as problem:
+        raise ConfigError(f"--http {port}: cannot listen on {HOST}:{port}: {problem}; try another port") from problem
+
+
+async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
+    served = Served(env, seed, split)
+    listener = None if port is None else _listen(port)
+    server = build_server(served, await opening(served))
+    try:
+        if listener is None:
+            from mcp.server.stdio import stdio_server
+
+            async with stdio_server() as (read, write):
+                await server.run(read, write, server.create_initialization_options())
+        else:
+            import uvicorn
+
+            from agentrl.utils.network import uvicorn_config
+
+            app = server.streamable_http_app()
+            config = uvicorn_config(app, HOST, lifespan="on")
+            await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        if listener is not None:
+            listener.close()
+        await env.aclose()

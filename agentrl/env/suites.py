@@ -1,0 +1,524 @@
+"""Suites: a benchmark's tasks, tools and data as an environment; where its source is; its installation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import platform
+import threading
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from functools import lru_cache
+from hashlib import blake2b, sha256
+from importlib.util import find_spec
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentrl.data.trajectory import Json, StopReason, Task
+from agentrl.env.authoring import held_out_families
+from agentrl.env.base import ToolEnv
+from agentrl.utils.errors import ConfigError, TaskDataError, did_you_mean
+from agentrl.utils.files import atomic_write, file_sha256
+from agentrl.utils.parsing import read_json
+from agentrl.utils.search_path import user_folder
+from agentrl.utils.threads import fork_safe
+
+# Where a suite's source is on this machine: a benchmark's checkout or package, and the record of its installation.
+#
+# `agentrl env install` writes a record to the user's folder: source, version, counts, and size, time and sha256 of the files that
+# tasks and checkers come from. An environment reads the benchmark in place; nothing of it is copied.
+
+SOURCES = "AGENTRL_SOURCES"
+"""Set on the workers of a cluster: the sources that the driver has records of, as JSON, by suite."""
+_LEFT_OUT = frozenset({"__pycache__", "node_modules"})
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was at the installation: bytes, modification time in ns, sha256."""
+
+    size: int
+    modified: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class InstallRecord:
+    """What `agentrl env install` wrote. `source`: the folder; `files`: by path relative to it; `tasks`: counts by environment id,
+    split and family; `installed`: the date."""
+
+    suite: str
+    source: str
+    version: str
+    installed: str
+    files: dict[str, SourceFile] = field(repr=False)
+    tasks: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+
+    def changes(self, patterns: Iterable[str]) -> list[str]:
+        """What is other now than at the installation, of the files that the patterns name, in words: "data/tasks.json was
+        changed"; empty if nothing is."""
+        now = {str(path.relative_to(self.source)) for path in _matching(Path(self.source), patterns)}
+        found = [f"{name} is new" for name in sorted(now - set(self.files))]
+        for name, old in self.files.items():
+            path = Path(self.source) / name
+            if not path.is_file():
+                found.append(f"{name} is gone")
+                continue
+            stat = path.stat()
+            if (stat.st_size, stat.st_mtime_ns) != (old.size, old.modified) and file_of(path).sha256 != old.sha256:
+                found.append(f"{name} was changed")
+        return found
+
+
+def record_file(suite: str) -> Path:
+    """Where the record of a suite is, or would be."""
+    return user_folder() / "suites" / f"{suite}.json"
+
+
+def read_record(suite: str) -> InstallRecord | None:
+    """The record of a suite's installation; None if it is not installed. Raises ConfigError for a damaged one."""
+    file = record_file(suite)
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return _read_record(suite, file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=64)  # an environment asks for each episode
+def _read_record(suite: str, file: Path, modified: int, size: int) -> InstallRecord:
+    """The record in a file as it was at that time."""
+    try:
+        raw: dict[str, Any] = read_json(file.read_text(encoding="utf-8"))
+        return InstallRecord(**{**raw, "files": {name: SourceFile(**one) for name, one in raw["files"].items()}})
+    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise ConfigError(f"{file}: not a record of `agentrl env install` ({problem}); install {suite} again") from None
+
+
+def write_record(record: InstallRecord) -> Path:
+    """Write a suite's record, in place of an older one; returns its path."""
+    file = record_file(record.suite)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, json.dumps(asdict(record), indent=1) + "\n")
+    return file
+
+
+def recorded_sources() -> dict[str, str]:
+    """The source of every installed suite, for the workers of a cluster; those of the driver, if this process is a worker's."""
+    folder = user_folder() / "suites"
+    records = [read_record(file.stem) for file in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+    return {**{record.suite: record.source for record in records if record is not None}, **_of_driver()}
+
+
+def find_source(
+    suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = "", called: str = "params.source"
+) -> tuple[Path, str]:
+    """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". `called`: what
+    `given` is in the user's words. Raises ConfigError if there is none, with the commands that help, or if a folder that is named
+    does not exist on this machine."""
+    if given is not None and not given.strip():
+        raise ConfigError(f"{suite}: {called} is empty; expected {_expected(suite, obtain)}")
+    record = read_record(suite)
+    places: tuple[tuple[str | None, str, str], ...] = (
+        (given, "given", called),
+        (_of_driver().get(suite), "driver", "the source on the driver's machine"),
+        (None if record is None else record.source, "installed", "the source that `agentrl env install` recorded"),
+    )
+    for place, how, said in places:
+        if place is not None:
+            return _folder(suite, Path(place).expanduser(), said, _expected(suite, obtain)), how
+    if module is not None and (packaged := module_folder(module)) is not None:
+        return packaged, "package"
+    if own is not None:
+        return own, "own"
+    raise ConfigError(f"{suite}: its source is not installed. {how_to_install(suite, obtain)}")
+
+
+def how_to_install(suite: str, obtain: str) -> str:
+    """The commands that help if a suite's source is missing."""
+    first = f"First `{obtain}`, then" if obtain else "Use"
+    return f"{first} `agentrl env install {suite} --from FOLDER` (or set params.source=FOLDER for one run)"
+
+
+def module_folder(module: str) -> Path | None:
+    """The folder of an importable top-level package, which is not imported; None if there is none."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]).resolve() if places else None
+
+
+def checkout_version(folder: Path) -> str:
+    """The commit of a git checkout that a folder is in (its first 12 digits), read without running git; "no version" if it is in
+    none."""
+    for place in (folder, *folder.parents):
+        git = place / ".git"
+        if git.is_file():  # of a worktree: "gitdir: PATH", whose refs are two folders above it
+            git = place / git.read_text().removeprefix("gitdir:").strip()
+        if (git / "HEAD").is_file():
+            return _commit(git) or "no version"
+    return "no version"
+
+
+def need(folder: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError naming the first of files and folders (relative to `folder`) that is missing."""
+    for name in names:
+        if not (folder / name).exists():
+            raise ConfigError(f"{name} is missing")
+
+
+def found_version(folder: Path) -> str:
+    """The version of a checkout or package: what its `pyproject.toml` says, what is written beside an installed package
+    (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is none."""
+    project = folder / "pyproject.toml"
+    if project.is_file():
+        try:
+            said = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("version")
+        except ValueError as problem:
+            raise ConfigError(f"pyproject.toml: {problem}") from None
+        if said is not None:
+            return str(said)
+    beside = sorted(folder.parent.glob(f"{folder.name}-*.dist-info"))
+    return beside[-1].name.removesuffix(".dist-info").partition("-")[2] if beside else checkout_version(folder)
+
+
+def _commit(git: Path) -> str:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head[:12]
+    name = head.removeprefix("ref:").strip()
+    for root in (git, git.parent.parent):
+        if (root / name).is_file():
+            return (root / name).read_text().strip()[:12]
+        packed = (root / "packed-refs").read_text().splitlines() if (root / "packed-refs").is_file() else []
+        if found := [line.split()[0] for line in packed if line.endswith(f" {name}")]:
+            return found[0][:12]
+    return ""
+
+
+def read_files(folder: Path, patterns: Iterable[str]) -> dict[str, SourceFile]:
+    """The files of a folder that one of the glob patterns names, hashed; by relative path, sorted."""
+    return {str(path.relative_to(folder)): file_of(path) for path in _matching(folder, patterns)}
+
+
+def file_of(path: Path) -> SourceFile:
+    """A file's size, time and hash."""
+    stat = path.stat()
+    return SourceFile(stat.st_size, stat.st_mtime_ns, file_sha256(path))
+
+
+def fingerprint(files: Mapping[str, SourceFile]) -> str:
+    """One digest of the files' names and contents."""
+    return sha256(json.dumps([[name, one.sha256] for name, one in sorted(files.items())]).encode()).hexdigest()
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(found):
+        parts = path.relative_to(folder).parts
+        if not any(part.startswith(".") or part in _LEFT_OUT for part in parts):
+            yield path
+
+
+def _of_driver() -> dict[str, str]:
+    found: dict[str, str] = read_json(os.environ.get(SOURCES) or "{}")
+    return found
+
+
+def _expected(suite: str, obtain: str) -> str:
+    return "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
+
+
+def _folder(suite: str, place: Path, said: str, expected: str) -> Path:
+    if not place.is_dir():
+        what = "that is a file" if place.is_file() else f"there is no such folder on {platform.node() or 'this machine'}"
+        raise ConfigError(
+            f"{suite}: {said} is {str(place)!r}, and {what}; expected {expected}. A suite is read in place, so each machine that "
+            f"plays it needs it at that path (`agentrl env install {suite} --from FOLDER` records another)"
+        )
+    return place.resolve()
+
+
+# A suite: a benchmark's own tasks, tools and data as an environment, read in place from the user's checkout or package.
+#
+# class Toy(SuiteEnv):
+# id, suite, module, obtain = "me/Toy-v0", "toy", None, "git clone https://..."
+# files = ("data/*.json",)                                    # what tasks and checkers come from
+#
+# required = ("data",)                                           # without which a folder is not the benchmark's
+# def load(self): ...                                         # yields a SuiteTask for each task
+# def prompt(self, task): ...                                 # and the rest of a ToolEnv
+#
+# What is general is here: where the source is, its fingerprint, splits by family, the table of official metrics.
+
+WHOLE = "all"
+"""The split that has every task: to evaluate a benchmark as a whole. It is in no `splits`, and nothing trains on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteTask:
+    """One task of a benchmark. `split`: the benchmark's own; None: by the family."""
+
+    id: str
+    family: str
+    data: Mapping[str, Json] = field(repr=False)
+    gold: Mapping[str, Json] = field(repr=False)
+    split: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode as the official metrics see it. `sample`: its number among those of its task, 0 to k - 1; `unscored`: why it has
+    no score (an outage, say), or None."""
+
+    task_id: str
+    family: str
+    data: Mapping[str, Json] = field(repr=False)
+    sample: int
+    value: float | None
+    success: bool | None
+    stop: StopReason
+    turns: int
+    calls: int
+    unscored: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfficialRow:
+    """A row of a benchmark's official table: `n` is what the value is a mean of, `weight` its part in the overall value (None:
+    none); `value` is None if nothing of it was scored."""
+
+    name: str
+    value: float | None
+    n: int
+    weight: float | None = None
+    note: str = ""
+
+
+class SuiteEnv(ToolEnv):
+    """Base class of suites. A subclass sets what `ToolEnv` asks for and:
+
+    `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
+    the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder beside the class's
+    file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
+    `required`: files and folders, below the source, without which it is not the benchmark's.
+    `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
+    `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
+    All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
+    """
+
+    suite: ClassVar[str] = ""
+    module: ClassVar[str | None] = None
+    obtain: ClassVar[str] = ""
+    own: ClassVar[str | None] = None
+    files: ClassVar[tuple[str, ...]] = ("**/*",)
+    required: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""
+    beside: ClassVar[frozenset[str]] = frozenset()
+    host_params = frozenset({"source"})
+
+    def __init__(self, *, source: str | None = None, **base: Any) -> None:
+        """`source`: the benchmark's checkout or package folder; by default what `agentrl env install` recorded, else the
+        importable package. Raises ConfigError if there is none, or if a file of it is missing."""
+        super().__init__(**base)
+        self.source, self.version = type(self).located(source)
+
+    @classmethod
+    def check_source(cls, folder: Path) -> str:
+        """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
+        need(folder, cls.required)
+        return found_version(folder)
+
+    @classmethod
+    def official(cls, episodes: Sequence[Played]) -> Sequence[OfficialRow]:
+        """The benchmark's own metrics with its own weights; by default none. Unscored episodes (`success` None) are counted by
+        no mean, and `n` says how many were."""
+        return ()
+
+    @classmethod
+    def located(cls, source: str | None = None) -> tuple[Path, str]:
+        """The source's folder and version. Raises ConfigError as `__init__`."""
+        own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
+        folder, _ = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
+        return folder, _checked(cls, folder)
+
+    @classmethod
+    def counted(cls, folder: Path) -> dict[str, dict[str, int]]:
+        """The number of tasks of the benchmark at a folder by split and family, for the record of its installation."""
+        env = cls(source=str(folder), scorer=None)
+        found: dict[str, dict[str, int]] = {}
+        for split in env.splits:
+            tasks = (env.make_task(seed, split) for seed in range(env.task_count(split)))
+            found[split] = dict(Counter(env.family(task) for task in tasks))
+        env.close()
+        return found
+
+    # -- tasks -------------------------------------------------------------------------------------
+
+    def load(self) -> Iterable[SuiteTask]:
+        """Every task of the benchmark under this environment's parameters, in its own order; without parameters, every task.
+        Called once per process for each source and set of parameters. (An author who overrides `make_task` and `task_count`
+        needs none.)"""
+        raise NotImplementedError(f"{type(self).__name__}.load")
+
+    def whole(self) -> Sequence[SuiteTask]:
+        """Every task of the benchmark, whatever the parameters: which families are held out depends on these and on nothing that
+        selects from them, so that nobody trains on a part in which other families are held out. By default, what the class
+        loads without parameters."""
+        if not self._parameters():
+            return ()
+        kept = {name: value for name, value in self._built_with[1].items() if name in self.beside}
+        return type(self)(source=str(self.source), scorer=None, **kept)._pool()[WHOLE]
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        rows = self._rows(split)
+        row = rows[rng_seed % len(rows)]
+        return Task(row.id, rng_seed, split, {"family": row.family, **row.data}, row.gold)
+
+    def spread(self, split: str, count: int, seed: int = 0) -> tuple[int, ...]:
+        """The numbers of `count` tasks of a split, spread over its kinds (see `kind`): one of each kind in turn, kinds and the
+        tasks of a kind in the order of a hash of their names and of `seed`. The same for the same seed; those of a smaller count
+        are among those of a larger one. (The first ones of an author who overrides `make_task`.)"""
+        if type(self).make_task is not SuiteEnv.make_task:
+            return tuple(range(count))
+        kinds: dict[str, list[tuple[bytes, int]]] = {}
+        for number, row in enumerate(self._rows(split)):
+            name = str(row.data[self.kind]) if self.kind else row.family
+            kinds.setdefault(name, []).append((_drawn(seed, row.id), number))
+        ordered = [sorted(kinds[name]) for name in sorted(kinds, key=lambda name: _drawn(seed, name))]
+        turns = (one[1] for ring in zip_longest(*ordered) for one in ring if one is not None)
+        return tuple(sorted(islice(turns, count)))
+
+    def task_count(self, split: str) -> int:
+        return len(self._pool().get(split, ()))
+
+    def _rows(self, split: str) -> Sequence[SuiteTask]:
+        pool = self._pool()
+        if not pool.get(split):
+            known = [name for name, rows in pool.items() if rows]
+            hint = did_you_mean(split, known, f"its splits: {', '.join(known) or 'none'}")
+            if split in pool:  # there is such a split, and these parameters choose nothing of it
+                every = by_split(self.suite, self.whole())[split] if self._parameters() else ()
+                families = sorted({row.family for row in every})
+                hint += f"; env.params choose none of its families: {', '.join(families)}" if families else ""
+            raise TaskDataError(f"{self.suite}: no tasks of split {split!r}; {hint}")
+        return pool[split]
+
+    def _pool(self) -> dict[str, tuple[SuiteTask, ...]]:
+        """The tasks by split. Held by the process and not by the environment, so that no snapshot copies them."""
+        key = (type(self), self.source, repr(self._parameters()))
+        with _LOCK:
+            if key not in _POOLS:
+                _POOLS[key] = by_split(self.suite, tuple(self.load()), self.whole())
+            return _POOLS[key]
+
+    def _parameters(self) -> list[tuple[str, Any]]:
+        return sorted((name, value) for name, value in self._built_with[1].items() if name not in _NO_MATTER | self.beside)
+
+
+def _drawn(seed: int, name: str) -> bytes:
+    return blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+
+
+_LOCK = fork_safe(threading.RLock())
+_POOLS: dict[tuple[Any, ...], dict[str, tuple[SuiteTask, ...]]] = {}
+_NO_MATTER = frozenset({"source", "split", "scorer", "render_mode", "count_tokens"})
+
+
+def by_split(suite: str, tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask] = ()) -> dict[str, tuple[SuiteTask, ...]]:
+    """Tasks by split, and under "all": the benchmark's own split if a task has one, else whole families are held out (single
+    tasks if there is only one family). `whole`: more tasks, whose families count for that. Raises TaskDataError for two tasks
+    of one id, and for a family with and without a split."""
+    if not tasks:
+        raise TaskDataError(f"{suite}: its source has no tasks")
+    ids: set[str] = set()
+    for task in tasks:
+        if task.id in ids:
+            raise TaskDataError(f"{suite}: two tasks have the id {task.id!r}")
+        ids.add(task.id)
+    named = {task.family for task in tasks if task.split is not None}
+    if mixed := sorted(named & {task.family for task in tasks if task.split is None}):
+        raise TaskDataError(f"{suite}: tasks of the family {mixed[0]!r} have a split of their own, and others of it have none")
+    open_ones = [task for task in (*tasks, *whole) if task.split is None]
+    several = len({task.family for task in open_ones}) > 1
+    held = held_out_families(task.family if several else task.id for task in open_ones)
+    found: dict[str, list[SuiteTask]] = {"train": [], "heldout": []}
+    for task in tasks:
+        hashed = "heldout" if (task.family if several else task.id) in held else "train"
+        found.setdefault(task.split or hashed, []).append(task)
+    return {**{name: tuple(rows) for name, rows in found.items()}, WHOLE: tuple(tasks)}
+
+
+_VERSIONS: dict[tuple[type, Path], str] = {}
+
+
+def _checked(cls: type[SuiteEnv], folder: Path) -> str:
+    """The version, asked once per process and folder, since an environment is built for every episode."""
+    try:
+        return _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))
+    except ConfigError as problem:
+        raise ConfigError(
+            f"{cls.suite}: {folder} is not its source: {problem}\nTo get it: {cls.obtain or 'see its README'}"
+        ) from None
+
+
+# Installation
+
+
+def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> InstallRecord:
+    """Check the source of a suite and write its record. `classes`: its environments by id, at least one. `given`: the folder; by
+    default what is recorded already, or the importable package.
+
+    Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
+    suite = next(iter(classes.values()))
+    folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
+    version = suite.located(str(folder))[1]
+    tasks = {env_id: one.counted(folder) for env_id, one in classes.items()}
+    files = read_files(folder, suite.files)
+    if not files:
+        raise ConfigError(f"{suite.suite}: no file of {folder} matches {', '.join(suite.files)}")
+    record = InstallRecord(suite.suite, str(folder), version, date.today().isoformat(), files, tasks)
+    write_record(record)
+    return record
+
+
+def remove(suite: str) -> Path:
+    """Delete the record of a suite; its source stays. Returns the record's path. Raises ConfigError if it is not installed."""
+    file = record_file(suite)
+    if not file.is_file():
+        raise ConfigError(f"{suite} is not installed: there is no {file}")
+    file.unlink()
+    return file
+
+
+def source_notes(env: SuiteEnv, shown: int = 6) -> Sequence[str]:
+    """What a run should say of an environment's source: the files that changed since it was installed, by name."""
+    record = _record_of(env)
+    changed = [] if record is None else record.changes(env.files)
+    if record is None or not changed:
+        return ()
+    more = f" and {len(changed) - shown} more" if len(changed) > shown else ""
+    return (
+        f"{env.suite}: its source {env.source} is not what was installed on {record.installed} ({record.version}): "
+        f"{', '.join(changed[:shown])}{more}; if that is meant: agentrl env install {env.suite} --from {env.source}",
+    )
+
+
+def source_fingerprint(env: SuiteEnv) -> str:
+    """One digest of the files that tasks and checkers come from; by the record, if nothing changed since."""
+    record = _record_of(env)
+    if record is not None and not record.changes(env.files):
+        return fingerprint(record.files)
+    return fingerprint(read_files(env.source, env.files))
+
+
+def _record_of(env: SuiteEnv) -> InstallRecord | None:
+    record = read_record(env.suite)
+    return record if record is not None and Path(record.source).resolve() == env.source else None

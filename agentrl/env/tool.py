@@ -1,0 +1,598 @@
+"""`Tool`, `@tool`, `ToolSet`: typed Python functions that a policy may call, with their JSON Schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from types import FunctionType
+from typing import Annotated, Any, ClassVar, Protocol, cast, get_args, get_origin, get_type_hints, overload
+from weakref import WeakKeyDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic_core import SchemaError
+
+from agentrl.data.trajectory import Json
+from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
+from agentrl.utils.child_process import Child, child_for, function_ref
+from agentrl.utils.schemas import DATA
+from agentrl.utils.threads import TOOLS
+
+# A typed Python signature as JSON Schema, and JSON arguments as Python values.
+#
+# pydantic handles the types; this file only decides which parameters are arguments, where their
+# descriptions come from, and in what simplified form a model sees the schema.
+
+
+class Hidden:
+    """Marks a parameter that the environment fills in and the model never sees.
+
+    `user: Annotated[str, Hidden()]` takes its value from `ToolEnv.hidden(task)["user"]`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A tool's parameters: JSON Schema for the model, and how to turn its arguments into Python values: those that fit the
+    schema (`convert`), or any (`loosely`). `declared`: what the model is shown, where others wrote it; else None."""
+
+    description: str
+    parameters: dict[str, Json]
+    hidden: tuple[str, ...]
+    convert: Callable[[Mapping[str, Json]], dict[str, Any]]
+    loosely: Callable[[Mapping[str, Json]], dict[str, Any]] = dict
+    declared: dict[str, Json] | None = None
+
+
+_PREFIX = "p_"
+# int and float are not among them: JSON Schema takes 1.0 for an integer and 1 for a number, and pydantic
+# turns these into 1 and 1.0.
+_AS_JSON = frozenset({str, bool, Any, dict, list})
+
+
+def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
+    """Read the name, types, defaults and docstring of `function` (`method`: its first parameter is `self`).
+
+    Raises TypeError if a parameter has no annotation, is `*args` or `**kwargs`, or has a type that
+    has no JSON form.
+    """
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as problem:
+        raise TypeError(f"tool {function.__name__}: an annotation cannot be resolved: {problem}") from problem
+    summary, described = read_docstring(inspect.getdoc(function) or "")
+    fields: dict[str, Any] = {}
+    hidden: list[str] = []
+    for parameter in list(inspect.signature(function).parameters.values())[1 if method else 0 :]:
+        hint = _hint(function, parameter, hints)
+        if _is_hidden(hint):
+            hidden.append(parameter.name)
+            continue
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        # The alias is the argument's name; the field's own name (see _model) is never visible.
+        info = Field(default=default, alias=parameter.name, description=described.get(parameter.name))
+        fields[parameter.name] = (hint, info)
+    model = _model(function, fields)
+    schema = plain_schema(_schema(function, model))
+    return Signature(summary, schema, tuple(hidden), _converter(model, fields), _loose_converter(fields))
+
+
+def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
+    place = f"tool {function.__name__}: parameter {parameter.name!r}"
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise TypeError(f"{place} must be an ordinary named parameter, not {parameter.kind.description}")
+    if parameter.name not in hints:
+        raise TypeError(f"{place} has no type annotation; a tool's schema is made from its annotations")
+    return hints[parameter.name]
+
+
+def _is_hidden(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and any(item is Hidden or isinstance(item, Hidden) for item in get_args(hint)[1:])
+
+
+def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[BaseModel]:
+    # The prefix keeps names such as `schema`, `copy` or `_x` out of pydantic's way.
+    renamed: dict[str, Any] = {f"{_PREFIX}{name}": field for name, field in fields.items()}
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+    try:
+        return create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
+    except (PydanticSchemaGenerationError, PydanticUserError) as problem:
+        raise TypeError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
+    except SchemaError as problem:  # a pattern or a bound
+        said, of = str(problem), re.search(rf'Field "{_PREFIX}(\w+)"', str(problem))
+        place = f"parameter {of[1]!r}" if of else "its parameters"
+        why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
+        raise TypeError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
+
+
+def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, Json]:
+    try:
+        return model.model_json_schema(by_alias=True)
+    except (PydanticUserError, TypeError) as problem:
+        raise TypeError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
+
+
+def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
+    """A converter that skips pydantic for arguments that already have their declared Python types."""
+    hints = {name: hint for name, (hint, _) in fields.items()}
+    if all(hint in _AS_JSON for hint in hints.values() if _hashable(hint)) and all(map(_hashable, hints.values())):
+        return dict
+
+    def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
+        # `type` and not isinstance: a bool must not pass for an int.
+        if all(type(arguments[name]) is hints[name] for name in arguments):
+            return dict(arguments)
+        # JSON text on purpose: pydantic then accepts enums, dates and tuples in their JSON form only.
+        value = model.model_validate_json(json.dumps(arguments))
+        # Only those that were given: for the others the function has its own defaults.
+        return {name.removeprefix(_PREFIX): getattr(value, name) for name in value.model_fields_set}
+
+    return convert
+
+
+def _loose_converter(fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:
+    """A converter that leaves values as they are, unless the parameter's type is no JSON type and takes them."""
+
+    @cache
+    def adapter(name: str) -> TypeAdapter[Any]:
+        return TypeAdapter(fields[name][0])
+
+    def convert(arguments: Mapping[str, Json]) -> dict[str, Any]:
+        values = dict(arguments)
+        for name, value in arguments.items():
+            if name in fields and fields[name][0] not in _PLAIN:
+                with suppress(ValidationError):
+                    made = adapter(name).validate_json(json.dumps(value), strict=True)
+                    # 5 for a list of floats, say, stays what it is: Python would not change it either.
+                    values[name] = value if _is_json(made) else made
+        return values
+
+    return convert
+
+
+_PLAIN = (str, int, float, bool, Any, dict, list)
+
+
+def _is_json(value: Any) -> bool:
+    if type(value) in (list, dict):
+        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _hashable(hint: Any) -> bool:
+    return hint is Any or isinstance(hint, type)
+
+
+def conversion_problem(error: ValidationError) -> str:
+    """One line for the first value that pydantic refuses."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
+
+
+def plain_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """The same schema as short as possible: no titles, references inlined unless they are recursive."""
+    definitions = dict(schema.get("$defs", {}))
+    recursive = {name for name in definitions if _reaches(definitions, name, name)}
+    body = {key: value for key, value in schema.items() if key not in ("$defs", "title", "description")}
+    result: dict[str, Json] = _inline(body, definitions, recursive, named=False)
+    if recursive:
+        result["$defs"] = {name: _inline(definitions[name], definitions, recursive, named=False) for name in sorted(recursive)}
+    result.setdefault("properties", {})
+    return result
+
+
+def _references(node: Json) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(_references, node)) if node else set()
+    if not isinstance(node, dict):
+        return set()
+    found = {node["$ref"].rpartition("/")[2]} if isinstance(node.get("$ref"), str) else set()
+    return found.union(*(_references(value) for value in node.values())) if node else found
+
+
+def _reaches(definitions: Mapping[str, Json], start: str, target: str) -> bool:
+    seen: set[str] = set()
+    open_names = _references(definitions[start])
+    while open_names:
+        name = open_names.pop()
+        if name == target:
+            return True
+        if name not in seen and name in definitions:
+            seen.add(name)
+            open_names |= _references(definitions[name])
+    return False
+
+
+def _inline(node: Json, definitions: Mapping[str, Json], recursive: set[str], *, named: bool) -> Json:
+    """`named`: the keys of `node` are property names, so that a property called "title" stays."""
+    if isinstance(node, list):
+        return [_inline(item, definitions, recursive, named=False) for item in node]
+    if not isinstance(node, dict):
+        return node
+    reference = node.get("$ref")
+    if isinstance(reference, str) and not named and reference.rpartition("/")[2] in definitions.keys() - recursive:
+        merged = {
+            **definitions[reference.rpartition("/")[2]],
+            **{k: v for k, v in node.items() if k != "$ref"},
+        }
+        return _inline(merged, definitions, recursive, named=False)
+    return {
+        key: value if not named and key in DATA else _inline(value, definitions, recursive, named=not named and key in _NAMED)
+        for key, value in node.items()
+        if named or key != "title"
+    }
+
+
+_NAMED = ("properties", "patternProperties")
+
+
+_SECTION = re.compile(r"^(args|arguments|parameters|params|returns?|raises|yields?|examples?|notes?):?\s*$", re.I)
+_GOOGLE = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_NUMPY = re.compile(r"^(\w+)\s*(?::\s*.*)?$")
+_SPHINX = re.compile(r"^\s*:param\s+(?:[\w\[\], |]+\s+)?(\w+)\s*:\s*(.*)$")
+
+
+@cache
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The summary and the description of each parameter of a Google, NumPy or Sphinx docstring."""
+    summary: list[str] = []
+    described: dict[str, list[str]] = {}
+    section, current = "", ""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if set(line.strip()) == {"-"}:
+            continue
+        if match := _SPHINX.match(line):
+            section, current = "sphinx", match[1]
+            described[current] = [match[2]]
+        elif match := _SECTION.match(line):
+            underlined = number + 1 < len(lines) and set(lines[number + 1].strip()) == {"-"}
+            section, current = ("numpy " if underlined else "") + match[1].lower(), ""
+        elif not section:
+            summary.append(line)
+        elif line.lstrip().startswith(":"):
+            section = "other"
+        else:
+            current = _describe(section, line, current, described)
+    return _paragraph(summary), {name: " ".join(filter(None, parts)) for name, parts in described.items()}
+
+
+def _describe(section: str, line: str, current: str, described: dict[str, list[str]]) -> str:
+    """Read one line of a parameter section; returns the parameter that the next line may continue."""
+    numpy = section.startswith("numpy ")
+    if section == "sphinx":
+        described[current].append(line.strip())
+    elif section.removeprefix("numpy ") not in ("args", "arguments", "parameters", "params"):
+        return ""
+    elif numpy and line[:1].strip() and (match := _NUMPY.match(line)):
+        described[match[1]] = []
+        return match[1]
+    elif not numpy and (match := _GOOGLE.match(line)) and (not current or _indent(line) <= 4):
+        described[match[1]] = [match[2].strip()]
+        return match[1]
+    elif current:
+        described[current].append(line.strip())
+    return current
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _paragraph(lines: list[str]) -> str:
+    """The text before the first section, its paragraphs joined by single spaces."""
+    return " ".join(" ".join(lines).split())
+
+
+# Tools
+
+_AT_ONCE: nullcontext[None] = nullcontext()  # keeps nothing, so calls may share it
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """One function with its name, schema and call options; stateless and shared by all episodes.
+
+    Defined in a class it is a method: accessed through an instance it is the bound function, so that `env.get("a")`
+    works in plain Python, without validation. A `Toolbox` makes the validated calls.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    options: Options = DEFAULT
+    method: bool = False
+    explicit: Signature | None = field(default=None, repr=False)
+
+    def __get__(self, instance: object | None, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return self.function.__get__(instance, owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tool:
+        """A tool has no state, so copies of its owner share it. One that is a method of an object calls that object's copy."""
+        if not self.bound:
+            return self
+        other = copy.copy(self)
+        object.__setattr__(other, "function", copy.deepcopy(self.function, memo))
+        return other
+
+    @property
+    def bound(self) -> bool:
+        """Whether its function is bound to an object: a method of it, or a partial call."""
+        return not isinstance(self.function, FunctionType) and not isinstance(getattr(self.function, "__self__", None), type)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @classmethod
+    def from_schema(
+        cls,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Json],
+        function: Callable[..., Any],
+        options: Options = DEFAULT,
+        hidden: Sequence[str] = (),
+    ) -> Tool:
+        """A tool with an existing schema (from an MCP server or a dataset), which the policy is shown as it is; `function` takes
+        keyword arguments, among them those named in `hidden`, which the environment fills in (`ToolEnv.hidden`).
+
+        Raises ValueError if the schema shows one of those, and TypeError, which names the place, if it could fetch something,
+        never end or fill the memory (`agentrl.utils.schemas`). What arguments are checked against is `Options.check`; with "strict" the
+        schema must be valid JSON Schema, which is found out when the tool is added to a toolbox.
+        """
+        safe_schema(name, parameters)
+        if shown := [name for name in hidden if name in parameters.get("properties", {})]:
+            raise ValueError(f"tool {name}: its schema shows the policy {shown[0]!r}, which is to be hidden")
+        return cls(function, name, options, explicit=Signature(description, dict(parameters), tuple(hidden), dict))
+
+    @classmethod
+    def declared(
+        cls,
+        declaration: Mapping[str, Any],
+        function: Callable[..., Any],
+        options: Options = DEFAULT,
+        hidden: Sequence[str] = (),
+    ) -> Tool:
+        """`from_schema` of a whole declaration in OpenAI's form, which the policy is shown key for key."""
+        body = declaration["function"]
+        made = cls.from_schema(body["name"], body.get("description", ""), body["parameters"], function, options, hidden)
+        return replace(made, explicit=replace(made.signature, declared=dict(declaration)))
+
+    @classmethod
+    def published(cls, declared: Mapping[str, Any], run: Callable[..., Any], **options: Any) -> Tool:
+        """A benchmark's tool as it publishes it: `declared` is {"name", "description", "parameters"}, which the policy is shown.
+        `run(env, **arguments)` answers. Its own code says what arguments are worth, so nothing checks them before, and the calls
+        of a turn are made one after the other. `options`: others, as in `Options`."""
+        made = Options(**{"check": "off", "parallel": False, **options})
+        name, parameters = declared["name"], declared.get("parameters", {})
+        return replace(cls.from_schema(name, declared.get("description", ""), parameters, run, made), method=True)
+
+    def with_options(self, **changes: Any) -> Tool:
+        """The same tool with some options replaced."""
+        made = replace(self, options=replace(self.options, **changes))
+        if "signature" in self.__dict__:  # read already; it does not depend on the options
+            made.__dict__["signature"] = self.signature
+        return made
+
+    @cached_property
+    def signature(self) -> Signature:
+        """Read once. Raises TypeError if the function's parameters have no JSON form, or one that should not be used."""
+        if self.explicit is not None:
+            return self.explicit
+        signature = read_signature(self.function, method=self.method)
+        safe_schema(self.name, signature.parameters)
+        return signature
+
+    @cached_property
+    def schema(self) -> dict[str, Json]:
+        """The schema in OpenAI's function format. Shared: do not change it."""
+        signature = self.signature
+        if signature.declared is not None:
+            return signature.declared
+        body: dict[str, Json] = {"name": self.name, "parameters": signature.parameters}
+        if signature.description:
+            body = {
+                "name": self.name,
+                "description": signature.description,
+                "parameters": signature.parameters,
+            }
+        return {"type": "function", "function": body}
+
+    @cached_property
+    def check(self) -> Callable[[Json], Problem | None]:
+        """The compiled argument check, as `Options.check` says."""
+        if self.options.check == "strict":
+            return compile_validator(self.name, self.signature.parameters)
+        if self.options.check == "lenient":
+            return as_called(self.function, self.signature.hidden, method=self.method)
+        return as_object(self.function, self.signature.hidden)
+
+    @cached_property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    @cached_property
+    def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+        # A semaphore belongs to one event loop, and tools are shared between loops (one per thread).
+        return WeakKeyDictionary()
+
+    def place(self) -> AbstractAsyncContextManager[Child | None]:
+        """Wait for a slot under the tool's own concurrency limit, and for a thread or a child process if it needs
+        one."""
+        options = self.options
+        at_once = options.concurrency is None and not options.process and (options.inline or self.is_async)
+        return _AT_ONCE if at_once else self._place()
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[Child | None]:
+        async with AsyncExitStack() as stack:
+            # The tool's own limit first: calls that wait for it must not hold threads that other tools could use.
+            if self.options.concurrency is not None:
+                await stack.enter_async_context(self._slot())
+            if not self.is_async and not self.options.inline:
+                await stack.enter_async_context(TOOLS.slot())
+            child = None
+            if self.options.process:
+                child = await stack.enter_async_context(child_for(self.name, function_ref(self.function, self.name)))
+            yield child
+
+    def _slot(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if loop not in self._slots:
+            self._slots[loop] = asyncio.Semaphore(self.options.concurrency or 1)
+        return self._slots[loop]
+
+    def convert(self, arguments: Mapping[str, Json]) -> dict[str, Any] | Problem:
+        """Checked arguments as Python values; a Problem if a type refuses what its schema allows."""
+        try:
+            if self.options.check == "strict":
+                return self.signature.convert(arguments)
+            return dict(arguments) if self.options.check == "off" else self.signature.loosely(arguments)
+        except ValidationError as error:
+            return Problem("invalid_argument", conversion_problem(error))
+
+    async def invoke(self, owner: object | None, values: Mapping[str, Any], child: Child | None = None) -> Any:
+        """Call the function with Python values: awaited, inline, in a thread or in a child. `child`: what `place` gave."""
+        if child is not None:
+            return await child.call(self.name, function_ref(self.function, self.name), values)
+        target = self.function.__get__(owner) if self.method else self.function
+        if self.is_async:
+            return await target(**values)
+        if self.options.inline:
+            return target(**values)
+        return await TOOLS.call(self.name, target, **values)
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(*, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, **options: Any
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a tool of a typed function or of a method of a ToolEnv. Options are the fields of `Options`.
+
+        @tool
+        async def get(self, key: str) -> int: ...
+
+        @tool(timeout=5, on_timeout="answer")
+        def run(code: str) -> str: ...
+
+    An async function is awaited on the event loop; a plain one runs in a thread (so it may block) unless
+    `inline=True`. A thread cannot be killed: after a timeout it keeps running with its result ignored, and once 256
+    calls of one tool do so, no further ones are started (HungError); use `process=True` for functions that may hang.
+    The docstring becomes the description; `Annotated[..., Hidden()]` parameters are filled in by the environment.
+    Raises TypeError for an unknown option, and for `process=True` on a function that a child process cannot import;
+    types are resolved at first use, so that they may be declared further down.
+    """
+
+    def decorate(target: Callable[..., Any]) -> Tool:
+        # A function written inside a class body is a method; its first parameter is the environment.
+        first = next(iter(inspect.signature(target).parameters), None)
+        made = Tool(target, name or target.__name__, Options(**options), method=first == "self")
+        if made.options.process:
+            # For its error: where the tool is written, not at the first call in an episode.
+            function_ref(target, made.name)
+        return made
+
+    return decorate if function is None else decorate(function)
+
+
+# Tools from outside
+
+
+class ToolSession(Protocol):
+    """One episode's connection to a source of tools."""
+
+    async def open(self) -> list[Tool]:
+        """Connect and list the tools. Raises EnvError if the other side does not answer."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect; idempotent, also after a failed `open`."""
+        ...
+
+
+class ToolSource(Protocol):
+    """Makes a separate session for every episode."""
+
+    def session(self) -> ToolSession:
+        """A new, unopened session."""
+        ...
+
+
+# Tool sets
+
+
+class ToolSet:
+    """Base class of the stateful sets of a shelf (`tools/NAME.py`): `name`, and methods marked with `@tool`.
+
+    Keyword arguments of the class are those of `tools.args.NAME`; it raises ConfigError for unfit ones, and ResourceError if
+    this machine lacks what it needs. State is set in `__init__` and `open` as ordinary attributes: a snapshot or fork of the
+    environment copies them with `copy.deepcopy`, so what is large and never changed is immutable, or shared by `__deepcopy__`.
+    """
+
+    name: ClassVar[str] = ""
+    _tools: ClassVar[tuple[Tool, ...]]
+
+    async def open(self) -> None:
+        """An episode begins. Raises EnvError if the set fails at it."""
+
+    async def close(self) -> None:
+        """The episode is over; called once, also if `open` raised."""
+
+    @property
+    def queued(self) -> str:
+        """As `ToolEnv.queued`."""
+        return ""
+
+    def state(self) -> Json:
+        """What it holds, as JSON, for an environment that shows it in its own `state`."""
+        return None
+
+    @classmethod
+    def tools(cls) -> tuple[Tool, ...]:
+        """Its tools as methods of an environment, whose set of this name they are called on: read once a class. Raises TypeError
+        for a signature that does not fit."""
+        if "_tools" not in cls.__dict__:
+            cls._tools = tuple(_of_env(cls.name, item) for item in tool_methods(cls))
+        return cls._tools
+
+
+class HasSets(Protocol):
+    """The part of an environment that the tools of its sets see."""
+
+    def tool_set(self, name: str) -> ToolSet: ...
+
+
+def tool_methods(owner: type) -> Iterator[Tool]:
+    """The tools among a class's attributes, in order of definition, those of its bases first."""
+    found: dict[str, Tool] = {}
+    for base in reversed(owner.__mro__):
+        # A name that a subclass redefines as something else is not a tool any longer.
+        for name, value in vars(base).items():
+            found.pop(name, None)
+            if isinstance(value, Tool):
+                found[name] = value
+    return iter(found.values())
+
+
+def _of_env(name: str, item: Tool) -> Tool:
+    """Found through the environment at each call, so that a fork's calls reach the fork's own set."""
+
+    def call(self: HasSets, **values: Any) -> Any:
+        return item.function(self.tool_set(name), **values)
+
+    async def wait(self: HasSets, **values: Any) -> Any:
+        return await cast(Any, item.function)(self.tool_set(name), **values)
+
+    return Tool(wait if item.is_async else call, item.name, item.options, method=True, explicit=item.signature)

@@ -1,0 +1,447 @@
+"""`Toolbox`: an ordered set of tools; calls them and limits their output."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentrl.data.images import MOST_IMAGES, Image
+from agentrl.data.trajectory import Json, ToolCall, ToolResult
+from agentrl.env.call_options import MAX_OUTPUT, Problem, formed, nearest
+from agentrl.env.tool import Tool
+from agentrl.env.tool import tool as make_tool
+from agentrl.utils.child_process import Child
+from agentrl.utils.errors import AgentrlError, EnvError, ImageError, PolicyTimeoutError, ToolError, ToolTimeoutError
+from agentrl.utils.event_loop import LateError, contained, within
+from agentrl.utils.parsing import detached, in_json, json_text
+from agentrl.utils.redaction import redact, redact_said, redacted
+from agentrl.utils.spans import span
+from agentrl.utils.threads import by_size, size_of
+
+# Images in an answer
+
+
+def pictured(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
+    """The answer with lines in the places of its images, and the images. A list of texts and images is text, line by line.
+
+    Raises EnvError for a Pillow picture that is too large, which is an error in the tool.
+    """
+    if not _pictures(answer):
+        return answer, ()
+    found: list[Image] = []
+    put = _put(name, answer, found)
+    texts = isinstance(put, list) and all(isinstance(item, str) for item in put)
+    return "\n".join(put) if texts else put, tuple(found)
+
+
+def read(data: bytes, size: str) -> Image | str:
+    """An image of bytes from elsewhere; for what is not taken, the line that says so and why. `size`: in the line's words."""
+    try:
+        return Image.read(data)
+    except ImageError as problem:
+        return f"[image, {size}, not shown: {problem}]"
+
+
+def with_lines(text: str, images: Sequence[Image]) -> str:
+    """A text that was cut, with the lines that the cut took from it after its end: no image is left out silently."""
+    return "\n".join([text, *dict.fromkeys(image.line for image in images if image.line not in text)])
+
+
+def _is_picture(item: object) -> bool:
+    return isinstance(item, Image) or type(item).__module__.startswith("PIL.")
+
+
+def _pictures(answer: Any) -> bool:
+    """Whether there is one in lists and dictionaries of the answer."""
+    rest = [answer]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict):
+            rest += item.values()
+        elif isinstance(item, list | tuple):
+            rest += item
+        elif _is_picture(item):
+            return True
+    return False
+
+
+def _put(name: str, item: Any, found: list[Image]) -> Any:
+    if isinstance(item, dict):
+        return {key: _put(name, value, found) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_put(name, value, found) for value in item]
+    if not _is_picture(item):
+        return item
+    try:
+        image = item if isinstance(item, Image) else Image.of(item)
+    except ImageError as problem:
+        raise EnvError(f"tool {name} returned an image that is not taken: {problem}") from None
+    if len(found) >= MOST_IMAGES:
+        return f"[image, {image.size} bytes, not shown: an answer may hold {MOST_IMAGES}]"
+    data = image.bytes().decode("latin-1")
+    if redact(data) != data:  # within a picture's comment, say; a file cannot be cut as text is
+        return f"[image, {image.size} bytes, not shown: a secret of this run stands in its file]"
+    found.append(image)
+    return image.line
+
+
+# Output within a budget
+
+CountTokens = Callable[[str], int]
+MARK = "... [cut: {cut} of {total} characters]"
+
+
+def estimate_tokens(text: str) -> int:
+    """Four bytes per token, rounded up: the usual figure for English with a large vocabulary.
+
+    Pass a tokenizer's own count to `Toolbox` if the budget has to be exact.
+    """
+    return -(-len(text.encode("utf-8", "replace")) // 4)
+
+
+def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
+    """What a tool returned, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
+    answer, images = pictured(name, answer)
+    value = to_json(name, answer)
+    text = fit(to_text(value), budget, count)
+    return value, with_lines(text, images) if images else text, images
+
+
+def to_json(name: str, value: Any) -> Json:
+    """The value as JSON (`plain_data.in_json`). Raises EnvError if a tool returned something that has no JSON form, which is an
+    error in the tool."""
+    # Not float, which may be NaN or infinite: JSON has neither.
+    if value is None or type(value) in (str, bool):
+        return value
+    try:
+        return in_json(value)
+    except ValueError as problem:  # pydantic's are ValueErrors too
+        raise EnvError(f"tool {name} returned {type(value).__name__}, which has no JSON form: {problem}") from problem
+
+
+def to_text(value: Json) -> str:
+    """Strings as they are, everything else as JSON; "ok" if a tool returned nothing."""
+    if value is None:
+        return "ok"
+    text = value if isinstance(value, str) else json_text(value, ensure_ascii=False)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def as_text(name: str, answer: Any) -> str:
+    """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
+    return to_text(to_json(name, pictured(name, answer)[0]))
+
+
+def error_text(kind: str, message: str) -> str:
+    """The structured tool message for a call that failed."""
+    return json.dumps({"error": kind, "message": message}, ensure_ascii=False)
+
+
+def fit(text: str, budget: int, count: CountTokens) -> str:
+    """`text` within `budget` tokens, cut at the end with a mark at the cut.
+
+    The mark is kept whole: a budget smaller than the mark alone gives the mark alone.
+    """
+    # At most 4 tokens per character (its UTF-8 bytes): short texts need no counting.
+    if len(text) * 4 <= budget:
+        return text
+    # Counting may be slow: if the beginning is too much already, the rest need not be looked at.
+    begins = len(text) <= 16 * budget or count(text[: 16 * budget]) <= budget
+    if begins and count(text) <= budget:
+        return text
+    low, high = 0, min(len(text), max(4 * budget, 1))
+    while high < len(text) and count(_cut(text, high)) <= budget:
+        low, high = high, min(len(text), 2 * high)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if count(_cut(text, middle)) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return _cut(text, low)
+
+
+def _cut(text: str, keep: int) -> str:
+    return text[:keep] + MARK.format(cut=len(text) - keep, total=len(text))
+
+
+# The toolbox
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A call in progress: `since` when (time.monotonic()), and whether it runs or still waits for a slot."""
+
+    tool: Tool
+    call_id: str
+    since: float = field(default_factory=time.monotonic)
+    running: bool = False
+
+    def __str__(self) -> str:
+        doing = "has been running" if self.running else "has been waiting for a slot"
+        return f"tool {self.tool.name} ({self.call_id}), which {doing} for {time.monotonic() - self.since:.0f} s"
+
+
+class Toolbox:
+    """An ordered set of tools, bound to the object whose methods they are.
+
+    Tools are shared between toolboxes; adding or removing one takes effect at once and in this toolbox only, so that
+    an environment may change its tools during an episode. `max_output`: tokens of an answer, of tools that do not say.
+    `unlisted`: tools that are not offered and answer all the same, by name (a benchmark's functions that are yet to arrive).
+    """
+
+    __slots__ = ("_count", "_owner", "_tools", "_waiting", "hidden", "max_output", "unlisted")
+
+    def __init__(
+        self,
+        tools: Iterable[Tool | Callable[..., Any]] = (),
+        *,
+        owner: object | None = None,
+        hidden: Mapping[str, Any] = _NOTHING,
+        count_tokens: CountTokens = estimate_tokens,
+        max_output: int = MAX_OUTPUT,
+    ) -> None:
+        """`hidden`: values of Hidden parameters by name. `owner` may have a method `error_text` (see `ToolEnv`). Raises TypeError
+        for an invalid or duplicate tool."""
+        self._tools: Mapping[str, Tool] = {}
+        self._owner = owner
+        self._count = count_tokens
+        self._waiting: list[Waiting] = []
+        self.hidden = hidden
+        self.max_output = max_output
+        self.unlisted: Mapping[str, Tool] = {}
+        for item in tools:
+            self.add(item)
+
+    @classmethod
+    def shared(cls, tools: Mapping[str, Tool], owner: object, count_tokens: CountTokens) -> Toolbox:
+        """A toolbox over an existing table that many episodes share; the table itself is never changed."""
+        box = cls(owner=owner, count_tokens=count_tokens)
+        box._tools = tools
+        return box
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Toolbox:
+        """The same tools, bound to the copy of the owner."""
+        tools = self._tools
+        if any(item.bound for item in tools.values()):
+            tools = {name: copy.deepcopy(item, memo) for name, item in tools.items()}
+        box = Toolbox.shared(tools, memo.get(id(self._owner), self._owner), self._count)
+        box.hidden = copy.deepcopy(dict(self.hidden), memo)  # they may be parts of the episode
+        box.max_output = self.max_output
+        box.unlisted = copy.deepcopy(self.unlisted, memo) if any(t.bound for t in self.unlisted.values()) else self.unlisted
+        return box
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tools
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    @property
+    def waiting(self) -> Sequence[Waiting]:
+        """The calls in progress."""
+        return self._waiting
+
+    def elsewhere(self, calls: list[Waiting]) -> None:
+        """The calls in progress are these, of tools that run in another process."""
+        self._waiting = calls
+
+    @property
+    def table(self) -> Mapping[str, Tool]:
+        """The tools by name. Changing the toolbox makes a new table, so that a table kept elsewhere is a snapshot;
+        setting it restores that snapshot."""
+        return self._tools
+
+    @table.setter
+    def table(self, table: Mapping[str, Tool]) -> None:
+        self._tools = table
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    def release(self, owner: object) -> None:
+        """Let go of the owner (if it is this one), which is used no more and then ends at once. A circle would wait for the
+        garbage collector, whose passes over thousands of such objects take a fifth of the time of scores that replay calls."""
+        self._owner = None if self._owner is owner else self._owner
+
+    def schemas(self) -> list[dict[str, Json]]:
+        """All tools in OpenAI's function format, in order."""
+        return [item.schema for item in self._tools.values()]
+
+    def add(self, item: Tool | Callable[..., Any]) -> None:
+        """Add a tool at the end. Raises TypeError if the name is taken or the signature does not fit."""
+        added = item if isinstance(item, Tool) else make_tool(item)
+        if added.name in self._tools:
+            raise TypeError(f"two tools are called {added.name!r}")
+        _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
+        self._tools = {**self._tools, added.name: added}
+
+    def offer(self, tools: Mapping[str, Tool]) -> None:
+        """Add a table of tools that many episodes share, before those that are here (a tool set's, say). Raises TypeError if a
+        name is taken."""
+        if taken := sorted(tools.keys() & self._tools.keys()):
+            raise TypeError(f"two tools are called {taken[0]!r}")
+        self._tools = {**tools, **self._tools} if self._tools else tools
+
+    def replace(self, item: Tool) -> None:
+        """Replace the tool with the same name. Raises KeyError if there is none."""
+        if item.name not in self._tools:
+            raise KeyError(item.name)
+        self._tools = {**self._tools, item.name: item}
+
+    def remove(self, name: str) -> None:
+        """Remove a tool. Raises KeyError if there is none with that name."""
+        if name not in self._tools:
+            raise KeyError(name)
+        self._tools = {key: value for key, value in self._tools.items() if key != name}
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Answer one call. A bad call is answered with a structured error, never raised.
+
+        Raises EnvError if the tool itself fails. If it times out and its `on_timeout` is "stop": PolicyTimeoutError
+        if the policy is responsible (`Options.late`), else ToolTimeoutError.
+        """
+        with span("tool", call.name) as opened:
+            result = await self._call(call)
+            if opened is not None:
+                opened.set(call=call.id, refused=None if result.error is None else str(result.error))
+            return result
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        began = time.monotonic()
+        prepared = await by_size(len(call.raw) or size_of(call.arguments), self._prepare, call)
+        if isinstance(prepared, Problem):
+            return self._refuse(call, prepared, began)
+        item, values = prepared
+        waiting = Waiting(item, call.id)
+        self._waiting.append(waiting)
+        try:
+            answer = await self._run(waiting, values)
+        finally:
+            self._waiting.remove(waiting)
+        if isinstance(answer, Problem):
+            return self._refuse(call, answer, waiting.since)
+        value, content, images = await by_size(size_of(answer), shaped, item.name, answer, self._budget(item), self._count)
+        if (clean := redact(content)) != content:
+            content, value = clean, redacted(value)
+        return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since, images)
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Answer the calls of one turn, in order. Adjacent calls run in parallel if their tools allow it."""
+        results: list[ToolResult] = []
+        batch: list[ToolCall] = []
+        for call in calls:
+            item = self._find(call.name)
+            if item is None or item.options.parallel:
+                batch.append(call)
+                continue
+            # All before it must have ended, so that it overlaps nothing.
+            results += await self._together(batch)
+            results.append(await self.call(call))
+            batch = []
+        return results + await self._together(batch)
+
+    async def _together(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        if len(calls) <= 1:
+            return [await self.call(call) for call in calls]
+        tasks = [asyncio.ensure_future(self.call(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            # If one call failed or the turn was cancelled, the others must not keep running in the background.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _find(self, name: str) -> Tool | None:
+        return self._tools.get(name) or self.unlisted.get(name)
+
+    def _prepare(self, call: ToolCall) -> tuple[Tool, dict[str, Any]] | Problem:
+        if call.arguments is None:
+            return Problem("malformed_call", call.error or "the call is not valid JSON")
+        item = self._find(call.name)
+        if item is None:
+            return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self._tools))}")
+        try:
+            # A copy, because a tool may keep and change what it is given, and the call is part of the record.
+            values = item.check(call.arguments) or item.convert(detached(call.arguments))
+        except TimeoutError as late:
+            return Problem("invalid_argument", str(late))
+        if isinstance(values, Problem):
+            return values
+        # After the check, which refuses arguments that the schema does not have: a policy cannot set these.
+        for name in item.signature.hidden:
+            if name not in self.hidden:
+                raise EnvError(f"tool {item.name}: no value for its hidden parameter {name!r} (ToolEnv.hidden)")
+            values[name] = self.hidden[name]
+        return item, values
+
+    async def _run(self, waiting: Waiting, values: dict[str, Any]) -> Any:
+        item, child = waiting.tool, None
+        try:
+            async with item.place() as child:
+                # The clock starts only here: time in a queue does not count as the tool's time.
+                waiting.since, waiting.running = time.monotonic(), True
+                answer = _invoked(item, self._owner, values, child)
+                if item.options.inline and not item.is_async:
+                    return await contained(answer, item.name)  # it blocks the loop, so no timeout could fire
+                return await within(item.options.timeout, answer, f"tool {item.name}")
+        except ToolError as refusal:
+            return Problem("tool_error", str(refusal))
+        # As they are: the last clause would hide what they say about who is to blame.
+        except (EnvError, PolicyTimeoutError):
+            raise
+        except LateError:
+            message = f"no answer within {item.options.timeout:g} s"
+            if item.options.on_timeout == "answer":
+                return Problem("timeout", message)
+            if child is not None:
+                message += f"; its process used {child.used:.2f} s of CPU time"
+            kind = PolicyTimeoutError if item.options.policy_late else ToolTimeoutError
+            raise kind(f"tool {item.name}: {message}") from None
+        except Exception as fault:
+            raise EnvError(redact_said(f"tool {item.name} failed: {type(fault).__name__}: {fault}")) from fault
+
+    def refusal(self, call: ToolCall, problem: Problem) -> str:
+        """What the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the keys
+        "error" and "message". The message is cut to the tool's budget."""
+        item = self._find(call.name)
+        cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
+        if item is not None and item.options.error is not None:
+            return formed(item.options.error, item.name, cut)
+        own: Callable[[ToolCall, Problem], str] | None = getattr(self._owner, "error_text", None)
+        return error_text(cut.kind, cut.message) if own is None else own(call, cut)
+
+    def _refuse(self, call: ToolCall, problem: Problem, began: float) -> ToolResult:
+        text = redact(self.refusal(call, problem))
+        return ToolResult(call.id, call.name, text, None, problem.kind, time.monotonic() - began)
+
+    def _budget(self, item: Tool | None) -> int:
+        own = None if item is None else item.options.max_output
+        return self.max_output if own is None else own
+
+
+async def _invoked(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:
+    """What the tool returns. Raises what it raises; what the policy is to read of, as ToolError."""
+    try:
+        return await item.invoke(owner, values, child)
+    except AgentrlError:
+        raise
+    except Exception as fault:
+        if not item.options.answers_errors:
+            raise
+        raise ToolError(str(fault)) from fault

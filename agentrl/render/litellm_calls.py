@@ -1,0 +1,146 @@
+"""Calls of models behind an API through litellm, of policies, judges and users alike: how they are asked, read and refused."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from agentrl.config.identity import check_base
+from agentrl.data.trajectory import Json, ToolCall
+from agentrl.utils.errors import DependencyError
+from agentrl.utils.network import exempt_own, through_proxy
+from agentrl.utils.redaction import basic, learn, resolved
+from agentrl.utils.threads import fork_safe
+
+_IMPORTING = fork_safe(threading.Lock())
+ONCE = {"num_retries": 0, "max_retries": 0}
+"""litellm's own retries are off: they would respect neither a limit on waits nor a queue."""
+_BUSY = (408, 409, 425, 429)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def request_of(
+    own: Mapping[str, Any], args: Mapping[str, Any], base: str | None, *, args_key: str, base_key: str
+) -> dict[str, Any]:
+    """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` as they are, with references
+    resolved, of which none is what is asked. Raises as `addressed`."""
+    given, where = resolved(dict(args), args_key), addressed(base, base_key)
+    headers = {**given.get("extra_headers", {}), **where.get("extra_headers", {})}
+    asked = {name: own[name] for name in ("model", "messages", "timeout")}
+    found = {**own, **given, **where, **({"extra_headers": headers} if headers else {}), **asked, "tools": own.get("tools")}
+    return {name: value for name, value in found.items() if name != "tools" or value}
+
+
+def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
+    """What an answer says, the reasoning before it, and its calls, whose ids are their numbers in it."""
+    # Late: who asks no API needs no parser.
+    from agentrl.render.tool_calls import call_of_api
+
+    calls = tuple(call_of_api(item, place) for place, item in enumerate(message.tool_calls or ()))
+    return message.content or "", _reasoning(_fields(message)), calls
+
+
+def answer_row(model: str, message: Any, calls: Sequence[ToolCall]) -> dict[str, Json]:
+    """An answer as the next request holds it: with the provider's own ids and fields (reasoning, signatures) as they came, and
+    its `calls` in a form that strict servers take."""
+    from agentrl.render.tool_calls import sendable, write_call
+
+    row: dict[str, Json] = {"role": "assistant", "content": message.content, **message.model_dump(exclude_none=True)}
+    if load_litellm().get_llm_provider(model)[1] in _openai_like():
+        # litellm keeps fields that are not OpenAI's apart; the forms of other providers it makes of those itself.
+        more = row.pop("provider_specific_fields", None) or {}
+        row = {**{name: value for name, value in more.items() if value is not None}, **row}
+        if "reasoning" in more and more["reasoning"] == row.get("reasoning_content"):
+            del row["reasoning_content"]  # litellm's own copy
+    if calls:
+        ids = [item.get("id") for item in row["tool_calls"]]
+        own = len(set(filter(None, ids))) == len(ids)
+        for item, call in zip(row["tool_calls"], calls, strict=True):
+            written = write_call(sendable(call))
+            function = written["function"] if call.arguments is None else {**written["function"], "arguments": call.raw}
+            item |= {"function": {**item["function"], **function}} | ({} if own else {"id": call.id})
+    return row
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    row = message.model_dump(exclude_none=True)
+    return {**(row.get("provider_specific_fields") or {}), **row}
+
+
+def _reasoning(row: Mapping[str, Any]) -> str | None:
+    """The text of a reasoning, under whichever name; None if there is none to read."""
+    for name in _REASONING:
+        if isinstance(row.get(name), str):
+            return str(row[name])
+    texts = [str(block["thinking"]) for block in row.get("thinking_blocks") or () if block.get("thinking")]
+    return "\n".join(texts) or None
+
+
+def _openai_like() -> set[str]:
+    """The providers whose requests have OpenAI's form, so that a field of a message reaches them under its own name."""
+    return {"openai", "azure", "openrouter", "custom_openai", *load_litellm().openai_compatible_providers}
+
+
+def passes(problem: BaseException) -> bool:
+    """Whether an error may be gone at the next attempt: an outage, a rate limit, or a connection that was lost."""
+    import openai  # a dependency of litellm, whose errors are subclasses of openai's
+
+    status = getattr(problem, "status_code", None)  # of litellm's errors some have a class of openai's for theirs, and some none
+    busy = isinstance(status, int) and (status >= 500 or status in _BUSY)
+    return isinstance(problem, openai.APIConnectionError) or (isinstance(problem, openai.APIError) and busy)
+
+
+def said_of(problem: BaseException, base: str | None) -> str:
+    """An error of litellm's in one line, with the proxy through which `base`, or a provider, is asked."""
+    return " ".join(str(problem).split())[:300] + through_proxy(base)
+
+
+def no_listener(problem: BaseException) -> bool:
+    """Whether nothing listens at the address; litellm says so only in what its error was raised from."""
+    return any(isinstance(link, ConnectionRefusedError) for link in causes(problem))
+
+
+def causes(problem: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from."""
+    while problem is not None:
+        yield problem
+        problem = problem.__cause__ or problem.__context__
+
+
+def addressed(base: str | None, key: str) -> dict[str, Any]:
+    """What a call of litellm's gets for a server of one's own: its address, with references resolved, and the name and password
+    that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
+    Raises ConfigError for a variable that is not set, and for a query in the address."""
+    address = check_base(base, key)
+    if not address:
+        return {}
+    exempt_own(address)
+    parts = urlsplit(address)
+    if parts.username is None and parts.password is None:
+        return {"api_base": address}
+    learn(address)
+    bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return {"api_base": bare, "extra_headers": {"Authorization": f"Basic {basic(address)}"}}
+
+
+def load_litellm() -> Any:
+    """litellm, imported on first use (it takes seconds). Its price table comes from the package, not the network."""
+    name = "LITELLM_LOCAL_MODEL_COST_MAP"
+    with _IMPORTING:  # the environment variable is set for the import only; concurrent imports must not see each other's
+        before = os.environ.get(name)
+        os.environ[name] = "True"
+        try:
+            litellm = importlib.import_module("litellm")
+        except ImportError as error:
+            raise DependencyError("API models need litellm: pip install 'agentrl[litellm]'") from error
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+    setattr(litellm, "suppress_debug_info", True)  # noqa: B010 - litellm has no types
+    return litellm

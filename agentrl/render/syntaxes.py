@@ -1,0 +1,425 @@
+"""Tool-call syntaxes in JSON, and the table of all syntaxes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from agentrl.data.trajectory import Json, ToolCall
+from agentrl.render.tagged_syntaxes import (
+    FUNCTION_GEMMA,
+    GEMMA,
+    GLM,
+    LFM2,
+    OLMO,
+    PYTHONIC,
+    QWEN_XML,
+)
+from agentrl.render.tool_calls import (
+    CLOSE,
+    MOST_CALLS,
+    OPEN,
+    ForTools,
+    Parsed,
+    Parser,
+    Syntax,
+    blocks,
+    broken_end,
+    call_from_json,
+    hermes_rules,
+    llama_rules,
+    malformed,
+    parse_tool_calls,
+    render_tool_calls,
+    skip_blanks,
+    strict_json,
+    too_many,
+    within_most,
+)
+
+# DeepSeek
+
+_BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_FENCE, _FENCE_END = "\n```json\n", "```"
+
+
+def parse_deepseek(text: str) -> Parsed:
+    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function<｜tool▁sep｜>NAME` and the arguments in a
+    fence of ```json, each call for itself; the tokens around all calls are dropped."""
+
+    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        try:
+            name, value, end = _body(text, start + len(_BEGIN))
+            if not text.startswith(_END, end):
+                raise ValueError(f"expected {_END} after the arguments")
+        except ValueError as problem:
+            return _broken(text, start, call_id, str(problem))
+        stop = end + len(_END)
+        return [call_from_json({"name": name, "arguments": value}, call_id, text[start:stop])], stop
+
+    prose, calls = blocks(text, _BEGIN, _END, read)
+    return (_AROUND.sub("", prose).strip() if calls else prose), calls
+
+
+def _body(text: str, start: int) -> tuple[str, Json, int]:
+    """Name, arguments and the position after them. Raises ValueError."""
+    following = text.find(_BEGIN, start)
+    separator = text.find(_SEP, start, following if following >= 0 else len(text))
+    if separator < 0:
+        raise ValueError(f"expected {_SEP}")
+    name, begin = text[start:separator].strip(), separator + len(_SEP)
+    line = text.find("\n", begin, following if following >= 0 else len(text))
+    fenced = line >= 0 and text.startswith(_FENCE, line)
+    if fenced:
+        name, begin = text[begin:line].strip(), line + len(_FENCE)
+    value, end = _json(text, begin)
+    end = skip_blanks(text, end)
+    if fenced:
+        if not text.startswith(_FENCE_END, end):
+            raise ValueError("expected ``` after the arguments")
+        end = skip_blanks(text, end + len(_FENCE_END))
+    return name, value, end
+
+
+def _json(text: str, start: int) -> tuple[Json, int]:
+    try:
+        return strict_json(text, start)
+    except ValueError as problem:
+        raise ValueError(f"not valid JSON: {problem}") from None
+
+
+def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+    """A malformed call ends with its own end, before the next call, or with the text."""
+    stop, closed = broken_end(text, start + len(_BEGIN), _BEGIN, _END)
+    return [malformed(call_id, text[start:stop], error if closed else f"no {_END}: {error}")], stop
+
+
+DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
+
+_DSML = "｜DSML｜"
+_BLOCK, _BLOCK_END = (f"<{slash}{_DSML}function_calls>" for slash in ("", "/"))
+_INVOKE = re.compile(rf'\s*<{_DSML}invoke name="([^"\n]*)">(.*?)</{_DSML}invoke>', re.DOTALL)
+_PARAMETER = re.compile(rf'\s*<{_DSML}parameter name="([^"\n]*)" string="(true|false)">(.*?)</{_DSML}parameter>', re.DOTALL)
+
+
+def parse_dsml(text: str) -> Parsed:
+    """`<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</...>...`; a parameter says
+    whether it is a string, and is JSON if not."""
+
+    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        close = text.find(_BLOCK_END, start)
+        stop = len(text) if close < 0 else close + len(_BLOCK_END)
+        raw, body = text[start:stop], text[start + len(_BLOCK) : close if close >= 0 else len(text)]
+        if close < 0:
+            return [malformed(call_id, raw, f"no {_BLOCK_END}")], stop
+        first, position = int(call_id.removeprefix("call_")), 0
+        calls: list[ToolCall] = []
+        while len(calls) <= MOST_CALLS and (invoke := _INVOKE.match(body, position)) is not None:
+            calls.append(_invoke(invoke, f"call_{first + len(calls)}"))
+            position = invoke.end()
+        if len(calls) > MOST_CALLS:
+            return [*calls, too_many(raw)], stop
+        if not calls or body[position:].strip():
+            return [malformed(call_id, raw, "expected <invoke name=...> and nothing else")], stop
+        return calls, stop
+
+    return blocks(text, _BLOCK, _BLOCK_END, read)
+
+
+def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
+    raw, name, body = invoke.group(0).strip(), invoke.group(1), invoke.group(2)
+    if not name:
+        return malformed(call_id, raw, "expected a function name")
+    arguments: dict[str, Json] = {}
+    position = 0
+    while (item := _PARAMETER.match(body, position)) is not None:
+        key, is_string, text = item.groups()
+        try:
+            arguments[key] = text if is_string == "true" else _whole(text)
+        except ValueError as problem:
+            return malformed(call_id, raw, f"{key} is not valid JSON: {problem}", name)
+        position = item.end()
+    if body[position:].strip():
+        return malformed(call_id, raw, 'expected <parameter name="KEY" string="true|false">', name)
+    return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
+
+
+def _whole(text: str) -> Json:
+    value, end = strict_json(text)
+    if text[end:].strip():
+        raise ValueError("text after the value")
+    return value
+
+
+DSML = Syntax("deepseek_dsml", parse_dsml, seen=lambda call: _BLOCK in call, opens=(_BLOCK, _BLOCK_END))
+
+
+# The harmony format of gpt-oss: a turn is a run of messages on channels, and a call is a message to a function.
+#
+# <|channel|>analysis<|message|>thoughts<|end|>
+# <|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"key": "a"}<|call|>
+#
+# or, at the end of a run of calls, `<|start|>assistant<|channel|>final<|message|>the answer<|return|>`. Analysis is the
+# reasoning; `final`, and commentary to nobody, are what is said. (https://cookbook.openai.com/articles/openai-harmony)
+
+_MESSAGE = "<|message|>"
+_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+_ROLE = re.compile(r"^(?:<\|start\|>)?\s*(?:assistant)?")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+
+
+def parse_harmony(text: str) -> Parsed:
+    """What is said and the calls; the reasoning is left out (`harmony_parts` has all three)."""
+    _, said, calls = harmony_parts(text)
+    return said, calls
+
+
+def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
+    """(reasoning, what is said, calls) of a turn, which begins after `<|start|>assistant`.
+
+    A message to a function whose body is no JSON object is kept as a call with `error`; so is a message to someone else,
+    and a turn that was cut within a call. Text without any header is what is said.
+    """
+    thoughts: list[str] = []
+    said: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    while position < len(text):
+        end = _ENDS.search(text, position)
+        piece = text[position : end.start() if end else len(text)]
+        raw = text[position : end.end() if end else len(text)]
+        position += len(raw)
+        header, mark, body = piece.partition(_MESSAGE)
+        header = _ROLE.sub("", header, count=1)
+        channel, to = _CHANNEL.search(header), _TO.search(header)
+        if to is not None and len(calls) == MOST_CALLS:
+            calls.append(too_many(text[position - len(raw) :]))
+            break
+        if to is not None:
+            calls.append(_call(to.group(1), body, raw, f"call_{len(calls)}", bool(mark), end is not None))
+        elif not mark and channel is None:
+            said.append(header)
+        elif channel is not None and channel.group(1) == "analysis":
+            thoughts.append(body)
+        else:
+            said.append(body)
+    return ("\n".join(thoughts) if thoughts else None), "".join(said).strip(), tuple(calls)
+
+
+def _call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bool) -> ToolCall:
+    name = to.removeprefix("functions.")
+    if not name or not to.startswith("functions."):
+        return malformed(call_id, raw, f"a message to {to!r}, which is not functions.NAME")
+    if not has_body or not closed:
+        return malformed(call_id, raw, "the call was cut", name)
+    try:
+        value, end = strict_json(body)
+    except ValueError as problem:
+        return malformed(call_id, raw, f"not valid JSON: {problem}", name)
+    if body[end:].strip():
+        return malformed(call_id, raw, "text after the arguments", name)
+    return call_from_json({"name": name, "arguments": value}, call_id, raw)
+
+
+HARMONY = Syntax(
+    "harmony",
+    parse_harmony,
+    seen=lambda call: "<|channel|>commentary" in call and "to=functions." in call,
+    ends=("<|call|>",),
+)
+
+
+# Granite and Phi
+
+_OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
+_BEGINS = re.compile(r"<\|tool_call\|>|<tool_call>(?=\s*[\[{])")
+"""Granite writes the mark as a token of its own or as a plain tag, and closes the tag at times."""
+_LIST_ENDS = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
+
+
+def parse_listed(text: str) -> Parsed:
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, or one object, with or without `<|/tool_call|>`."""
+
+    def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
+        body = text.index(">", start) + 1
+        try:
+            value, end = strict_json(text, body)
+        except ValueError as problem:
+            return _broken_list(text, start, body, call_id, f"not valid JSON: {problem}")
+        closing = _LIST_ENDS.match(text, end)
+        stop = closing.end() if closing else end
+        raw, first = text[start:stop], int(call_id.removeprefix("call_"))
+        items = value if isinstance(value, list) else [value]
+        if not items:
+            return [malformed(call_id, raw, "expected a JSON list of calls, got an empty one")], stop
+        return [call_from_json(item, f"call_{first + i}", raw) for i, item in enumerate(items)], stop
+
+    return blocks(text, _BEGINS, _CLOSE, read)
+
+
+def _broken_list(text: str, start: int, body: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+    """Where a broken list ends is not known: at its closing tag, before the next opening one, or with the turn."""
+    stop, _ = broken_end(text, body, _OPEN, _CLOSE)
+    return [malformed(call_id, text[start:stop], error)], stop
+
+
+def _write(calls: Sequence[ToolCall]) -> str:
+    return _OPEN + json.dumps([{"name": c.name, "arguments": c.arguments} for c in calls], ensure_ascii=False)
+
+
+# Phi's prompt has a token of its own around the list of tools; Granite's asks for the list in words.
+PHI = Syntax(
+    "phi",
+    parse_listed,
+    seen=lambda call: _OPEN in call and _CLOSE in call,
+    write=lambda calls: _write(calls) + _CLOSE,
+    asked=lambda prompt: "<|/tool|>" in prompt,
+    opens=(_OPEN, _CLOSE),
+)
+GRANITE = Syntax(
+    "granite",
+    parse_listed,
+    seen=lambda call: _OPEN in call,
+    write=_write,
+    asked=lambda prompt: f"{_OPEN} followed by" in prompt,
+    opens=(_OPEN, "<tool_call>", _CLOSE),
+)
+
+
+# Llama
+
+_PYTHON_TAG = "<|python_tag|>"
+_PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
+
+
+def parse_llama_json(text: str) -> Parsed:
+    """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn or after a tag."""
+    said, tag, body = text.rpartition(_PYTHON_TAG)
+    if body.strip().startswith(_PYTHON_START):
+        inside, _, after = body.strip().removeprefix(_PYTHON_START).partition(_PYTHON_END)
+        # Llama 4 puts between these what it says, before its calls, or the calls.
+        calls_inside = inside.lstrip().startswith("{") and not after.strip()
+        said, body = (said, inside) if calls_inside else (said + inside, after)
+    body = body.strip()
+    if not body.startswith("{"):
+        if tag:  # what follows the token is a call and nothing else
+            return said.strip(), (malformed("call_0", tag + body, f"expected a JSON object after {_PYTHON_TAG}"),)
+        return text.strip(), ()
+    calls: list[ToolCall] = []
+    position = 0
+    while position < len(body):
+        if len(calls) == MOST_CALLS:
+            calls.append(too_many(body[position:]))
+            break
+        call_id = f"call_{len(calls)}"
+        try:
+            value, end = strict_json(body, position)
+        except ValueError as problem:
+            # Where the broken one ends is not known, so the rest of the turn goes with it.
+            calls.append(malformed(call_id, body[position:], f"not valid JSON: {problem}"))
+            break
+        key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
+        calls.append(call_from_json(value, call_id, body[position:end], key))
+        position = skip_blanks(body, end)
+        if position < len(body) and not body.startswith((";", "{"), position):
+            calls.append(malformed(f"call_{len(calls)}", body[position:], "expected ';' between two calls"))
+            break
+        if body.startswith(";", position):
+            position = skip_blanks(body, position + 1)
+    return said.strip(), tuple(calls)
+
+
+def _write_llama(calls: Sequence[ToolCall]) -> str:
+    bodies = [json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False) for call in calls]
+    return "; ".join(bodies)
+
+
+LLAMA_JSON = Syntax(
+    "llama_json",
+    parse_llama_json,
+    seen=lambda call: '"name"' in call and '"parameters"' in call,
+    write=_write_llama,
+    grammar=llama_rules,
+)
+
+
+# Mistral
+
+_MARK = "[TOOL_CALLS]"
+
+
+def parse_mistral(text: str) -> Parsed:
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]`, or, in newer models,
+    `[TOOL_CALLS]name[ARGS]{...}` for each call, with `[CALL_ID]id` before `[ARGS]` in some."""
+    prose, mark, body = text.partition(_MARK)
+    if not mark:
+        return text.strip(), ()
+    calls: list[ToolCall] = []
+    for number, piece in enumerate(body.split(_MARK, MOST_CALLS)):
+        raw = _MARK + piece
+        if number == MOST_CALLS or len(calls) >= MOST_CALLS:
+            calls.append(too_many(raw))
+            break
+        # Each mark begins a call of its own, so that a broken one does not take the others with it.
+        head, args, arguments = piece.partition("[ARGS]")
+        name, _, sampled_id = head.partition("[CALL_ID]") if args else ("", "", "")
+        name, call_id = name.strip(), sampled_id.strip() or f"call_{len(calls)}"
+        try:
+            value, end = strict_json(arguments if args else piece)
+        except ValueError as problem:
+            calls.append(malformed(call_id, raw, f"not valid JSON: {problem}", name))
+            continue
+        if (arguments if args else piece)[end:].strip():
+            calls.append(malformed(call_id, raw, "text after the calls"))
+        elif args:
+            calls.append(call_from_json({"name": name, "arguments": value}, call_id, raw))
+        elif not isinstance(value, list) or not value:
+            calls.append(malformed(call_id, raw, "expected a JSON array of calls"))
+        else:
+            calls += [_item(item, f"call_{len(calls) + i}", raw) for i, item in enumerate(value)]
+    return prose.strip(), within_most(calls)
+
+
+def _item(item: Json, call_id: str, raw: str) -> ToolCall:
+    # The id is part of what was sampled, and the template repeats it with the tool's answer.
+    sampled_id = item.get("id") if isinstance(item, dict) else None
+    return call_from_json(item, sampled_id if isinstance(sampled_id, str) and sampled_id else call_id, raw)
+
+
+MISTRAL = Syntax("mistral", parse_mistral, seen=lambda call: _MARK in call, opens=(_MARK,))
+
+
+# The table of syntaxes
+
+HERMES = Syntax(
+    "hermes",
+    parse_tool_calls,
+    seen=lambda call: OPEN in call and '"name"' in call and CLOSE in call,
+    write=render_tool_calls,
+    opens=(OPEN, CLOSE),
+    close=CLOSE,
+    grammar=hermes_rules,
+)
+
+# In the order in which they are recognized: those that contain another one's marks come before it.
+SYNTAXES: dict[str, Syntax] = {
+    syntax.name: syntax
+    for syntax in (
+        HARMONY, DSML, DEEPSEEK, GEMMA, FUNCTION_GEMMA, LFM2, QWEN_XML, GLM, MISTRAL, PHI, GRANITE, HERMES, LLAMA_JSON, OLMO,
+        PYTHONIC,
+    )
+}  # fmt: skip
+PARSERS: dict[str, Parser | ForTools] = {name: syntax.parser for name, syntax in SYNTAXES.items()}
+
+
+def syntax_of(rendered_call: str) -> Syntax | None:
+    """The syntax of a template, recognized from a call that it rendered; None if it is none of these."""
+    return next((syntax for syntax in SYNTAXES.values() if syntax.seen(rendered_call)), None)
+
+
+def syntax_asked(prompt: str) -> Syntax | None:
+    """The syntax that the prompt of a template asks for, if the template leaves the calls to a turn's content."""
+    return next((syntax for syntax in SYNTAXES.values() if syntax.asked(prompt)), None)

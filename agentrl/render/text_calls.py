@@ -1,0 +1,194 @@
+"""Tool calls as text in the forms of data sets and benchmarks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from xml.sax.saxutils import escape, quoteattr
+
+from agentrl.data.trajectory import Json
+from agentrl.utils.parsing import expression_of, read_json
+
+# Calls in the forms of data sets
+
+Call = tuple[str, Json]
+"""A name, and arguments: an object, if the data set is right."""
+TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
+_THOUGHT = re.compile(
+    r"<tool_call>.*?</tool_call>|<(?P<tag>think|thinking|scratch_?pad|reasoning)>(?P<thought>.*?)(?:</(?P=tag)>|\Z)\s*",
+    re.S | re.I,
+)
+_WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": None}
+
+
+def thoughts(text: str) -> tuple[str, str]:
+    """What an assistant's text thinks, in <think> tags or others of that kind, and the rest. A call that it only thinks of is
+    none; one that has such tags in its arguments is left as it is."""
+    if text.lstrip().startswith("["):  # calls without tags
+        return "", text
+    found, rest, end = list[str](), "", 0
+    for match in _THOUGHT.finditer(text):
+        rest += text[end : match.start()] + ("" if match["tag"] else match[0])
+        end = match.end()
+        found += [match["thought"]] if match["tag"] else []
+    rest += text[end:]
+    before, closed, after = rest.partition("</think>")
+    if closed and "<tool_call>" not in before:  # the chat template had opened it
+        found, rest = [before, *found], after.lstrip()
+    return "\n".join(part.strip("\n") for part in found), rest
+
+
+def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | None]:
+    """The name that each result has as JSON, if these are the names of the calls; else None for each."""
+    found = list[str | None]()
+    for text in results:
+        try:
+            value = read_json(text)
+        except ValueError:
+            value = None
+        name = value.get("name") if isinstance(value, Mapping) else None
+        found.append(name if isinstance(name, str) else None)
+    return found if sorted(map(str, found)) == sorted(calls) else [None] * len(results)
+
+
+def tagged_calls(text: str) -> list[Call]:
+    """Calls in <tool_call> tags, as JSON or as a Python literal. Raises ValueError for anything else."""
+    calls: list[Call] = []
+    for body in TAGGED.findall(text):
+        value = literal(body)
+        if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
+            raise ValueError(f"a call needs a name and arguments: {body[:100]!r}")
+        arguments = value.get("arguments", {})
+        calls.append((name, literal(arguments) if isinstance(arguments, str) else arguments))
+    return calls
+
+
+def bracket_calls(text: str) -> list[Call]:
+    """`[Name one(key=value, ...), Name two(...)]`; an empty list if the text is not such a list of calls.
+
+    Raises ValueError if it starts and ends as one but is malformed.
+    """
+    text = text.strip()
+    if not re.match(r"^\[[^\[\](){}\"']+\(", text) or not text.endswith(")]"):
+        return []
+    calls: list[Call] = []
+    for part in _pieces(text[1:-1]):
+        name, _, inside = part.strip().partition("(")
+        if not inside.endswith(")"):
+            raise ValueError(f"not a call: {part[:100]!r}")
+        arguments: dict[str, Json] = {}
+        for pair in _pieces(inside[:-1]):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ValueError(f"an argument must be key=value, not {pair.strip()[:100]!r}")
+            if key.strip() in arguments:
+                raise ValueError(f"the argument {key.strip()[:100]!r} twice")
+            arguments[key.strip()] = literal(value.strip())
+        calls.append((name.strip(), arguments))
+    return calls
+
+
+def literal(text: str) -> Json:
+    """A JSON value, or a Python literal that may contain true, false and null. Raises ValueError."""
+    try:
+        found: Json = read_json(text)
+    except ValueError:
+        pass
+    else:
+        return found
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the data are not a fault of the user's code
+            return _value(expression_of(text.strip()))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"neither JSON nor a literal: {text[:100]!r}") from None
+
+
+def _pieces(text: str) -> list[str]:
+    """Parts between commas outside brackets and quotes. Raises ValueError if one is never closed."""
+    parts, begin, depth, quote, before, skip = list[str](), 0, 0, "", "", False
+    for at, letter in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip = letter == "\\"
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            # An apostrophe inside a name or an unquoted word does not open a string.
+            quote = letter if before in ("=", "(", "[", "{", ",", ":", "") else ""
+        elif letter == "," and depth == 0:
+            parts.append(text[begin:at])
+            begin, before = at + 1, ""
+            continue
+        else:
+            depth += (letter in "([{") - (letter in ")]}")
+        before = before if letter.isspace() else letter  # of this part, the last that is no space
+    if depth or quote:
+        raise ValueError(f"brackets or quotes that do not close: {text[:100]!r}")
+    return [part for part in [*parts, text[begin:]] if part.strip()]
+
+
+def _value(node: ast.AST) -> Json:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id.lower() in _WORDS:
+        return _WORDS[node.id.lower()]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict) and not any(isinstance(key, (type(None), ast.List, ast.Tuple, ast.Dict)) for key in node.keys):
+        return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand)
+        if isinstance(value, (int, float)):
+            return -value
+    raise ValueError(f"not a literal: {ast.dump(node)[:80]}")
+
+
+# Calls in the forms of benchmarks
+
+Calls = Sequence[tuple[str, Mapping[str, Json]]]
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "float", list: "array", dict: "dict", type(None): "null"}
+
+
+def as_python(calls: Calls) -> str:
+    """`[name(key=value), ...]`."""
+    pairs = [(name, ", ".join(f"{key}={value!r}" for key, value in arguments.items())) for name, arguments in calls]
+    return f"[{', '.join(f'{name}({inside})' for name, inside in pairs)}]"
+
+
+def as_json(calls: Calls) -> str:
+    """`[{"function": name, "parameters": {...}}, ...]`."""
+    return json.dumps([{"function": name, "parameters": dict(arguments)} for name, arguments in calls])
+
+
+def as_xml(calls: Calls) -> str:
+    """`<functions><function name="..."><param name="..." type="...">value</param>...</function>...</functions>`."""
+    return _xml(calls, "{}", "<param name={} type={}>{}</param>", escape)
+
+
+def as_verbose_xml(calls: Calls) -> str:
+    """The same with `<params>` around the parameters, and a value as an attribute."""
+    return _xml(calls, "<params>{}</params>", "<param name={0} value={2} type={1}/>", quoteattr)
+
+
+def _xml(calls: Calls, around: str, form: str, quoted: Callable[[str], str]) -> str:
+    made = []
+    for name, arguments in calls:
+        items = [(quoteattr(key), quoteattr(_TYPES[type(value)]), quoted(str(value))) for key, value in arguments.items()]
+        made.append(f"<function name={quoteattr(name)}>{around.format(''.join(form.format(*item) for item in items))}</function>")
+    return f"<functions>{''.join(made)}</functions>"
+
+
+def with_json_types(declared: Mapping[str, Json], types: Mapping[str, str]) -> dict[str, Json]:
+    """A declaration of parameters in another language's names of types, with those of JSON Schema (`types`: one for each of
+    theirs), at every depth; a type that is missing or unknown is a string."""
+    made = {**declared, "type": types.get(declared.get("type", "string"), "string")}
+    if isinstance(declared.get("properties"), Mapping):
+        made["properties"] = {name: with_json_types(inner, types) for name, inner in declared["properties"].items()}
+    if isinstance(declared.get("items"), Mapping):
+        made["items"] = with_json_types(declared["items"], types)
+    return made

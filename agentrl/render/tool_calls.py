@@ -1,0 +1,485 @@
+"""Tool calls as text: the contract of a call syntax, its grammar, typed values, and the Hermes form."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+from agentrl.data.trajectory import Json, ToolCall
+from agentrl.utils.parsing import unbounded
+from agentrl.utils.schemas import referred
+
+# Grammars of a turn
+
+Mark = Callable[[str], str]
+"""How a grammar writes a text of the template's: as the special token that it is in this vocabulary, or as text."""
+Rules = tuple[str, str]
+"""A symbol, and the rules that it needs."""
+
+
+def turn_grammar(body: Rules, frame: tuple[str, str], mark: Mark, *, thinking: bool, reasons: bool = True) -> str:
+    """A turn that is `body`, after an optional reasoning between the marks of `frame`, or, without `reasons`, after none; if
+    `thinking`, the turn begins within the reasoning."""
+    opening, closing = map(mark, frame)
+    if not reasons:
+        lines = [f"start: {f'{closing} SPACE? ' if thinking else ''}{body[0]}", "SPACE: /[ \\n]+/", body[1]]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
+    # Text never holds special tokens; a mark that is text must be looked for.
+    thought = f"thought[suffix={closing}]: TEXT" if closing.startswith('"') else f"thought: TEXT {closing}"
+    start = "thought SPACE?" if thinking else f"({opening} thought SPACE?)?"
+    lines = [f"start: {start} {body[0]}", thought, "TEXT: /(?s:.*)/", "SPACE: /[ \\n]+/", body[1]]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]})
+
+
+def either(rules: Sequence[Rules]) -> Rules:
+    """One of some symbols."""
+    return "turn", "\n".join(["turn: " + " | ".join(symbol for symbol, _ in rules), *(own for _, own in rules)])
+
+
+def json_rules(schema: Json) -> Rules:
+    """JSON that fits a schema."""
+    return "answer", f"answer: %json {json.dumps(schema)}"
+
+
+def hermes_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
+    """One call of these tools, or one or more, in the syntax of Hermes and Qwen."""
+    more = ' ("\\n" call)*' if several else ""
+    call = f'call: {mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
+    return "calls", "\n".join([f"calls: call{more}", call, *object_rules(tools, "arguments")])
+
+
+def llama_rules(tools: Sequence[Mapping[str, Any]], several: bool, mark: Mark) -> Rules:
+    """The same in the syntax of Llama 3."""
+    more = ' ("; " object)*' if several else ""
+    return "calls", "\n".join([f"calls: object{more}", *object_rules(tools, "parameters")])
+
+
+def object_rules(tools: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """The rules of `object`: a tool's name and, under `key`, arguments that fit its schema. Each schema is a rule of its own,
+    so that its references start at its own root."""
+    rules = ["object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = json.dumps(f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": ')
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        rules += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
+    return rules
+
+
+# The contract of a call syntax
+
+Parsed = tuple[str, tuple[ToolCall, ...]]
+Parser = Callable[[str], Parsed]
+"""Takes the text of a turn, returns (prose, calls) and never raises: text that cannot be parsed is kept verbatim in a
+call with `error` set."""
+
+
+class ForTools:
+    """A parser that needs the schemas of the available tools; `make` returns the parser for a list of tools."""
+
+    def __init__(self, make: Callable[[Sequence[Mapping[str, Any]]], Parser]) -> None:
+        self._make = make
+        self._made: dict[str, Parser] = {}
+
+    def bind(self, tools: Sequence[Mapping[str, Any]]) -> Parser:
+        """The parser for these tools, cached for equal lists: building one may mean reading a whole vocabulary."""
+        key = json.dumps(tools, sort_keys=True, default=str)
+        if key not in self._made:
+            if len(self._made) >= _TOOL_LISTS_REMEMBERED:
+                del self._made[next(iter(self._made))]
+            self._made[key] = self._make(tools)
+        return self._made[key]
+
+
+_TOOL_LISTS_REMEMBERED = 64
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """One way in which models write tool calls.
+
+    name: what `model.tool_parser` calls it.
+    seen: whether a call that a chat template rendered is written in it.
+    write: the text of a turn's calls, for templates that leave calls to the content of a turn and write none themselves.
+    asked: whether the prompt of such a template asks for this syntax.
+    ends: control tokens that end a turn of calls, if another one ends an answer.
+    opens: marks before which a turn's text is prose: those that begin a call, and a closing one, which without the other is a
+        malformed call; none if calls may begin otherwise.
+    close: what ends each call; empty if nothing does.
+    grammar: the grammar of a turn of calls of some tools (one, or one or more; render/grammar.py).
+    """
+
+    name: str
+    parser: Parser | ForTools
+    seen: Callable[[str], bool]
+    write: Callable[[Sequence[ToolCall]], str] | None = None
+    asked: Callable[[str], bool] = lambda prompt: False
+    ends: tuple[str, ...] = ()
+    opens: tuple[str, ...] = ()
+    close: str = ""
+    grammar: Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules] | None = None
+
+
+def numbered(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
+    """The calls of one block with ids that count on from the block's first, `call_N`."""
+    first = int(call_id.removeprefix("call_"))
+    return [
+        ToolCall(call.name, call.arguments, id=f"call_{first + index}", raw=call.raw, error=call.error)
+        for index, call in enumerate(calls)
+    ]
+
+
+# Tool calls in the Hermes / Qwen form: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+#
+# Parsing never raises, since sampled text is data. A malformed call stays in the transcript with its raw
+# text and the reason, so that the environment can answer it and a reward spec can count it.
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+MOST_CALLS = 10_000
+"""Of one turn. Each takes hundreds of bytes of memory, and two characters may be one: of 10 MB of them, a gigabyte."""
+MOST_VALUES = 500_000
+"""Of one JSON text, counted by what separates and opens them: each may take 70 times its characters in memory."""
+
+
+def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split an assistant turn into its prose and its calls.
+
+    Returns the text outside the call blocks (stripped) and one `ToolCall` per block, with ids `call_0`,
+    `call_1` and so on. A block that is not a valid call has its text in `raw`, `arguments=None` and the
+    reason in `error`. A string argument may itself contain the closing tag.
+    """
+    return blocks(text, OPEN, CLOSE, partial(_block, text))
+
+
+def render_tool_calls(calls: Sequence[ToolCall]) -> str:
+    """The text that `parse_tool_calls` reads back. A malformed call is written as it was sampled."""
+    return "\n".join(_render(call) for call in calls)
+
+
+def blocks(
+    text: str, opening: str | re.Pattern[str], closing: str, read: Callable[[int, str], tuple[list[ToolCall], int]]
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split a turn whose calls stand in blocks into its prose and its calls.
+
+    `read(start, call_id)` reads the block that begins with `opening` at `start`: its calls, and the position after it. A
+    `closing` mark outside of a block is a malformed call, whose opening mark is missing: as prose it would end the episode
+    without a word to the policy.
+    """
+    begins = re.compile(re.escape(opening)) if isinstance(opening, str) else opening
+    ends = re.compile(re.escape(closing))
+    prose: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    following, stray = begins.search(text), ends.search(text)
+    while following or stray:
+        if len(calls) >= MOST_CALLS:
+            calls.append(too_many(text[position:]))
+            return "".join(prose).strip(), within_most(calls)
+        call_id = f"call_{len(calls)}"
+        if following and not (stray and stray.start() < following.start()):
+            prose.append(text[position : following.start()])
+            found, position = read(following.start(), call_id)
+            calls += found
+            following = begins.search(text, position)
+        elif stray:
+            prose.append(text[position : stray.start()])
+            calls.append(malformed(call_id, closing, f"{closing} without the mark that opens a call"))
+            position = stray.end()
+        if stray and stray.start() < position:
+            stray = ends.search(text, position)
+    prose.append(text[position:])
+    return "".join(prose).strip(), within_most(calls)
+
+
+def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
+    """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
+    if not isinstance(value, dict):
+        return malformed(call_id, raw, f"expected a JSON object, got {_kind(value)}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return malformed(call_id, raw, 'expected a non-empty string under "name"')
+    if arguments_key not in value:
+        return malformed(call_id, raw, f'expected an object under "{arguments_key}", which is missing', name)
+    arguments = value[arguments_key]
+    if not isinstance(arguments, dict):
+        error = f'expected an object under "{arguments_key}", got {_kind(arguments)}'
+        return malformed(call_id, raw, error, name)
+    return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
+
+
+def call_of_api(item: Any, index: int) -> ToolCall:
+    """A call of an API's answer in OpenAI's form, by its number in the message; with `error` set if its arguments are no JSON."""
+    text = item.function.arguments or "{}"
+    try:
+        arguments, end = strict_json(text)
+        if text[end:].strip():
+            raise ValueError("text after the object")
+    except ValueError as problem:
+        return malformed(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
+    return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
+
+
+def write_call(call: ToolCall) -> dict[str, Json]:
+    """A call in OpenAI's form."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def sendable(call: ToolCall) -> ToolCall:
+    """The call as strict servers take it in a history: its name of letters that they allow, and arguments that are an object: of
+    a malformed call, one with its text."""
+    name = _NOT_IN_NAMES.sub("_", call.name)[:64] or "malformed_call"
+    return replace(call, name=name, arguments={"malformed": call.raw} if call.arguments is None else call.arguments)
+
+
+def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
+    """The record of a call that cannot be parsed."""
+    return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
+
+
+def too_many(raw: str) -> ToolCall:
+    """The record of all that follows the most calls that a turn may have."""
+    return malformed(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
+
+
+def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """The calls of a turn, of which those beyond `MOST_CALLS` are one. `calls`: read from lists that are `raw` as a whole."""
+    return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
+
+
+def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
+    """Decode one JSON value at `start` (leading white space allowed); returns it and the position after it.
+
+    Raises ValueError for anything that is not standard JSON (including NaN and Infinity), for nesting over 64 levels, for more
+    than `MOST_VALUES` values, for numbers beyond the range of a double, and for lone surrogates, which no tokenizer can encode.
+    """
+    blank = _JSON_BLANK.match(text, start)
+    try:
+        value, end = _decoded(text, blank.end() if blank else start)
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+    check_json(value)
+    return value, end
+
+
+def _decoded(text: str, start: int) -> tuple[Json, int]:
+    if len(text) <= _WINDOW:
+        return _DECODER.raw_decode(text, start)
+    # An error counts the lines of all that comes before it, so a long text with many broken calls is read through windows.
+    # One that may have been cut by the window's end is read again through one of twice the size.
+    size = _WINDOW
+    while True:
+        window = text[start : start + size]
+        whole = start + size >= len(text)
+        if len(window) > MOST_VALUES and sum(map(window.count, ",[{")) > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values")
+        try:
+            value, end = _DECODER.raw_decode(window)
+        except json.JSONDecodeError as problem:
+            cut = problem.pos > len(window) - _LONGEST_WORD or problem.msg.startswith("Unterminated string")
+            if whole or not cut:
+                raise ValueError(f"{problem.msg}: char {start + problem.pos}") from None
+        else:
+            if whole or end < len(window):
+                return value, start + end
+        size *= 2
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
+_WINDOW = 16_384
+_LONGEST_WORD = 16  # characters: "-Infinity" or an escape, of which a window may hold the beginning
+_JSON_BLANK, _BLANK = re.compile(r"[ \t\r\n]*"), re.compile(r"\s*")
+
+
+# Decoded values are encoded again deeper in the call stack, where less of the recursion limit is left.
+_MAX_DEPTH = 64
+
+
+def check_json(value: Json) -> None:
+    """Raises ValueError if a value could not be written back as JSON in UTF-8."""
+    level: list[Json] = [value]  # level by level, since recursion here could overflow as well
+    for _ in range(_MAX_DEPTH):
+        inner: list[Json] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.keys())
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+            elif isinstance(item, str):
+                if not item.isascii():
+                    _check_encodable(item)
+            elif unbounded(item):
+                raise ValueError("a number beyond the range of a double")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"JSON nested deeper than {_MAX_DEPTH}")
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("lone surrogate in a string") from None
+
+
+def skip_blanks(text: str, at: int) -> int:
+    """The position from `at` on that is not white space. A copy of the rest of the text, to strip it, would cost each call of a
+    turn the length of the turn."""
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, bool]:
+    """Where a broken block, whose body begins at `body`, ends: after its closing mark, before the next opening mark, or with the
+    text, whichever is first; and whether it has a closing mark."""
+    following = text.find(opening, body)
+    limit = following if following >= 0 else len(text)
+    # Up to there only: of many blocks that no mark closes, each would look through the whole text.
+    close = text.find(closing, body, limit)
+    return (close + len(closing), True) if close >= 0 else (limit, False)
+
+
+def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
+    """Read the block that opens at `start`; returns the call and the position after the block."""
+    body = start + len(OPEN)
+    try:
+        value, end = strict_json(text, body)
+    except ValueError as problem:
+        return _broken(text, start, call_id, f"not valid JSON: {problem}")
+    close = skip_blanks(text, end)
+    if not text.startswith(CLOSE, close):
+        return _broken(text, start, call_id, f"expected {CLOSE} after the JSON object")
+    stop = close + len(CLOSE)
+    return [call_from_json(value, call_id, text[start:stop])], stop
+
+
+def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+    """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
+    stop, closed = broken_end(text, start + len(OPEN), OPEN, CLOSE)
+    return [malformed(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}")], stop
+
+
+def _render(call: ToolCall) -> str:
+    if call.arguments is None:
+        return call.raw
+    body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"{OPEN}\n{body}\n{CLOSE}"
+
+
+def _kind(value: Json) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+# Values of a tool-call syntax that writes everything as text, read as the types declared by the tool.
+#
+# Types are tried in the same order as in vLLM's Qwen3-coder parser, so that a model served there and trained
+# here gets the same arguments (`tests/backends/test_vllm_parsers.py` compares the two).
+
+
+def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:
+    """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
+    JSON but no string, and else as text."""
+    if schema is not None:
+        return typed_value(text, (schema.get("properties") or {}).get(key), schema)
+    try:
+        value, end = strict_json(text)
+    except ValueError:
+        return text
+    # A quoted string stays as it was written: the quotes may be meant.
+    return text if text[end:].strip() or isinstance(value, str) else value
+
+
+def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
+    """`text` as the first declared type that fits, in the order null, integer, number, boolean, object, array, string.
+
+    A value that fits none of them is read as JSON if it is valid JSON and otherwise stays text; validation of the
+    call then rejects it. Without a declared type a value is text. `root` resolves `#/...` references.
+    """
+    declared = _types(schema, root)
+    for kind, read in _READERS.items():
+        if kind in declared:
+            try:
+                return read(text)
+            except ValueError:
+                continue
+    try:
+        return _json(text) if declared else text
+    except ValueError:
+        return text
+
+
+def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows, by name; each part of it is looked at once, so that circles end."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    rest = [schema]
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kind = part.get("type")
+        found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
+        values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
+        found.update(_NAMES[type(value)] for value in values)
+        for key in ("anyOf", "oneOf", "allOf"):
+            rest += part.get(key) or ()
+        if isinstance(part.get("$ref"), str):
+            rest.append(referred(part["$ref"], root))
+    return found
+
+
+def _null(text: str) -> None:
+    if text.lower() != "null":
+        raise ValueError
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return int(value) if value == int(value) else value
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if unbounded(value):
+        raise ValueError
+    return value
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise ValueError
+    return word in ("true", "1")
+
+
+def _json(text: str) -> Json:
+    value, end = strict_json(text)
+    if text[end:].strip():
+        raise ValueError
+    return value
+
+
+# In the order in which they are tried. "string" fits everything, so it comes last.
+_READERS: dict[str, Callable[[str], Json]] = {
+    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": _json, "array": _json, "string": str,
+}  # fmt: skip
+_NAMES = {
+    type(None): "null", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", str: "string",
+}  # fmt: skip

@@ -1,0 +1,512 @@
+"""Match made calls to expected calls: gold calls, equality by hash, assignment."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.data.trajectory import Json, ToolCall
+from agentrl.reward import bfcl
+from agentrl.reward.values import LITERAL, NORMALIZERS, EqualityRule, UnscorableError, brief, equality_key, same
+
+# Expected calls
+
+FORMS = ("literal", "sets", "bfcl")
+_NONE = frozenset[str]()
+_PLAIN = frozenset({str, int, float})
+_OBJECT = (dict, Mapping)  # dict first: a check against an abstract class alone costs five times as much
+ARGUMENTS = ("exact", "subset", "superset", "names", "ignore")
+
+
+class GoldCall(NamedTuple):
+    """One expected call. In the forms `sets` and `bfcl` each argument has a list of allowed values,
+    and `optional` names the arguments that may be omitted. `schema`: the function's declared parameters, None if unknown.
+    `by`: who is to make it, "assistant" or "user", None if the gold does not say. `compare`: the arguments that count, or None
+    for all."""
+
+    name: str
+    arguments: Mapping[str, Json]
+    optional: frozenset[str] = frozenset()
+    schema: Mapping[str, Json] | None = None
+    by: str | None = None
+    compare: tuple[str, ...] | None = None
+
+
+def gold_calls(value: Json, form: str) -> list[GoldCall]:
+    """Read gold calls. Raises UnscorableError if they have another shape.
+
+    `literal` and `sets`: [{"name", "arguments"}, ...]; `bfcl`: [{name: {argument: [allowed, ...]}}, ...],
+    in which "" among the allowed values makes an argument optional (also with `sets`). In the first two a call may have `by`
+    ("assistant" or "user": who makes it) and `compare` (the names of the arguments that count).
+    """
+    if not isinstance(value, (list, tuple)):
+        raise UnscorableError(f"expected calls must be a list, not {brief(value, 80)!r}")
+    return [_gold_call(item, form, index) for index, item in enumerate(value)]
+
+
+def _gold_call(item: Json, form: str, index: int) -> GoldCall:
+    if form == "bfcl" and isinstance(item, _OBJECT) and len(item) == 1:
+        name, arguments = next(iter(item.items()))
+    elif form != "bfcl" and isinstance(item, _OBJECT) and "name" in item:
+        name, arguments = item["name"], item.get("arguments", {})
+    else:
+        wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'
+        raise UnscorableError(f"expected call {index} must be {wanted}, not {brief(item, 80)!r}")
+    if not isinstance(name, str) or not isinstance(arguments, _OBJECT):
+        raise UnscorableError(f"expected call {index} needs a string name and an object of arguments")
+    by, compare = _whose(item, index) if form != "bfcl" and ("by" in item or "compare" in item) else (None, None)
+    if form == "literal":
+        return GoldCall(name, arguments, _NONE, None, by, compare)
+    optional = _NONE
+    for key, allowed in arguments.items():
+        if not isinstance(allowed, (list, tuple)):
+            raise UnscorableError(f"expected call {index}: argument {key!r} must be a list of allowed values")
+        if "" in allowed:
+            optional |= {key}
+    return GoldCall(name, arguments, optional, None, by, compare)
+
+
+def _whose(item: Mapping[str, Json], index: int) -> tuple[str | None, tuple[str, ...] | None]:
+    by, compare = item.get("by"), item.get("compare")
+    if by not in (None, "assistant", "user"):
+        raise UnscorableError(f"expected call {index}: by must be 'assistant' or 'user', not {brief(by, 80)!r}")
+    if compare is not None and not (isinstance(compare, (list, tuple)) and all(isinstance(key, str) for key in compare)):
+        raise UnscorableError(f"expected call {index}: compare must be a list of arguments' names, not {brief(compare, 80)!r}")
+    return by, None if compare is None else tuple(compare)
+
+
+def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
+    """The gold calls with the parameters that tools declare: those offered, or a list of functions."""
+    functions = [tool.get("function", tool) for tool in tools]
+    schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}
+
+    def with_types(call: GoldCall) -> GoldCall:
+        schema = schemas.get(call.name)
+        if not isinstance(schema, Mapping):
+            return call
+        optional = call.optional and call.optional - frozenset(schema.get("required", ()))
+        return GoldCall(call.name, call.arguments, optional, schema, call.by, call.compare)
+
+    return [with_types(call) for call in gold]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRule:
+    """When a made call matches an expected one."""
+
+    form: str = "literal"
+    arguments: str = "exact"
+    values: EqualityRule = LITERAL
+    language: str = "python"
+
+    def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
+        """Whether one argument's value matches."""
+        gold = call.arguments[key]
+        if self.form == "literal":
+            return same(made, gold, self.values)
+        if self.form == "bfcl":
+            schema = (call.schema or {}).get("properties", {}).get(key)
+            return bfcl.value_fits(made, gold, schema, self.values.normalize, self.language)
+        return any(same(made, allowed, self.values) for allowed in gold)
+
+    def full(self, made: ToolCall, gold: GoldCall) -> bool:
+        """Whether a made call fully matches an expected one."""
+        arguments = made.arguments
+        if made.name != gold.name or arguments is None:
+            return False
+        if self.arguments == "ignore":
+            return True
+        if gold.compare is not None:
+            return len(self._alike(arguments, gold)) == len(gold.compare)
+        wanted = gold.arguments
+        if self.form == "bfcl" and self.arguments == "exact":
+            return bfcl.arguments_fit(arguments, wanted, gold.schema, self.values.normalize, self.language)
+        if arguments.keys() != wanted.keys() and not self._keys_fit(arguments, gold):
+            return False
+        if self.arguments == "names":
+            return True
+        literal = self.form == "literal"
+        for key, value in arguments.items():
+            # The same text or number fits without a closer look.
+            if literal and key in wanted and type(value) in _PLAIN and type(value) is type(wanted[key]) and value == wanted[key]:
+                continue
+            if key in wanted and not self.value_fits(key, value, gold):
+                return False
+        return True
+
+    def _alike(self, made: Mapping[str, Json], gold: GoldCall) -> list[str]:
+        """Of the arguments that count, those that match or that both calls lack."""
+
+        def alike(key: str) -> bool:
+            if key not in made or key not in gold.arguments:
+                return (key in made) == (key in gold.arguments) or (key not in made and key in gold.optional)
+            return self.arguments == "names" or self.value_fits(key, made[key], gold)
+
+        return [key for key in gold.compare or () if alike(key)]
+
+    def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
+        """Whether argument names that are not equal are still acceptable."""
+        if self.arguments != "superset" and any(key not in gold.arguments for key in made):
+            return False
+        if self.arguments == "subset":
+            return True
+        return all(key in made or key in gold.optional for key in gold.arguments)
+
+    def part(self, made: ToolCall, gold: GoldCall) -> float:
+        """Partial credit of one pair: (1 + correct arguments) / (1 + arguments counted), 0 if the names differ.
+
+        The arguments counted are those of either call ("exact", "names"), of the made call ("subset") or
+        of the expected one ("superset"). A full match gets 1.
+        """
+        if self.full(made, gold):
+            return 1.0
+        arguments = made.arguments
+        if made.name != gold.name or arguments is None:
+            return 0.0
+        if gold.compare is not None:
+            return (1 + len(self._alike(arguments, gold))) / (1 + len(gold.compare))
+        correct = sum(
+            1
+            for key, value in arguments.items()
+            if key in gold.arguments and (self.arguments == "names" or self.value_fits(key, value, gold))
+        )
+        needed = set(gold.arguments) - gold.optional | (set(arguments) & gold.optional)
+        counted = {"subset": len(arguments), "superset": len(needed)}
+        return (1 + correct) / (1 + counted.get(self.arguments, len(needed | set(arguments))))
+
+
+# Assignment
+
+Matrix = npt.NDArray[np.float64]
+Weights = Sequence[Sequence[float]] | Matrix
+Block = Callable[[Sequence[int], Sequence[int]], Weights]
+Pairs = list[tuple[int, int]]
+
+_EPS = 1e-12  # weights are sums of fractions: a smaller difference is rounding
+_LARGE = 4096
+"""Pairs from which on arrays are faster than lists."""
+
+
+def optimal(weights: Weights) -> Pairs:
+    """One-to-one pairs (row, column) of maximum total weight, for weights >= 0; pairs of weight 0 are left out.
+
+    The Hungarian method as shortest augmenting paths with potentials (Kuhn 1955; Jonker and Volgenant
+    1987), O(min(n, m)^2 max(n, m)). On plain lists if there are few, because most problems have a handful of calls.
+    """
+    n, m = len(weights), len(weights[0]) if len(weights) else 0
+    if n == 0 or m == 0:
+        return []
+    if n > m:
+        return sorted((row, column) for column, row in optimal(np.asarray(weights).T))
+    if n * m >= _LARGE:
+        row_of = _augment_arrays(np.asarray(weights, dtype=np.float64))
+    else:
+        row_of = _augment([list(row) for row in weights], m)
+    pairs = [(row, column) for column, row in enumerate(row_of) if row >= 0]
+    return sorted((row, column) for row, column in pairs if weights[row][column] > _EPS)
+
+
+def optimal_by_name(rows: Sequence[str], columns: Sequence[str], block: Block) -> Pairs:
+    """As `optimal`, but only rows and columns with equal names may pair: each name is a separate problem, for which
+    `block(its rows, its columns)` gives the weights."""
+    indices = by_name(columns)
+    pairs: Pairs = []
+    for name, here in by_name(rows).items():
+        if name in indices:
+            there = indices[name]
+            pairs.extend((here[i], there[j]) for i, j in optimal(block(here, there)))
+    return sorted(pairs)
+
+
+def by_name(names: Sequence[str]) -> dict[str, list[int]]:
+    """Name -> its positions in ascending order."""
+    indices: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        indices.setdefault(name, []).append(place)
+    return indices
+
+
+def _augment_arrays(weights: Matrix) -> list[int]:
+    """As `_augment`, on arrays. Each row begins at its best column, so that only rows that find it taken search a path."""
+    n, m = weights.shape
+    costs, row_price, column_price = -weights, -weights.max(axis=1), np.zeros(m)
+    row_of, placed = np.full(m, -1), np.zeros(n, dtype=bool)
+    for row, column in zip(*np.nonzero(costs - row_price[:, None] <= _EPS), strict=True):
+        if row_of[column] < 0 and not placed[row]:
+            row_of[column], placed[row] = row, True
+    for start in np.nonzero(~placed)[0]:
+        distance, before, open_ = np.full(m, np.inf), np.full(m, -1), np.ones(m, dtype=bool)
+        row, column, reached = start, -1, 0.0
+        while True:
+            step = costs[row] - column_price
+            step += reached - row_price[row]
+            nearer = step < distance - _EPS
+            nearer &= open_
+            distance[nearer], before[nearer] = step[nearer], column
+            column = int(np.where(open_, distance, np.inf).argmin())
+            reached = distance[column]
+            open_[column] = False
+            if row_of[column] < 0:
+                break
+            row = row_of[column]
+        row_price[start] += reached
+        open_[column] = True
+        done = np.nonzero(~open_)[0]
+        row_price[row_of[done]] += reached - distance[done]
+        column_price[done] += distance[done] - reached
+        while column >= 0:
+            previous = int(before[column])
+            row_of[column] = start if previous < 0 else row_of[previous]
+            column = previous
+    return [int(row) for row in row_of]
+
+
+def _augment(weights: Sequence[Sequence[float]], m: int) -> list[int]:
+    """Row assigned to each of the m columns (-1: none) at maximum total weight, for at most m rows."""
+    row_price, column_price = [0.0] * len(weights), [0.0] * m
+    row_of = [-1] * m
+    for start in range(len(weights)):
+        distance, before, done = [math.inf] * m, [-1] * m, [False] * m
+        row, column, reached = start, -1, 0.0
+        # Dijkstra from row `start` over reduced costs (price sums minus weights) to the nearest free column.
+        while True:
+            offers, price, nearest = weights[row], row_price[row], -1
+            for j in range(m):
+                if done[j]:
+                    continue
+                step = reached - offers[j] - price - column_price[j]
+                if step < distance[j] - _EPS:
+                    distance[j], before[j] = step, column
+                if nearest < 0 or distance[j] < distance[nearest]:
+                    nearest = j
+            column, reached = nearest, distance[nearest]
+            done[column] = True
+            if row_of[column] < 0:
+                break
+            row = row_of[column]
+        # The new potentials keep all reduced costs >= 0, on which the next row's Dijkstra depends.
+        row_price[start] += reached
+        for j in range(m):
+            if done[j] and j != column:
+                row_price[row_of[j]] += reached - distance[j]
+                column_price[j] += distance[j] - reached
+        while column >= 0:  # augment: shift the assignments along the path found
+            previous = before[column]
+            row_of[column] = start if previous < 0 else row_of[previous]
+            column = previous
+    return row_of
+
+
+def in_order(weights: Weights) -> Pairs:
+    """The pairs of maximum total weight with rows and columns both ascending: O(n m) alignment."""
+    n, m = len(weights), len(weights[0]) if weights else 0
+    best = [[0.0] * (m + 1) for _ in range(n + 1)]
+    for i in range(n - 1, -1, -1):
+        here, below, offers = best[i], best[i + 1], weights[i]
+        for j in range(m - 1, -1, -1):
+            here[j] = max(below[j], here[j + 1], below[j + 1] + offers[j])
+    pairs: Pairs = []
+    i = j = 0
+    while i < n and j < m:
+        if weights[i][j] > _EPS and best[i][j] <= best[i + 1][j + 1] + weights[i][j] + _EPS:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif best[i + 1][j] >= best[i][j + 1]:
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+def prefix(weight: Callable[[int, int], float], n: int, m: int) -> Pairs:
+    """Equal positions from the start, up to but excluding the first pair that is not a full match."""
+    pairs: Pairs = []
+    for i in range(min(n, m)):
+        if weight(i, i) < 1.0 - _EPS:
+            break
+        pairs.append((i, i))
+    return pairs
+
+
+def greedy_pairs(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
+    """Each column in turn takes the first free row that fully matches it (weight 1); choices are never revised.
+
+    `choices[j]` are the rows that column j may take. The Berkeley leaderboard pairs parallel calls in this
+    way, which can miss an existing full matching.
+    """
+    taken: set[int] = set()
+    pairs: Pairs = []
+    for j, rows in enumerate(choices):
+        for i in rows:
+            if i not in taken and weight(i, j) >= 1.0 - _EPS:
+                pairs.append((i, j))
+                taken.add(i)
+                break
+    return sorted(pairs)
+
+
+def maximum(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]]) -> Pairs:
+    """A maximum set of one-to-one full matches (weight 1); `choices[j]`: the rows that column j may take.
+
+    Augmenting paths (Kuhn 1955), breadth first; O(columns x candidate pairs).
+    """
+    column_of: dict[int, int] = {}
+    for start in range(len(choices)):
+        came_from: dict[int, int] = {}  # row -> the column that reached it
+        frontier = [start]
+        end = -1
+        while frontier and end < 0:
+            following: list[int] = []
+            for j in frontier:
+                for i in choices[j]:
+                    if i in came_from or weight(i, j) < 1.0 - _EPS:
+                        continue
+                    came_from[i] = j
+                    if i not in column_of:
+                        end = i
+                        break
+                    following.append(column_of[i])
+                if end >= 0:
+                    break
+            frontier = following
+        row = end
+        while row >= 0:
+            column = came_from[row]
+            before = next((i for i, j in column_of.items() if j == column), -1)
+            column_of[row] = column
+            if before >= 0:
+                del column_of[before]
+            row = before if column != start else -1
+    return sorted(column_of.items())
+
+
+# Equal calls by hash
+
+Fits = Callable[[str, Json, GoldCall], bool]
+
+MANY = 256
+"""Pairs of calls from which on it is faster to look at all of them at once."""
+
+_exact = NORMALIZERS["exact"]
+
+
+def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Pairs:
+    """Pairs (made, expected) of equal calls, each call once, the earliest first. For a rule without tolerances: equality is
+    then transitive, so that no other choice finds more."""
+    pairs: Pairs = []
+    for place, (call, wanted) in enumerate(zip(made, gold, strict=False)):  # as far as they are equal in order, no keys are made
+        if not _surely_equal(call, wanted):
+            break
+        pairs.append((place, place))
+    begin = len(pairs)
+    if begin == min(len(made), len(gold)):
+        return pairs
+    known = rows_by_key(made, rule, begin)
+    for j, wanted in enumerate(gold[begin:], begin):
+        rows = known.get(call_key(wanted.name, wanted.arguments, rule))
+        if rows:
+            pairs.append((rows.pop(), j))
+    return sorted(pairs)
+
+
+def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
+    """Whether the calls are equal by any rule, seen at a glance: the same texts and numbers."""
+    if call.name != wanted.name or call.arguments != wanted.arguments or call.arguments is None:
+        return False
+    # Python takes true for 1, so the kinds of both are looked at; NaN, if it is the same object, for equal to itself.
+    for value in (*call.arguments.values(), *wanted.arguments.values()):
+        if type(value) not in _PLAIN or value != value:
+            return False
+    return True
+
+
+def rows_by_key(made: Sequence[ToolCall], rule: EqualityRule, begin: int = 0) -> dict[Hashable, list[int]]:
+    """By key, the places of the calls that have it, the last one first, so that `pop` gives the earliest; from `begin` on."""
+    known: dict[Hashable, list[int]] = {}
+    for i in range(len(made) - 1, begin - 1, -1):
+        arguments = made[i].arguments
+        if arguments is not None:
+            known.setdefault(call_key(made[i].name, arguments, rule), []).append(i)
+    return known
+
+
+def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Hashable:
+    """A key that is equal for two calls exactly if they are equal by a rule without tolerances."""
+    if rule.normalize is _exact:
+        # Texts and numbers are their own keys; not a boolean, which Python takes for a number, and not NaN, which equals nothing.
+        for value in arguments.values():
+            if type(value) not in _PLAIN or value != value:
+                break
+        else:
+            return name, frozenset(arguments.items())
+    return name, frozenset((key, equality_key(value, rule.normalize)) for key, value in arguments.items())
+
+
+def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> Matrix:
+    """`rule.part` of each pair of calls of one function (rows, columns), all made with arguments; not for arguments: ignore, nor
+    for expected calls of which only some arguments count."""
+    given = [call.arguments or {} for call in made]
+    fits: Fits = (lambda key, value, call: True) if rule.arguments == "names" else rule.value_fits
+    both = overlap(given, gold, fits, rule.values if rule.form == "literal" and rule.values.strict else None)
+    correct = both.shared if rule.arguments == "names" else both.fitting
+    own = np.array([float(len(arguments)) for arguments in given])[:, None]
+    needed = np.array([float(len(call.arguments) - len(call.optional)) for call in gold]) + both.optional
+    if rule.arguments == "subset":
+        return (1.0 + correct) / (1.0 + own)
+    return (1.0 + correct) / (1.0 + (needed if rule.arguments == "superset" else own + needed - both.shared))
+
+
+class Overlap(NamedTuple):
+    """Of each pair of a made and an expected call (rows, columns): how many argument names both have (`shared`), how many of
+    these have values that fit (`fitting`), and how many the made call need not have had (`optional`)."""
+
+    shared: Matrix
+    fitting: Matrix
+    optional: Matrix
+
+
+def overlap(made: Sequence[Mapping[str, Json]], gold: Sequence[GoldCall], fits: Fits, equal: EqualityRule | None) -> Overlap:
+    """The overlap of all pairs of calls of one function. `fits(name, value, expected call)` is asked once for each two different
+    values of an argument, and not at all if `equal` says when they fit (a rule without tolerances)."""
+    counts = Overlap(*(np.zeros((len(made), len(gold))) for _ in range(3)))
+    for key in {key for arguments in made for key in arguments} & {key for call in gold for key in call.arguments}:
+        rows = [i for i, arguments in enumerate(made) if key in arguments]
+        columns = [j for j, call in enumerate(gold) if key in call.arguments]
+        here = np.ix_(rows, columns)
+        counts.shared[here] += 1.0
+        counts.optional[here] += np.array([key in gold[j].optional for j in columns])
+        values, wanted = [made[i][key] for i in rows], [gold[j].arguments[key] for j in columns]
+        if equal is not None:
+            numbers: dict[Hashable, int] = {}
+            left, right = (
+                [numbers.setdefault(equality_key(v, equal.normalize), len(numbers)) for v in s] for s in (values, wanted)
+            )
+            counts.fitting[here] += np.array(left)[:, None] == np.array(right)[None, :]
+        else:
+            (like, of), (match, to) = _different(values), _different(wanted)
+            table = np.array([[fits(key, values[i], gold[columns[j]]) for j in to] for i in of])
+            counts.fitting[here] += table[np.ix_(like, match)]
+    return counts
+
+
+def _different(values: Sequence[Json]) -> tuple[list[int], list[int]]:
+    """(for each value the number of its like, for each number the place of its first one); 1, 1.0 and true are different."""
+    numbers: dict[Hashable, int] = {}
+    first: list[int] = []
+    found = []
+    for place, value in enumerate(values):
+        number = numbers.setdefault(_text(value), len(numbers))
+        if number == len(first):
+            first.append(place)
+        found.append(number)
+    return found, first
+
+
+def _text(value: Json) -> Hashable:
+    return (type(value), value) if type(value) in (str, int, float, bool) else json.dumps(value, default=repr)

@@ -1,0 +1,423 @@
+"""Leaves of the policy's text and mathematics, of episode and cost, and of Python functions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Sequence
+from decimal import Decimal
+from itertools import chain
+from typing import Any, ClassVar
+
+from agentrl.data.trajectory import Json, StopReason
+from agentrl.reward.equality import equal, fault_of, places, require_math
+from agentrl.reward.leaf import Args, Context, Leaf, Reading, View, object_schema, or_ref
+from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close, shown
+from agentrl.utils.errors import did_you_mean
+from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
+from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
+from agentrl.utils.threads import SCORING
+
+WHERE = {"enum": ["answer", "replies", "all", "reasoning"]}
+_TEXTS = or_ref({"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}})
+_STRINGS = {"enum": list(NORMALIZERS)}
+
+
+def spoken(view: View, where: str) -> str | None:
+    """The text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
+
+    None if there is no final answer (the last turn is a call, or there is no turn).
+    """
+    if where == "answer":
+        return view.answer()
+    if where == "replies":
+        return "\n".join(turn.message.content for turn in view.turns if not turn.message.tool_calls)
+    if where == "all":
+        return "\n".join(turn.message.content for turn in view.turns)
+    return "\n".join(turn.message.reasoning or "" for turn in view.turns)
+
+
+def wanted_texts(value: Json) -> list[str]:
+    """One string or number, or a list of them, as strings. Raises UnscorableError for another shape."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    # Not true and false: they would be looked for as "True" and "False", Python's words.
+    if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+        raise UnscorableError(f"expected text must be a string or a list of strings, not {brief(value, 80)!r}")
+    return [str(item) for item in items]
+
+
+class TextContains(Leaf):
+    """Whether the text contains what was expected."""
+
+    kind: ClassVar[str] = "text.contains"
+    formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": _TEXTS,
+            "where": WHERE,
+            "mode": {"enum": ["all", "any"]},
+            "credit": {"enum": ["all", "partial"]},
+            "strings": _STRINGS,
+            "word": {"type": "boolean"},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/outputs"}, "strings": "fold"}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        if args.get("credit") == "partial" and args.get("mode") == "any":
+            raise ValueError("credit: partial counts all expected texts, so it cannot be used with mode: any")
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = wanted_texts(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
+        found = texts_found([text], wanted, args)
+        return Reading(found.value, {"text": brief(text), **found.evidence})
+
+
+def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
+    """Which of the wanted texts occur in any of the texts.
+
+    Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
+    """
+    fold = NORMALIZERS[args.get("strings", "exact")]
+    heard = [fold(text) for text in texts]
+    said = list(chain.from_iterable(map(numerals, texts))) if args.get("word") else []
+    found = []
+    for item in wanted:
+        number = numeral(item) if args.get("word") else None
+        # In each text for itself: in all of them joined, one could begin what the next one ends.
+        alone = any(_occurs(fold(item), text, bool(args.get("word"))) for text in heard) if number is None else False
+        found.append(alone or (number is not None and any(_same_number(number, other) for other in said)))
+    missing = [brief(item) for item, hit in zip(wanted, found, strict=True) if not hit]
+    if args.get("mode", "all") == "any":
+        if not wanted:
+            raise UnscorableError("mode: any needs at least one expected text")
+        value = float(any(found))
+    elif args.get("credit") == "partial":
+        value = sum(found) / len(found) if found else 1.0
+    else:
+        value = float(all(found))
+    return Reading(value, {"expected": brief(wanted), "missing": missing})
+
+
+def _same_number(wanted: Numeral, said: Numeral) -> bool:
+    if wanted.text[:1] == "0" and wanted.text[1:2].isdigit():
+        return said.text == wanted.text  # a postcode, not a quantity
+    return said.value == wanted.value and said.percent >= wanted.percent
+
+
+def _occurs(item: str, text: str, word: bool) -> bool:
+    start = text.find(item)
+    if not word or not item:
+        return start >= 0
+    while start >= 0:
+        end = start + len(item)
+        joined = (is_letter(item[0]) and is_letter(text[start - 1 : start])) or is_letter(text[end : end + 1])
+        if not joined:
+            return True
+        start = text.find(item, start + 1)
+    return False
+
+
+class TextEquals(Leaf):
+    """Whether the whole text equals one of the expected ones."""
+
+    kind: ClassVar[str] = "text.equals"
+    formula: ClassVar[str] = "1 if the text equals one of the expected texts after normalization, else 0"
+    schema: ClassVar[dict[str, Any]] = object_schema({"expect": _TEXTS, "where": WHERE, "strings": _STRINGS}, ("expect",))
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "strings": "fold"}
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = wanted_texts(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
+        fold = NORMALIZERS[args.get("strings", "exact")]
+        return Reading(float(fold(text) in [fold(item) for item in wanted]), {"text": brief(text), "expected": brief(wanted)})
+
+
+class NumberClose(Leaf):
+    """Whether the text contains the expected number as a complete number token."""
+
+    kind: ClassVar[str] = "number.close"
+    formula: ClassVar[str] = (
+        "1 if |x - y| <= max(abs, rel |y|) for the last (which=last), every (only) or some (any) number x of the text, else 0"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref({"type": ["number", "string"]}),
+            "where": WHERE,
+            "which": {"enum": ["last", "only", "any"]},
+            "abs": {"type": "number", "minimum": 0},
+            "rel": {"type": "number", "minimum": 0},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}, "which": "last"}
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = as_number(args["expect"])
+        if wanted is None:
+            raise UnscorableError(f"the expected answer must be a number, not {brief(args['expect'], 80)!r}")
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"expected": shown(wanted), "why": "no final answer"})
+        said = list(numerals(text))
+        which = args.get("which", "last")
+        looked_at = said[-1:] if which == "last" else said
+        tolerance = float(args.get("abs", 0.0)), float(args.get("rel", 0.0))
+        hits = [numbers_close(number.value, wanted, *tolerance) for number in looked_at]
+        # `all` alone would be true for a text without any number.
+        right = any(hits) if which == "any" else bool(hits) and all(hits)
+        return Reading(
+            float(right), {"expected": shown(wanted), "said": brief([number.text for number in said[-5:]]), "numbers": len(said)}
+        )
+
+
+class FormatRegex(Leaf):
+    """Whether the text matches a regular expression, with a time limit."""
+
+    kind: ClassVar[str] = "format.regex"
+    formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "pattern": {"type": "string", "description": "as Python's re reads it"},
+            "where": WHERE,
+            "match": {"enum": ["full", "search"]},
+            "seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
+        },
+        ("pattern",),
+    )
+    example: ClassVar[dict[str, Any]] = {"pattern": "The answer is \\d+\\.", "match": "full"}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        try:
+            # `regex` and not `re`, which cannot be stopped: a pattern may take exponential time on what a policy wrote.
+            self.pattern = compile_pattern(args["pattern"])
+        except ValueError as error:
+            raise ValueError(f"pattern is not a regular expression: {error}") from error
+        self.seconds = float(args.get("seconds", 0.1))
+
+    def read(self, view: View, args: Args) -> Reading:
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"pattern": args["pattern"], "why": "no final answer"})
+        look = self.pattern.fullmatch if args.get("match", "full") == "full" else self.pattern.search
+        try:
+            found = within_seconds(look, text, self.seconds)
+        except TextTooLongError as error:  # the policy's doing, so a score
+            return Reading(0.0, {"pattern": args["pattern"], "why": str(error)})
+        except TimeoutError as error:
+            raise UnscorableError(f"the pattern took longer than {self.seconds} s on {len(text)} characters") from error
+        match = {"match": brief(found.group(0))} if found else {"match": None, "text": brief(text)}
+        return Reading(float(found is not None), {"pattern": args["pattern"], **match})
+
+
+# Mathematics
+
+SECONDS = 5
+_GOLD = {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}, "minItems": 1}
+
+
+class MathEqual(Leaf):
+    """Whether the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
+
+    kind: ClassVar[str] = "math.equal"
+    formula: ClassVar[str] = (
+        "1 if the answer, read as a whole, equals one of `expect` (numbers to 6 places, all else by math-verify) and is worked "
+        "out (for a number no sum, no power, lowest terms), else 0; 0 too after `seconds` of processor time; null if `expect` is "
+        "no mathematics as a whole"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "expect": or_ref(_GOLD),
+            "where": WHERE,
+            "boxed": {"type": "boolean", "description": "only an answer in a \\boxed{} counts"},
+            "strict": {"type": "boolean", "description": "names of variables count: x + 1 is not y + 1 (default true)"},
+            "seconds": {"type": "integer", "minimum": 1, "maximum": 60},
+        },
+        ("expect",),
+    )
+    example: ClassVar[dict[str, Any]] = {"expect": {"$": "/task/gold/answer"}}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        require_math()
+        self.seconds = int(args.get("seconds", SECONDS))
+
+    def blocks(self) -> bool:
+        return True
+
+    def longest(self) -> tuple[Hashable, float] | None:
+        # Its turn comes when the others that are scored at the same time have had as long.
+        return json.dumps([self.kind, dict(self.args)], sort_keys=True), self.seconds * SCORING.most / places()
+
+    def gold_fault(self, args: Args) -> str | None:
+        return fault_of(_gold(args["expect"]), self.seconds)
+
+    def read(self, view: View, args: Args) -> Reading:
+        wanted = _gold(args["expect"])
+        text = spoken(view, args.get("where", "answer"))
+        if text is None:
+            return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
+        found = equal(wanted, text, self.seconds, bool(args.get("strict", True)), bool(args.get("boxed")))
+        evidence: dict[str, Json] = {"expected": brief(wanted), "expected_as": brief(list(found.wanted_as))}
+        evidence |= {"said": brief(found.said), "said_as": found.said_as}
+        return Reading(float(found.right), evidence if found.why is None else {**evidence, "why": found.why})
+
+
+def _gold(value: Json) -> list[str]:
+    """The gold answers as texts; numbers in full, since 1e+22 reads as 1 * e + 22. Raises UnscorableError as `wanted_texts`."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    whole = [format(Decimal(repr(item)), "f") if isinstance(item, float) and math.isfinite(item) else item for item in items]
+    found = wanted_texts(whole)
+    if not found:
+        raise UnscorableError("there is no gold answer in the list")
+    return found
+
+
+# End and cost of an episode
+
+# The others are unscored before any leaf is read, so that a spec that names one would wait for it in vain.
+POLICY_STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
+
+
+class EpisodeStopped(Leaf):
+    """Whether the episode ended for one of the given reasons."""
+
+    kind: ClassVar[str] = "episode.stopped"
+    formula: ClassVar[str] = "1 if the stop reason is among `reasons` (default: done), else 0"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"reasons": {"type": "array", "items": {"enum": list(POLICY_STOPS)}, "minItems": 1}}
+    )
+    example: ClassVar[dict[str, Any]] = {"reasons": ["done"]}
+    scopes: ClassVar[tuple[str, ...]] = ("episode",)
+
+    def read(self, view: View, args: Args) -> Reading:
+        stop = view.trajectory.stop.value
+        return Reading(float(stop in args.get("reasons", ["done"])), {"stop": stop})
+
+
+class _Cost(Leaf):
+    """Share of a budget that was used: 0 up to `free`, 1 from `max` on, linear in between."""
+
+    formula: ClassVar[str] = "min(1, max(0, (used - free) / (max - free)))"
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"max": {"type": "number", "exclusiveMinimum": 0}, "free": {"type": "number", "minimum": 0}}, ("max",)
+    )
+    example: ClassVar[dict[str, Any]] = {"max": 10, "free": 2}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        if args.get("free", 0) >= args["max"]:
+            raise ValueError(f"free ({args['free']}) must be below max ({args['max']})")
+
+    def read(self, view: View, args: Args) -> Reading:
+        used, free = self.used(view, args), float(args.get("free", 0.0))
+        share = (used - free) / (float(args["max"]) - free)
+        return Reading(min(1.0, max(0.0, share)), {"used": used, "free": free, "max": args["max"]})
+
+    def used(self, view: View, args: Args) -> float:
+        raise NotImplementedError
+
+
+class CostTurns(_Cost):
+    """Policy turns."""
+
+    kind: ClassVar[str] = "cost.turns"
+
+    def used(self, view: View, args: Args) -> float:
+        return float(len(view.turns))
+
+
+class CostCalls(_Cost):
+    """Tool calls."""
+
+    kind: ClassVar[str] = "cost.calls"
+
+    def used(self, view: View, args: Args) -> float:
+        return float(len(view.calls))
+
+
+class CostTokens(_Cost):
+    """Sampled tokens."""
+
+    kind: ClassVar[str] = "cost.tokens"
+
+    def used(self, view: View, args: Args) -> float:
+        return float(sum(turn.sampled_tokens for turn in view.turns))
+
+
+class CostSeconds(_Cost):
+    """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
+
+    kind: ClassVar[str] = "cost.seconds"
+
+    def used(self, view: View, args: Args) -> float:
+        return float(sum(result.seconds for turn in view.turns for result in turn.results))
+
+
+class CostUsd(_Cost):
+    """Cost in USD at prices per million prompt and sampled tokens."""
+
+    kind: ClassVar[str] = "cost.usd"
+    formula: ClassVar[str] = (
+        "as the other costs, used = (prompt tokens * per_million_prompt + sampled tokens * per_million_sampled) / 1e6"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {
+            "max": {"type": "number", "exclusiveMinimum": 0},
+            "free": {"type": "number", "minimum": 0},
+            "per_million_prompt": {"type": "number", "minimum": 0},
+            "per_million_sampled": {"type": "number", "minimum": 0},
+        },
+        ("max", "per_million_prompt", "per_million_sampled"),
+    )
+    example: ClassVar[dict[str, Any]] = {"max": 0.05, "per_million_prompt": 0.4, "per_million_sampled": 1.6}
+
+    def used(self, view: View, args: Args) -> float:
+        prompt = sum(turn.prompt_tokens for turn in view.turns)
+        sampled = sum(turn.sampled_tokens for turn in view.turns)
+        return float(prompt * args["per_million_prompt"] + sampled * args["per_million_sampled"]) / 1e6
+
+
+# Python functions
+
+
+class PythonFunction(Leaf):
+    """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
+
+    kind: ClassVar[str] = "python"
+    formula: ClassVar[str] = "what the function returns: a number in [0, 1], None, or (number or None, evidence)"
+    schema: ClassVar[dict[str, Any]] = object_schema({"name": {"type": "string"}, "args": {}}, ("name",))
+    example: ClassVar[dict[str, Any]] = {"name": "politeness", "args": {"language": "en"}}
+
+    def __init__(self, args: Args, context: Context) -> None:
+        super().__init__(args, context)
+        name = args["name"]
+        if name not in context.python:
+            allowed = ", ".join(context.python) or "none"
+            hint = did_you_mean(name, context.python)
+            raise ValueError(f"name: this run does not allow a function {name!r}; {f'{hint} ' if hint else ''}allowed: {allowed}")
+        self.function = context.python[name]
+
+    def blocks(self) -> bool:
+        return True
+
+    def read(self, view: View, args: Args) -> Reading:
+        try:
+            answer: Any = self.function(view, args.get("args"))
+        except (Exception, SystemExit) as error:  # user code may raise anything, which must not stop a run
+            raise UnscorableError(f"{args['name']} raised {type(error).__name__}: {error}") from error
+        value, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+        if value is None:
+            return Reading(None, brief(evidence))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+            shown = repr(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
+            raise UnscorableError(f"{args['name']} returned {shown[:80]}, expected a number in [0, 1] or None")
+        return Reading(float(value), brief(evidence))

@@ -1,0 +1,508 @@
+"""The compiled tree: nodes, combinators, and comparisons with the group."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from agentrl.data.trajectory import Json
+from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
+from agentrl.reward.values import ABSENT, Absent, UnscorableError, decider, references
+
+# Nodes
+
+TRUE = 1.0 - 1e-9
+"""A value from here on counts as 1 for `all`, `any` and a gate, so that 1/3 + 1/3 + 1/3 does."""
+
+ReadViewRef = Callable[[View], "Json | Absent"]
+
+
+@dataclass(slots=True)
+class Frame:
+    """One pass over the tree: pending requests, the group's values by node, and the results of leaves, so that
+    the same leaf at another node (success repeats parts of the root) is not read again."""
+
+    pending: dict[str, Any] = field(default_factory=dict)
+    group: Mapping[str, Sequence[float | None]] | None = None
+    member: int = 0
+    readings: dict[Hashable, Result] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Result:
+    """A node's result for a view. `value` None: could not score. `skipped`: left out of its parent's aggregate.
+    `steps`: turn -> the part of the value emitted at that turn; the rest is emitted at the end."""
+
+    value: float | None
+    evidence: dict[str, Json]
+    steps: dict[int, float] = field(default_factory=dict)
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mods:
+    """The modifiers that any kind of node may have."""
+
+    id: str | None = None
+    weight: float = 1.0
+    scale: tuple[float, float] | None = None
+    clip: tuple[float, float] | None = None
+    missing: str | int = "invalid"
+    scope: str | None = None
+    reduce: str = "mean"
+    emit: str = "terminal"
+    when: Mapping[str, Json] | None = None
+
+
+class Node(ABC):
+    """One node of a spec."""
+
+    label: str
+
+    def __init__(self, pointer: str, mods: Mods, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
+        self.pointer = pointer
+        self.mods = mods
+        self._read_ref = read_ref
+        self._decide = None if mods.when is None else decider(mods.when)
+        self._marks: dict[str, Json] = {} if mods.id is None else {"id": mods.id}
+        if mods.weight != 1.0:
+            self._marks["weight"] = mods.weight
+
+    @abstractmethod
+    def inner(self, view: View, frame: Frame) -> Result:
+        """The value before the modifiers."""
+
+    @abstractmethod
+    def raw_range(self) -> tuple[float, float]:
+        """Bounds of the value before the modifiers."""
+
+    def children(self) -> list[Node]:
+        """The child nodes, in order."""
+        return []
+
+    def evaluate(self, view: View, frame: Frame) -> Result:
+        """The node's value for a view; if its scope is narrower, the values of the view's parts, reduced to one."""
+        if self.mods.scope is None or self.mods.scope == view.scope or self.mods.scope == "group":
+            return self._one(view, frame)
+        parts = view.parts(self.mods.scope)
+        results = [self._one(part, frame) for part in parts]
+        return self._reduce(parts, results)
+
+    def range(self) -> tuple[float, float]:
+        """Bounds of the node's value, including modifiers and scope."""
+        low, high = self._after_scale(self.raw_range())
+        if self.mods.scope in ("round", "turn", "call"):
+            if self.mods.reduce == "sum":
+                low, high = min(low, -math.inf if low < 0 else low), math.inf if high > 0 else high
+            elif self.mods.reduce == "all":
+                low, high = 0.0, 1.0
+            for value in (0.0, 1.0):
+                if self.mods.missing == int(value):
+                    low, high = min(low, self._mods(value)), max(high, self._mods(value))
+        return low, high
+
+    def _after_scale(self, bounds: tuple[float, float]) -> tuple[float, float]:
+        ends = [self._mods(value) for value in bounds]
+        if self.mods.missing in (0, 1):
+            ends.append(self._mods(float(self.mods.missing)))
+        return min(ends), max(ends)
+
+    def _mods(self, value: float) -> float:
+        if self.mods.scale is not None:
+            low, high = self.mods.scale
+            value = low + (value * (high - low) if high != low else 0.0)  # infinite bounds times 0 would be nan
+        if self.mods.clip is not None:
+            value = min(max(value, self.mods.clip[0]), self.mods.clip[1])
+        return value
+
+    def _one(self, view: View, frame: Frame) -> Result:
+        if self._decide is not None and self.mods.when is not None:
+            decided = self._decide(lambda ref: self._read_ref(view, ref))
+            if decided is None:
+                absent = [ref for ref in references(self.mods.when) if self._read_ref(view, ref) is ABSENT]
+                pointers = " and ".join(dict.fromkeys(str(ref["$"]) for ref in absent))
+                return self._finish(Result(None, {"unscored": f"`when` reads {pointers}, which does not exist"}))
+            if not decided:
+                return Result(None, self._header({"skipped": "when"}, None), skipped=True)
+        return self._finish(self.inner(view, frame))
+
+    def _finish(self, result: Result) -> Result:
+        """Apply missing, then scale, then clip."""
+        raw = result.value
+        if raw is not None and not math.isfinite(raw):
+            raw, result.evidence = None, {**result.evidence, "unscored": f"not a finite number: {raw!r}"}
+        if raw is None:
+            result.steps = {}  # a replaced value does not come from any turn
+            if self.mods.missing == "skip":
+                return Result(None, self._header({**result.evidence, "skipped": "missing"}, None), skipped=True)
+            if self.mods.missing == "invalid":
+                return Result(None, self._header(result.evidence, None))
+            raw = float(self.mods.missing)
+            result.evidence = {**result.evidence, "missing": raw}
+        value = self._mods(raw)
+        if not math.isfinite(value):
+            return Result(None, self._header({**result.evidence, "unscored": "the value is beyond all bounds"}, None))
+        steps = result.steps
+        if steps and self.mods.scale is not None:
+            span = self.mods.scale[1] - self.mods.scale[0]
+            steps = {turn: amount * span for turn, amount in steps.items()}
+        evidence = result.evidence if value == raw else {"raw": raw, **result.evidence}
+        return Result(value, self._header(evidence, value), steps)
+
+    def _header(self, evidence: Mapping[str, Json], value: float | None) -> dict[str, Json]:
+        return {"node": self.label, "at": self.pointer, "value": value, **self._marks, **evidence}
+
+    def _reduce(self, parts: Sequence[View], results: Sequence[Result]) -> Result:
+        evidence = {
+            "scope": self.mods.scope,
+            "reduce": self.mods.reduce,
+            "parts": [r.evidence for r in results],
+        }
+        kept = [(part, r.value) for part, r in zip(parts, results, strict=True) if not r.skipped]
+        values = [value for _, value in kept if value is not None]
+        if len(values) < len(kept):
+            return Result(None, self._header({**evidence, "unscored": "a part could not be scored"}, None))
+        if results and not kept and self.mods.missing == "invalid":
+            # Nothing was asked of any part: like a child that is skipped, this takes nothing from the others' value.
+            return Result(None, self._header({**evidence, "skipped": f"every {self.mods.scope}"}, None), skipped=True)
+        if not values:
+            evidence["unscored"] = f"no {self.mods.scope} to score"
+            return self._finish(Result(None, evidence))
+        value, shares = _reduced(self.mods.reduce, values)
+        if not math.isfinite(value):
+            return Result(None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None))
+        steps: dict[int, float] = {}
+        if self.mods.emit == "step":
+            for (part, _), share in zip(kept, shares, strict=True):
+                turn = part.last_turn
+                if share != 0.0 and turn is not None:
+                    steps[turn] = steps.get(turn, 0.0) + share
+        return Result(value, self._header(evidence, value), steps)
+
+
+def walk(node: Node) -> list[Node]:
+    """The node and all nodes below it, parents first."""
+    return [node, *(below for child in node.children() for below in walk(child))]
+
+
+def total(values: Sequence[float]) -> float:
+    """The exact sum, rounded once; infinite if it is beyond the range of a float."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
+    """The reduced value and each part's contribution to it; the contributions add up to the value."""
+    if how in ("sum", "mean"):
+        size = len(values) if how == "mean" else 1
+        shares = [value / size for value in values]
+        return total(shares), shares
+    if how == "last":
+        place = len(values) - 1
+    elif how == "min":
+        place = min(range(len(values)), key=lambda i: values[i])
+    else:  # all: a failure emits 0 anywhere, and success is known only at the last part
+        verdict = float(all(value >= TRUE for value in values))
+        return verdict, [0.0] * (len(values) - 1) + [verdict]
+    return values[place], [value if i == place else 0.0 for i, value in enumerate(values)]
+
+
+class LeafNode(Node):
+    """A leaf with its arguments; references are followed for each view."""
+
+    def __init__(
+        self,
+        pointer: str,
+        mods: Mods,
+        read_ref: Callable[[View, Mapping[str, Json]], Json | Absent],
+        leaf: Leaf,
+        resolve: Callable[[View], Mapping[str, Any]] | None,
+    ) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.leaf = leaf
+        self.label = leaf.kind
+        self._resolve = resolve
+        self.key = json.dumps([leaf.kind, leaf.args], sort_keys=True)
+
+    def raw_range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        place = (self.key, *view.place)
+        kept = frame.readings.get(place)
+        if kept is None:
+            kept = frame.readings[place] = self._read(view, frame)
+        # A copy, because the node modifies its result; a node that has a scope emits its parts' values instead.
+        steps = dict(kept.steps) if self.mods.emit == "step" and self.mods.scope is None else {}
+        return Result(kept.value, kept.evidence, steps, kept.skipped)
+
+    def args_for(self, view: View) -> Mapping[str, Any]:
+        """The leaf's arguments with references followed. Raises UnscorableError for one that resolves to nothing."""
+        return self.leaf.args if self._resolve is None else self._resolve(view)
+
+    def _read(self, view: View, frame: Frame) -> Result:
+        try:
+            args = self.args_for(view)
+            value, evidence, turns = self.leaf.read(view, args)
+        except UnscorableError as error:
+            return Result(None, {"unscored": str(error)})
+        except PendingError as error:
+            frame.pending[error.key] = error.request
+            return Result(None, {"unscored": "waits for an answer"})
+        return Result(value, {"evidence": evidence}, dict(turns or {}))
+
+
+class ConstantNode(Node):
+    """A number as a branch of a gate."""
+
+    label = "constant"
+
+    def __init__(self, pointer: str, value: float, read_ref: Callable[[View, Mapping[str, Json]], Json | Absent]) -> None:
+        super().__init__(pointer, Mods(), read_ref)
+        self.value = value
+
+    def raw_range(self) -> tuple[float, float]:
+        return self.value, self.value
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        return Result(self.value, {})
+
+
+# Combinators: sum, mean, product, min, max, all, any, and the gate.
+#
+# An aggregate has no value if one of its children could not be scored, regardless of the others; skipped children
+# (`when` is false, or `missing: skip`) are left out; without any children left it has no value.
+
+ReadRef = Callable[[View, Mapping[str, Json]], "Json | Absent"]
+Weighted = Sequence[tuple[float, float]]
+
+
+def _sum(parts: Weighted) -> float:
+    return total([weight * value for weight, value in parts])
+
+
+def _mean(parts: Weighted) -> float | None:
+    weights = total([weight for weight, _ in parts])
+    return _sum(parts) / weights if weights > 0 else None
+
+
+AGGREGATES: Mapping[str, Callable[[Weighted], float | None]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "product": lambda parts: math.prod(value for _, value in parts),
+    "min": lambda parts: min(value for _, value in parts),
+    "max": lambda parts: max(value for _, value in parts),
+    "all": lambda parts: float(all(value >= TRUE for _, value in parts)),
+    "any": lambda parts: float(any(value >= TRUE for _, value in parts)),
+}
+LINEAR = frozenset({"sum", "mean"})
+"""Combinators that use weights and preserve the share of each step's emission."""
+
+
+class OpNode(Node):
+    """An aggregate of its children."""
+
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, op: str, of: list[Node]) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.label = op
+        self.of = of
+
+    def children(self) -> list[Node]:
+        return self.of
+
+    def raw_range(self) -> tuple[float, float]:
+        bounds = [(child.mods.weight, *child.range(), _may_skip(child)) for child in self.of]
+        if self.label in ("all", "any"):
+            return 0.0, 1.0
+        if self.label == "sum":
+            ends = [(_times(w, low), _times(w, high), skip) for w, low, high, skip in bounds]
+            lows = [min(a, b, 0.0) if skip else min(a, b) for a, b, skip in ends]
+            highs = [max(a, b, 0.0) if skip else max(a, b) for a, b, skip in ends]
+            return sum(lows), sum(highs)
+        if self.label == "product":
+            return _product_range([(low, high, skip) for _, low, high, skip in bounds])
+        if self.label == "mean":
+            return -_highest_mean([(w, -low, skip) for w, low, _, skip in bounds]), _highest_mean(
+                [(w, h, s) for w, _, h, s in bounds]
+            )
+        # The least of all is at most the least of the highs, of those that are always there; the greatest likewise.
+        lows, highs = [low for _, low, _, _ in bounds], [high for _, _, high, _ in bounds]
+        if self.label == "min":
+            return min(lows), min((high for _, _, high, skip in bounds if not skip), default=max(highs))
+        return max((low for _, low, _, skip in bounds if not skip), default=min(lows)), max(highs)
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        results = [child.evaluate(view, frame) for child in self.of]
+        evidence: dict[str, Json] = {"of": [result.evidence for result in results]}
+        kept = [(child.mods.weight, r) for child, r in zip(self.of, results, strict=True) if not r.skipped]
+        parts = [(weight, r.value) for weight, r in kept if r.value is not None]
+        if len(parts) < len(kept):
+            return Result(None, {"unscored": "a part could not be scored", **evidence})
+        if not parts:
+            return Result(None, {"unscored": "every part was skipped", **evidence})
+        value = AGGREGATES[self.label](parts)
+        if value is None:
+            return Result(None, {"unscored": "the weights of the remaining parts add up to 0", **evidence})
+        return Result(value, evidence, self._steps([(weight, r) for weight, r in kept]))
+
+    def _steps(self, kept: Sequence[tuple[float, Result]]) -> dict[int, float]:
+        """The children's emissions, weighted like their values."""
+        if not any(result.steps for _, result in kept):
+            return {}
+        whole = 1.0 if self.label == "sum" else math.fsum(weight for weight, _ in kept)
+        steps: dict[int, float] = {}
+        for weight, result in kept:
+            for turn, amount in result.steps.items():
+                steps[turn] = steps.get(turn, 0.0) + weight / whole * amount
+        return steps
+
+
+class GateNode(Node):
+    """`then` if the value of `if` reaches `gte`, otherwise `else`. Only the branch taken is evaluated."""
+
+    label = "gate"
+
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, gte: float, branches: tuple[Node, Node, Node]) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.gte = gte
+        self.test, self.then, self.otherwise = branches
+
+    def children(self) -> list[Node]:
+        return [self.test, self.then, self.otherwise]
+
+    def raw_range(self) -> tuple[float, float]:
+        (a, b), (c, d) = self.then.range(), self.otherwise.range()
+        return min(a, c), max(b, d)
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        test = self.test.evaluate(view, frame)
+        evidence: dict[str, Json] = {"gte": self.gte, "if": test.evidence}
+        if test.value is None:
+            return Result(None, {"unscored": "the condition could not be scored", **evidence})
+        opened = test.value >= self.gte - 1e-9
+        taken = (self.then if opened else self.otherwise).evaluate(view, frame)
+        evidence["then" if opened else "else"] = taken.evidence
+        if taken.value is None:
+            return Result(None, {"unscored": "the branch taken could not be scored", **evidence})
+        return Result(taken.value, evidence, taken.steps)
+
+
+def _may_skip(node: Node) -> bool:
+    return node.mods.when is not None or node.mods.missing == "skip"
+
+
+def _highest_mean(bounds: Sequence[tuple[float, float, bool]]) -> float:
+    """The highest weighted mean of values [(weight, highest value, whether it may be skipped)]: with what is always there and of
+    the others, from the highest down, those that raise it."""
+    kept = [(weight, high) for weight, high, skip in bounds if not skip and weight > 0]
+    best = _mean(kept) if kept else None
+    for weight, high in sorted(((weight, high) for weight, high, skip in bounds if skip and weight > 0), key=lambda one: -one[1]):
+        if best is None or high > best:
+            kept.append((weight, high))
+            best = _mean(kept)
+    return best if best is not None else max(high for _, high, _ in bounds)
+
+
+def _times(weight: float, value: float) -> float:
+    # Bounds may be infinite, and 0 * inf would be nan.
+    return 0.0 if weight == 0.0 or value == 0.0 else weight * value
+
+
+def _product_range(bounds: Sequence[tuple[float, float, bool]]) -> tuple[float, float]:
+    low, high = 1.0, 1.0
+    for a, b, skip in bounds:
+        ends = [_times(x, y) for x in (low, high) for y in (a, b)] + ([low, high] if skip else [])
+        low, high = min(ends), max(ends)
+    return low, high
+
+
+# Comparisons with the group
+
+
+class GroupNode(Node):
+    """Compares the value of the node `of` with that of the other members of the group.
+
+    Members that could not be scored are left out. Without a group there is nothing to compare, hence no value.
+    """
+
+    kind: ClassVar[str]
+    formula: ClassVar[str]
+    schema: ClassVar[dict[str, Any]]
+    example: ClassVar[dict[str, Any]]
+
+    def __init__(self, pointer: str, mods: Mods, read_ref: ReadRef, of: Node, args: Mapping[str, Any]) -> None:
+        super().__init__(pointer, mods, read_ref)
+        self.label = self.kind
+        self.of = of
+        self.args = args
+
+    def children(self) -> list[Node]:
+        return [self.of]
+
+    def raw_range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def inner(self, view: View, frame: Frame) -> Result:
+        result = self.of.evaluate(view, frame)
+        evidence: dict[str, Json] = {"of": result.evidence}
+        if frame.group is None:
+            return Result(None, {"unscored": "scored alone, without its group", **evidence})
+        values = frame.group.get(self.pointer, ())
+        own = values[frame.member] if frame.member < len(values) else None
+        if own is None:
+            return Result(None, {"unscored": "the compared value could not be scored", **evidence})
+        others = [v for i, v in enumerate(values) if v is not None and i != frame.member]
+        if not others:
+            return Result(None, {"unscored": "no other member could be scored", **evidence})
+        return Result(self.compare(own, others), {**evidence, "members": len(others) + 1})
+
+    @abstractmethod
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        """A value in [0, 1] from the member's own value and the other members' values (at least one)."""
+
+
+class GroupRank(GroupNode):
+    """Share of the other members with a lower value; a tie counts half."""
+
+    kind: ClassVar[str] = "group.rank"
+    formula: ClassVar[str] = "(members below + ties / 2) / (scored members - 1)"
+    schema: ClassVar[dict[str, Any]] = object_schema({"of": {"$ref": "#/$defs/node"}}, ("of",))
+    example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}}
+
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        below = sum(1 for value in others if value < own)
+        ties = sum(1 for value in others if value == own)
+        return (below + ties / 2) / len(others)
+
+
+class GroupZscore(GroupNode):
+    """Standard score within the group, clipped at +-bound and mapped to [0, 1]."""
+
+    kind: ClassVar[str] = "group.zscore"
+    formula: ClassVar[str] = (
+        "(max(-b, min(b, z)) + b) / (2 b), z = (x - mean) / std over the scored members (unbiased std; "
+        "z = 0 if it is 0); scale [-b, b] gives z back"
+    )
+    schema: ClassVar[dict[str, Any]] = object_schema(
+        {"of": {"$ref": "#/$defs/node"}, "bound": {"type": "number", "exclusiveMinimum": 0}}, ("of",)
+    )
+    example: ClassVar[dict[str, Any]] = {"of": {"use": "cost.turns", "args": {"max": 10}}, "bound": 3}
+
+    def compare(self, own: float, others: Sequence[float]) -> float:
+        values = [own, *others]
+        # fsum, because members see the values in different orders: a plain sum would give each a slightly different mean.
+        mean = math.fsum(values) / len(values)
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        bound = float(self.args.get("bound", 3.0))
+        # Not > 0: the mean of equal values may be off by a rounding error, which the division would blow up.
+        z = (own - mean) / deviation if deviation > 1e-12 else 0.0
+        return (max(-bound, min(bound, z)) + bound) / (2 * bound)
+
+
+GROUP_LEAVES: Mapping[str, type[GroupNode]] = {leaf.kind: leaf for leaf in (GroupRank, GroupZscore)}

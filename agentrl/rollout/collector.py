@@ -1,0 +1,455 @@
+"""The collector: run groups of episodes under the group ledger and return the groups of each update.
+
+User filters of finished groups (`rollout.accept`), groups that get more members, and the collector."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from agentrl.config import Choice, RolloutConfig
+from agentrl.config import envs as temperature
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.rollout.deadlines import Quiet, Watch
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import EpisodeSpec, score_group
+from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, first_of, more, roots, sound
+from agentrl.rollout.mixtures import MixedTasks
+from agentrl.rollout.player import EpisodeSlots, Job, Player, RunEnv, Trees, end_of, forest, success_rate
+from agentrl.rollout.samplers import TaskChoice
+from agentrl.rollout.stats import Progress, Spent, Tally
+from agentrl.utils.errors import CallbackError, StalledError
+from agentrl.utils.event_loop import LONGEST, in_time
+from agentrl.utils.registry import Registry
+
+# Filters of groups
+
+FILTERS: Registry[Callable[..., bool | Awaitable[bool]]] = Registry(
+    "rollout.accept", "FILTERS", "agentrl.rollout.collector", given=1
+)
+
+
+class Acceptance:
+    """The filter of a run. It is asked once about each finished group that could be trained, in the driver; of equal groups it
+    must say the same, since a resumed run plays and asks again."""
+
+    def __init__(self, choice: Choice) -> None:
+        """Raises ConfigError for an unknown name or argument."""
+        self.name = choice.name
+        self._ask = FILTERS.bind(choice.name, choice.args)
+
+    async def __call__(self, group: Group) -> bool:
+        """Raises CallbackError if it raises, or returns something else than True or False."""
+        answer = await called(f"rollout.accept {self.name!r}", self._ask, group)
+        if not isinstance(answer, bool | np.bool_):
+            raise CallbackError(f"rollout.accept {self.name!r} returned {answer!r:.80}, expected True or False")
+        return bool(answer)
+
+
+async def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a user's function returns, awaited if it is to be. Raises CallbackError with `what` it is, if it raises.
+
+    A plain function is called on the event loop: one that takes long holds up episodes (`rollout.slow_loop` names it).
+    """
+    try:
+        answer = function(*args)
+        return await answer if inspect.isawaitable(answer) else answer
+    except Exception as problem:
+        raise CallbackError(f"{what} raised {type(problem).__name__}: {problem}") from problem
+
+
+# Groups that grow
+
+
+def largest(config: RolloutConfig) -> int:
+    """The most members that a group may have."""
+    return config.group_size + more(config.group_size, config.grow)
+
+
+def growth(group: Group, config: RolloutConfig) -> range:
+    """The numbers of the members that a group is given besides those that have all ended: none if their scores differ, none is
+    scored, or it is as large as it may be. A member's draw depends on its number alone, not on when it was begun."""
+    size = len(group.trajectories)
+    return range(size, min(size + config.group_size, largest(config)) if alike(group) else size)
+
+
+# Run groups of episodes under the group ledger and return the groups of each update.
+#
+# One code path for synchronous (`max_staleness = 0`), one-step-off and asynchronous training: between two
+# `collect` calls, running groups continue and new ones start as far as the ledger allows.
+
+log = logging.getLogger(__name__)
+
+GREEDY = -1
+"""The member number of a group's greedy episode."""
+
+
+class Collector:
+    """Keeps groups of episodes running and returns B complete groups per update."""
+
+    def __init__(
+        self,
+        player: Player,
+        envs: Sequence[RunEnv],
+        tasks: MixedTasks,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        greedy: Collection[str] = (),
+        accept: Acceptance | None = None,
+        on_group: Callable[[Group], Awaitable[None]] | None = None,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`envs`: those that `tasks` names. `greedy`: in these environments each group also gets a greedy episode of its task,
+        as `Group.baseline`. `on_group` is told of each group with enough scored members, and `accept` asked about those that
+        could be trained; what they raise, `collect` raises. `say`: gets warnings."""
+        self.player, self.tasks, self.config = player, tasks, config
+        self.envs = {env.name: env for env in envs}
+        self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
+        self.seed = seed
+        self.ledger = GroupLedger(config.groups, config.max_staleness, more(config.groups, config.oversample))
+        self.progress, self._spent = Progress(), Spent(self.watch)
+        self._greedy = frozenset(greedy)
+        self._accept, self._on_group = accept, on_group
+        self._tally = Tally(config, self.progress, None if accept is None else accept.name, say)
+        self._slots = EpisodeSlots(config.max_episodes)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._crashed: list[int] = []
+        self._changed = asyncio.Event()
+        self._over: dict[int, int] = {}  # members of running groups that have ended
+        self._names: dict[int, str] = {}  # the environment of each group that is running or complete
+        self._update_metrics: dict[str, float] = {}
+
+    # -- the loop's side ---------------------------------------------------------------------------
+
+    async def collect(self) -> list[Group]:
+        """The groups of the next update. Raises StalledError, naming what was waited for."""
+        while True:
+            # In this order: what is too old frees slots, admission fills them, and the selection sees both.
+            self._drop_stale()
+            self._admit()
+            groups = self.ledger.ready()
+            if groups is not None:
+                for index in self.ledger.surplus(groups):
+                    self._give_up(index, GroupState.CANCELLED)
+                # Groups that are dropped from now on count for the next update.
+                self._update_metrics = {**self._tally.take(groups, self.tasks.several), **self._spent.take()}
+                return groups
+            await self._wait()
+
+    def trained(self, groups: list[Group]) -> None:
+        """Record an update; the caller publishes the new weights right after."""
+        self.ledger.train(groups)
+        for group in groups:
+            self._names.pop(group.index, None)
+            self._spent.trained(group)
+        self.tasks.update(self.ledger.version)
+
+    async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
+        """Publish the weights of the ledger's version to the engine with `send(version)`; then admit new groups."""
+        await send(self.ledger.version)
+        # With max_staleness = 0 groups start in `collect`, so that nothing runs beside an evaluation or a checkpoint.
+        if self.config.max_staleness > 0:
+            self._admit()
+
+    async def rest(self) -> None:
+        """Wait until cancelled groups have ended; the engine then has no request of this collector, until it admits more
+        groups. Raises StalledError if they do not end."""
+        late = await self._torn_down(self._ending)
+        if late:
+            raise StalledError(
+                f"{late} did not end within {self.config.stall_timeout:g} s of being cancelled "
+                "(rollout.stall_timeout), so the engine cannot sleep"
+            )
+
+    async def close(self) -> None:
+        """Cancel what runs and wait until every environment is torn down, for `stall_timeout` at most."""
+        for task in self._tasks.values():
+            task.cancel()
+        late = await self._torn_down([*self._tasks.values(), *self._ending])
+        if late:
+            log.warning("%s did not end within %g s of being cancelled", late, self.config.stall_timeout)
+        self._tasks.clear()
+
+    async def _torn_down(self, tasks: Collection[asyncio.Task[None]]) -> str:
+        """Wait for cancelled groups; returns the names of those that do not end, or ""."""
+        if not tasks:
+            return ""
+        _, late = await asyncio.wait(tasks, timeout=self.config.stall_timeout)
+        return ", ".join(sorted(task.get_name() for task in late))
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics row of an update: groups filtered for it, groups in it without variance, the episodes that
+        ended since the last update (`episodes_played`, and `episodes_unscored` of them; also of dropped groups), the tokens that
+        were sampled and thrown away since (`Spent.take`), those of the task samplers and of the mixture, the members cancelled so
+        far, and `faults/CAUSE`: attempts at an episode since the last update that came to no score, also of members that were
+        tried again and of groups that were dropped. Of several environments also how many groups of each were dropped for it
+        (`env/NAME/groups_failed` and so on)."""
+        return {"members_cancelled": float(self.progress.cancelled), **self._update_metrics, **self.tasks.metrics()}
+
+    def ahead(self) -> str:
+        """How many episodes of the next update have ended, of how many, in words. May be called from any thread."""
+        size = self.config.group_size
+        wanted = self.config.groups * size
+        ended = self.ledger.completed * size + sum(min(count, size) for count in list(self._over.values()))
+        return f"{min(ended, wanted)}/{wanted} episodes"
+
+    def trouble(self) -> str:
+        """The attempts at an episode that came to no score so far, and the first of them, in words; "" if there are none. May be
+        called from any thread."""
+        return self.progress.trouble()
+
+    @property
+    def fault(self) -> str | None:
+        """Why the first episode without a reward has none, once there was one."""
+        return self._tally.fault
+
+    @property
+    def version(self) -> int:
+        """The number of updates done, which is the version of the weights."""
+        return self.ledger.version
+
+    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
+        """The rollouts' part of a checkpoint: the group ledger and the state of the task sampler."""
+        return {
+            **self.ledger.to_json(contents=contents),
+            "sampler": self.tasks.to_json(),
+            "cancelled": self.progress.cancelled,
+            **self._tally.to_json(),
+            "spent": self._spent.to_json(),
+        }
+
+    def complete_groups(self) -> list[Group]:
+        """The groups that `to_json` without `contents` leaves out."""
+        return self.ledger.complete_groups()
+
+    def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
+        """Inverse of `to_json`; `groups` as in `GroupLedger.load_json`.
+
+        Raises ConfigError if the checkpoint was written with another sampler.
+        """
+        self.ledger.load_json(state, groups)
+        if "sampler" in state:  # missing in older checkpoints, from when the only sampler had no state
+            self.tasks.load_json(state["sampler"])
+            self.progress.cancelled = state["cancelled"]
+        self._tally.load_json(state, self.version)
+        complete = self.ledger.complete_groups()
+        self._names = {group.index: group.env for group in complete}
+        self._spent.load_json(state.get("spent", {}), complete)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while (index := self.ledger.admit()) is not None:
+            choice = self.tasks.draw(index)
+            self._names[index] = choice.env
+            of = f" ({choice.env})" if self.tasks.several else ""
+            task = asyncio.create_task(self._run_group(index, choice), name=f"group {index}{of}")
+            task.add_done_callback(partial(self._group_ended, index))
+            self._tasks[index] = task
+
+    def _group_ended(self, index: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(index) is task:  # one that ends well has taken itself out
+            self._crashed.append(index)
+        self._changed.set()
+
+    def _drop_stale(self) -> None:
+        for index in self.ledger.too_old():
+            self._count_drop(index, GroupState.STALE, "its tokens are older than max_staleness allows")
+            self._give_up(index, GroupState.STALE)
+
+    def _give_up(self, index: int, state: GroupState) -> None:
+        """Drop a group, running or complete; a running one is cancelled, which frees its requests at the engine."""
+        task = self._tasks.pop(index, None)
+        self._over.pop(index, None)
+        if task is not None:
+            task.cancel()
+            # Not awaited here, since a slow teardown would hold up the others; `rest` and `close` wait for it.
+            self._ending.add(task)
+            task.add_done_callback(self._ended)
+        self.tasks.forget(index)
+        self._names.pop(index, None)
+        self.ledger.drop(index, state)
+        self._spent.dropped(index, state)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
+
+    async def _run_group(self, index: int, choice: TaskChoice) -> None:
+        group = await self._group(index, choice)
+        self._tally.played(group)
+        self._spent.finished(group)
+        self._over.pop(index, None)
+        survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
+        for member in [*group.trajectories, *greedy]:
+            if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
+                self._tally.unscored(member)
+        # Without the greedy episode's reward there is no baseline, so the whole group is lost.
+        lacks_baseline = any(t.reward is None for t in greedy)
+        if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
+            self._tasks.pop(index, None)
+            faults = sorted({end_of(t) for t in [*group.trajectories, *greedy] if t.reward is None})
+            self.tasks.forget(index)
+            self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
+            return
+        await self._scored(index, choice, group)
+
+    async def _compared(self, group: Group) -> None:
+        scorer = self.envs[group.env].scorer
+        if scorer.compares:
+            await score_group(group.trajectories, scorer)
+
+    async def _scored(self, index: int, choice: TaskChoice, group: Group) -> None:
+        """A group with enough scored members: it is shown, and filtered, refused, or complete."""
+        if self._on_group is not None:
+            await self._on_group(group)
+        filtered = self._tally.filters(group)
+        # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
+        refused = not filtered and self._accept is not None and not await self._accept(group)
+        self._tasks.pop(index, None)
+        self._tally.succeeded(choice.env)
+        self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
+        if filtered:
+            self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
+        elif refused and self._accept is not None:
+            self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
+            self._tally.tell_refused(self.version, self.ledger.completed)
+        else:
+            self.ledger.complete(group)
+
+    async def _group(self, index: int, choice: TaskChoice) -> Group:
+        size = self.config.group_size
+        numbers = range(size + more(size, self.config.oversample_members))
+        async with asyncio.TaskGroup() as tasks:
+            members = tasks.create_task(self._members(index, choice, numbers, size))
+            greedy = tasks.create_task(self._member(index, choice, GREEDY)) if choice.env in self._greedy else None
+        group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
+        await self._compared(group)
+        while numbers := growth(group, self.config):
+            group.trajectories += await self._members(index, choice, numbers, len(numbers))
+            await self._compared(group)
+            self._tally.grown(len(numbers))
+        return group
+
+    async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
+        """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
+        if self.config.branch is not None:
+            told = partial(self._attempted, index), partial(self._is_over, index)
+            job = partial(self._job, index, choice)
+            trees = Trees(self.player, self._slots, self.watch, self.config.retries, job, *told)
+            return await forest(numbers, self.config.branch.roots, trees.play, partial(self._member, index, choice))
+        done: dict[int, Trajectory] = {}
+        async with asyncio.TaskGroup() as tasks:
+            running = {tasks.create_task(self._member(index, choice, member)): member for member in numbers}
+            while running and sound(done) < size:
+                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # `ended` is a set: of members that end at the same moment the lower number comes first, and no more are
+                # taken than needed, so that equal runs take equal members.
+                for task in sorted(ended, key=running.__getitem__):
+                    if sound(done) < size:
+                        done[running.pop(task)] = task.result()
+            for task in running:
+                task.cancel()
+        self.progress.cancelled += len(running)
+        return [done[member] for member in sorted(done)]
+
+    def _job(self, index: int, choice: TaskChoice, member: int, attempt: int) -> Job:
+        spec = EpisodeSpec(
+            choice.seed,
+            "train",
+            # Named, not drawn from a generator: the same whatever starts first, and after a resume. A retry gets another
+            # seed, since the same one might end in the same fault.
+            derive(self.seed, "episode", index, member, attempt),
+            member,
+            key=f"g{index}.m{member}.a{attempt}",
+            given=choice.given,
+        )
+        heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
+        return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
+
+    async def _member(self, index: int, choice: TaskChoice, member: int) -> Trajectory:
+        for attempt in range(self.config.retries + 1):
+            job = self._job(index, choice, member, attempt)
+            # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
+            async with self._slots.take():
+                trajectory = await self.player.play(job, self.watch)
+            if self._attempted(index, trajectory, attempt):
+                break
+        self._is_over(index, member)
+        return trajectory
+
+    def _attempted(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
+        """Count an attempt at an episode; whether it is the last."""
+        failed = trajectory.stop.infrastructure
+        self._moved(trajectory)
+        self._spent.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
+        if failed:
+            self._tally.unscored(trajectory)
+            of = index, trajectory.member, attempt
+            log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
+        else:
+            self._tally.answered()
+        return not failed
+
+    def _is_over(self, index: int, member: int) -> None:
+        if member != GREEDY and index in self._tasks:
+            self._over[index] = self._over.get(index, 0) + 1
+
+    def _drop(self, index: int, state: GroupState, reason: str) -> None:
+        self.ledger.drop(index, state)
+        self._spent.dropped(index, state)
+        self._count_drop(index, state, reason)
+        del self._names[index]
+
+    def _count_drop(self, index: int, state: GroupState, reason: str) -> None:
+        log.info("group %d %s: %s", index, state, reason)
+        self._tally.dropped(index, self._names[index], state, reason)
+
+    def _moved(self, trajectory: Trajectory) -> None:
+        self.progress.add(len(trajectory.turns) - trajectory.branch_turn, trajectory.sampled_tokens)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        self._check_drops()
+        self._changed.clear()
+        self._raise_crashed()
+        quiet, changed = Quiet(lambda: self.watch.moves), asyncio.ensure_future(self._changed.wait())
+        try:
+            # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
+            if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):
+                raise StalledError(self._stalled(quiet.seconds))
+        finally:
+            changed.cancel()
+        self._raise_crashed()
+
+    def _check_drops(self) -> None:
+        shares = self.tasks.shares() if self.tasks.several else {}
+        self._tally.check(self.version, self._names, self.ledger.completed, shares)
+
+    def _raise_crashed(self) -> None:
+        while self._crashed:
+            task = self._tasks.pop(self._crashed.pop(0), None)
+            if task is not None and not task.cancelled():
+                try:
+                    task.result()
+                except BaseExceptionGroup as several:
+                    raise first_of(several) from several
+
+    def _stalled(self, idle: float) -> str:
+        stats: dict[str, Any] = self.ledger.counts()
+        groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
+        return (
+            f"no token, tool call or episode came back for {idle:.1f} s (rollout.stall_timeout); update "
+            f"{self.ledger.version} waits for {groups or 'nothing'}: {self.watch.waiting() or 'no episode runs'}; "
+            f"groups by state: {stats}"
+        )

@@ -1,0 +1,265 @@
+"""Deadlines of an episode: its clock, and each wait for its environment and its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Blame, Message, StopReason
+from agentrl.env import ToolEnv
+from agentrl.env.toolbox import Waiting
+from agentrl.rollout.engine import Engine, Generation
+from agentrl.utils.errors import EngineError, EnvError
+from agentrl.utils.event_loop import LONGEST, contained, end, in_time
+
+# The clock of an episode
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The longest waits of the episodes of another process, as `Watch.oldest` has them, at the time `when`."""
+
+    waits: list[tuple[str, str, float]]
+    more: int
+    when: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs
+    of life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a turn
+    that was not over.
+
+    `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
+    """
+
+    def __init__(self, look: float = LONGEST) -> None:
+        self.moves, self.heard, self.cut, self.look = 0, 0, 0, look
+        self._waits: dict[str, tuple[Callable[[], str], float]] = {}
+        self._elsewhere: dict[str, Report] = {}
+
+    def moved(self) -> None:
+        """Something came back."""
+        self.moves += 1
+
+    def hear(self) -> None:
+        """The engine has sampled, for whichever episode."""
+        self.heard += 1
+        self.moved()
+
+    @contextmanager
+    def waits(self, key: str, what: Callable[[], str]) -> Iterator[None]:
+        """Episode `key` waits for something; its arrival (or giving up on it) counts as a move."""
+        self._waits[key] = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._waits.pop(key, None)
+            self.moved()
+
+    @contextmanager
+    def plays(self, ledgers: Sequence[TokenLedger]) -> Iterator[None]:
+        """An episode is played that fills these ledgers; if it is cancelled, their sampled tokens count as `cut`."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.cut += sum(ledger.sampled_tokens for ledger in ledgers)
+            raise
+
+    def oldest(self, most: int) -> tuple[list[tuple[str, str, float]], int]:
+        """The `most` longest waits of this process: episode, what it waits for, seconds so far; and how many more there are."""
+        now = time.monotonic()
+        found = sorted(self._waits.items(), key=lambda item: item[1][1])
+        return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
+
+    def told(self, process: str, report: Report | None) -> None:
+        """What the episodes of another process wait for, in the place of what it reported before; None once it is gone."""
+        if report is None:
+            self._elsewhere.pop(process, None)
+        else:
+            self._elsewhere[process] = report
+
+    def waiting(self, most: int = 8) -> str:
+        """What the episodes wait for and for how long, longest first; "" if none waits. May be called from any thread."""
+        now = time.monotonic()
+        waits, more = self.oldest(most)
+        for process, report in list(self._elsewhere.items()):
+            passed = now - report.when
+            waits += [(key, f"{what} (in {process})", seconds + passed) for key, what, seconds in report.waits]
+            more += report.more
+        waits.sort(key=lambda wait: -wait[2])
+        more += max(len(waits) - most, 0)
+        shown = [f"episode {key} for {seconds:.0f} s on {what}" for key, what, seconds in waits[:most]]
+        return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+
+
+class Quiet:
+    """Seconds in which a count stood still although the event loop was free to notice."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self._last, self.seconds = count, count(), 0.0
+
+    def add(self, passed: float) -> float:
+        """Count `passed` seconds; start from 0 again if the count moved during them."""
+        if (now := self._count()) != self._last:
+            self._last, self.seconds = now, 0.0
+        else:
+            self.seconds += passed
+        return self.seconds
+
+
+@dataclass(slots=True)
+class EpisodeClock:
+    """Seconds of an episode by who used them: the policy (tools that run its own code) or the infrastructure (the environment,
+    its other tools, an agent's program). Each has `limit` seconds of its own, and the engine's are on neither clock."""
+
+    limit: float
+    used: dict[Blame, float] = field(default_factory=lambda: {"policy": 0.0, "infrastructure": 0.0})
+
+    def left(self, who: Blame) -> float:
+        return self.limit - self.used[who]
+
+    def add(self, who: Blame, seconds: float) -> None:
+        self.used[who] += seconds
+
+    @property
+    def over(self) -> StopReason:
+        """Why an episode ends of which one of the two has used up its time."""
+        return StopReason.MAX_EPISODE_TIME if self.left("policy") <= 0 else StopReason.EPISODE_TIMEOUT
+
+
+class RequestClock:
+    """How long the engine has been silent while one request waits for it.
+
+    Any token or answer begins the time anew, also another episode's: an engine that is slow, or has a queue, is at work.
+    """
+
+    def __init__(self, engine: Engine, key: str, limit: float, watch: Watch) -> None:
+        self._engine, self._key, self._limit, self._watch = engine, key, limit, watch
+        self._silent, self._waited = Quiet(lambda: watch.heard), 0.0
+        self.tokens: int | None = None
+
+    def spend(self, passed: float) -> float:
+        """For `deadline.in_time`: the seconds of silence that are left."""
+        self._waited += passed
+        tokens = self._engine.progress(self._key)
+        if tokens is not None:
+            if tokens > (self.tokens or 0):
+                self._watch.hear()
+            self.tokens = tokens
+        return self._limit - self._silent.add(passed)
+
+    def __str__(self) -> str:
+        if self.tokens is None:
+            return f"the engine ({self._waited:.0f} s; it does not report tokens)"
+        speed = self.tokens / self._waited if self._waited else 0.0
+        return f"the engine ({self.tokens} tokens after {self._waited:.0f} s: {speed:.2g} tokens/s)"
+
+
+# Waits under a deadline
+
+Answer = TypeVar("Answer")
+
+
+class CutError(Exception):
+    """The time of an episode, or of its engine, is up: for the reason `stop`."""
+
+    def __init__(self, stop: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.stop = stop
+
+
+class Waits:
+    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `episode` of what is not the engine's (see
+    `clock`)."""
+
+    def __init__(self, key: str, turn: float, episode: float, watch: Watch) -> None:
+        self.clock, self.watch = EpisodeClock(episode), watch
+        self._key, self._turn = key, turn
+
+    async def environment(
+        self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
+    ) -> Answer:
+        """What the environment answers. Raises EnvError after `limit`, and CutError if the episode's time is up. Time
+        in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible for
+        the rest is decided by the running calls (see `running`), or is `blame` if there are none."""
+        task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
+        calls, spent = list(env.waiting), 0.0
+
+        def spend(passed: float) -> float:
+            nonlocal calls, spent
+            # A call that has just ended also counts: the interval that passed was its time.
+            whose_it_was = running(now := list(env.waiting)) or running(calls) or blame
+            if calls != now:
+                calls = now
+                self.watch.moved()
+            at_work = not env.queued and (not calls or any(call.running for call in calls))
+            counted = passed if at_work else 0.0
+            spent += counted
+            self.clock.add(whose_it_was, counted)
+            return min(limit - spent, self.clock.left(whose_it_was))
+
+        def doing() -> str:
+            own = "; ".join(map(str, env.waiting)) or f"{what} of environment {env.id}"
+            return f"{own}, which waits for {env.queued}" if env.queued else own
+
+        try:
+            with self.watch.waits(self._key, doing):
+                in_its_time = await in_time(task, spend, self.watch.look)
+                if not in_its_time:
+                    # In this order: the environment must know why (`cut`) when the cancellation reaches it, and have ended
+                    # when the teardown follows.
+                    late = self._late(env, doing(), spent, limit)
+                    await end(task, f"episode {self._key}, {what} of environment {env.id}")
+                    raise late
+        except asyncio.CancelledError:
+            await end(task, f"episode {self._key}, {what} of environment {env.id}")
+            raise
+        return task.result()
+
+    def _late(self, env: ToolEnv, doing: str, spent: float, limit: float) -> Exception:
+        if spent >= limit:
+            return EnvError(f"environment {env.id}: {doing} did not end within {limit:g} s (rollout.env_timeout)")
+        stop, message = self.over(doing)
+        env.cut(stop)
+        return CutError(stop, message)
+
+    def over(self, doing: str) -> tuple[StopReason, str]:
+        """Why an episode whose time is up ends."""
+        limit = f"{self.clock.limit:g} s of active time are used up (rollout.episode_timeout)"
+        return self.clock.over, f"{limit}, last on {doing}"
+
+    async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
+        """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent."""
+        request = RequestClock(engine, key, self._turn, self.watch)
+        task = asyncio.ensure_future(contained(answer, what, EngineError))
+        try:
+            with self.watch.waits(self._key, lambda: f"{what} at {request}"):
+                if not await in_time(task, request.spend, self.watch.look):
+                    late = f"no token came for {self._turn:g} s (rollout.turn_timeout), last on {what} at {request}"
+                    await end(task, f"episode {self._key}, {what}")
+                    raise CutError(StopReason.ENGINE_TIMEOUT, late)
+        except asyncio.CancelledError:
+            await end(task, f"episode {self._key}, {what}")
+            raise
+        answered = task.result()
+        self.watch.hear()
+        return answered
+
+
+def running(calls: Sequence[Waiting]) -> Blame | None:
+    """Who is responsible for the time while these calls are in progress: the policy if all running calls are of tools
+    marked `policy_late`, whatever else the turn called; None if none is running."""
+    tools = [call.tool for call in calls if call.running]
+    return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
+
+
+def whose(env: ToolEnv, message: Message) -> Blame:
+    """Who is responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
+    tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
+    return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

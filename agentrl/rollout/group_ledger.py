@@ -1,0 +1,285 @@
+"""The group ledger: the state machine of a run's groups (staleness, replacement, resume)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agentrl.data.trajectory import Group, Trajectory
+
+# Facts of a group
+
+
+def alike(group: Group) -> bool:
+    """Whether all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
+    return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
+
+
+def roots(group: Group) -> list[Trajectory]:
+    """The scored members that were played from the beginning: draws of the policy that do not depend on each other, unlike an
+    episode and its branches."""
+    return [member for member in group.scored() if member.parent is None]
+
+
+def unscored_cause(trajectory: Trajectory) -> str:
+    """Why an episode has no score: the fault that ended it, or `reward_spec`, whose root was null."""
+    return trajectory.stop.value if trajectory.stop.infrastructure else "reward_spec"
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group of errors, however deep."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def more(count: int, factor: float) -> int:
+    """How many more than `count` an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
+    return math.ceil(count * (factor - 1.0) - 1e-9)
+
+
+def sound(members: Mapping[int, Trajectory]) -> int:
+    """How many members ended without a fault of the infrastructure."""
+    return sum(not trajectory.stop.infrastructure for trajectory in members.values())
+
+
+# The group ledger: the one state machine of a run (staleness, replacement, resume).
+#
+# PENDING -> RUNNING -> COMPLETE -> { TRAINED | FILTERED | REFUSED | STALE | FAILED | CANCELLED }
+#
+# Every group that is not FILTERED, REFUSED, STALE, FAILED or CANCELLED holds a slot; slot s is meant for update s // B
+# (B groups per update). A group is admitted as long as the update of the next free slot is <= version + eta
+# (eta = `max_staleness`). A dropped group frees its slot for another one, so the schedule is the same whatever
+# happens to single groups.
+#
+# With `spare` slots (oversampling), that many more groups are admitted, and an update need not wait for the last
+# ones: those that it would push over the bound, up to `spare` running groups, are CANCELLED instead.
+#
+# The bound is enforced when groups are consumed: for every trained token, version_at_update - token_version <= eta.
+
+
+class GroupState(StrEnum):
+    """The state of a group. The last six are final. REFUSED: by the run's own filter (`rollout.accept`).
+    CANCELLED is nobody's fault: there were enough others."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETE = "complete"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    REFUSED = "refused"
+    STALE = "stale"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_DROPPED = (GroupState.FILTERED, GroupState.REFUSED, GroupState.STALE, GroupState.FAILED, GroupState.CANCELLED)
+
+
+@dataclass(slots=True)
+class GroupEntry:
+    """One dispatched group. `born`: the version of the weights when it was admitted, a lower bound on
+    the version of each of its tokens. `oldest`: the oldest weights that sampled one of its tokens, set once when
+    the group completes (`born` while it is running), so that selecting groups never reads a token."""
+
+    index: int
+    born: int
+    state: GroupState = GroupState.RUNNING
+    group: Group | None = None
+    oldest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.oldest = self.born if self.group is None else _oldest(self.group, self.born)
+
+    def complete(self, group: Group) -> None:
+        """All members have finished; their tokens no longer change."""
+        self.group, self.state, self.oldest = group, GroupState.COMPLETE, _oldest(group, self.born)
+
+
+def _oldest(group: Group, born: int) -> int:
+    versions = [x.oldest for member in group.trajectories for x in member.ledgers if x.oldest is not None]
+    return min(versions, default=born)
+
+
+class GroupLedger:
+    """Admission, selection and accounting of groups. Pure bookkeeping: it neither starts nor awaits anything.
+
+    Selection looks at each group in the ledger once and at none of its tokens (O(n) for n groups; `ready` O(n log n)); while too
+    few are complete, and none can be too old, it looks at none.
+    """
+
+    def __init__(self, groups_per_update: int, max_staleness: int, spare: int = 0) -> None:
+        self.groups_per_update = groups_per_update
+        self.max_staleness = max_staleness
+        self.spare = spare
+        self.version = 0
+        self._entries: dict[int, GroupEntry] = {}
+        self._again: list[int] = []
+        self._next = 0
+        self._past: Counter[GroupState] = Counter()  # groups that have left the ledger, by their final state
+        # What most looks at the ledger need, so that they need no look at each group: thousands of groups end one by one.
+        self._complete = 0
+        self._lowest = 0  # no group has tokens of older weights
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def admit(self) -> int | None:
+        """The index of a group to start now, or None while the staleness bound does not allow another one."""
+        # Slots of trained groups count too: after v updates there are v * B of them, so at most (eta + 1) * B groups
+        # (plus the spare ones) are ahead of the trainer.
+        if self.slots_taken() >= (self.version + self.max_staleness + 1) * self.groups_per_update + self.spare:
+            return None
+        if self._again:
+            # Before new indices: a group that ran when the checkpoint was written has its task and seeds from its index, so
+            # none is skipped.
+            index = self._again.pop(0)
+        else:
+            index, self._next = self._next, self._next + 1
+        self._entries[index] = GroupEntry(index, born=self.version)
+        return index
+
+    def slots_taken(self) -> int:
+        """Groups that are running, complete or trained: all that still hold a slot."""
+        return self._past[GroupState.TRAINED] + len(self._entries)
+
+    # -- what happens to a group -------------------------------------------------------------------
+
+    def complete(self, group: Group) -> None:
+        """RUNNING -> COMPLETE: all members have finished and enough of them survived."""
+        self._running(group.index).complete(group)
+        self._complete += 1
+
+    def drop(self, index: int, state: GroupState) -> None:
+        """To FILTERED, REFUSED, STALE, FAILED or CANCELLED: the group leaves the ledger and frees its slot."""
+        if state not in _DROPPED:
+            raise ValueError(f"a group cannot be dropped as {state}")
+        if index not in self._entries:
+            raise ValueError(f"group {index} is not in the ledger")
+        self._complete -= self._entries.pop(index).state is GroupState.COMPLETE
+        self._past[state] += 1
+
+    def _running(self, index: int) -> GroupEntry:
+        entry = self._entries.get(index)
+        if entry is None or entry.state is not GroupState.RUNNING:
+            raise ValueError(f"group {index} is not running")
+        return entry
+
+    # -- selection ---------------------------------------------------------------------------------
+
+    def too_old(self) -> list[int]:
+        """Groups, running or complete, that can no longer be trained within the bound."""
+        if self.version - self._lowest <= self.max_staleness:
+            return []
+        self._lowest = min((e.oldest for e in self._entries.values()), default=self.version)
+        return [e.index for e in self._entries.values() if self.version - e.oldest > self.max_staleness]
+
+    def must_wait_for(self) -> list[int]:
+        """Running groups that the next update would push over the bound: they must be part of this one."""
+        return [
+            e.index
+            for e in self._entries.values()
+            # Counted from its admission, the least that `oldest` can be: its tokens may turn out newer, but by then the update
+            # would be past.
+            if e.state is GroupState.RUNNING and self.version + 1 - e.oldest > self.max_staleness
+        ]
+
+    def surplus(self, chosen: Iterable[Group]) -> list[int]:
+        """With spare slots: groups, running or complete, that are not chosen for the next update and that it
+        pushes over the bound. Without spare slots, no group is given up before it is too old."""
+        if not self.spare:
+            return []
+        kept = {group.index for group in chosen}
+        return [
+            e.index for e in self._entries.values() if e.index not in kept and self.version + 1 - e.oldest > self.max_staleness
+        ]
+
+    def ready(self) -> list[Group] | None:
+        """The B groups of the next update, chosen by oldest weights, then lowest index; None if there are too few,
+        or if more running groups must be part of this update than there are spare slots."""
+        if self._complete < self.groups_per_update or len(self.must_wait_for()) > self.spare:
+            return None
+        done = [e for e in self._entries.values() if e.state is GroupState.COMPLETE]
+        usable = [e for e in done if self.version - e.oldest <= self.max_staleness]
+        if len(usable) < self.groups_per_update:
+            return None
+        # Oldest first: what is left over is what can wait longest.
+        usable.sort(key=lambda entry: (entry.oldest, entry.index))
+        # In the order of their indices, so that a batch does not depend on which group finished first.
+        chosen = sorted(usable[: self.groups_per_update], key=lambda entry: entry.index)
+        return [entry.group for entry in chosen if entry.group is not None]
+
+    def train(self, groups: Iterable[Group]) -> None:
+        """COMPLETE -> TRAINED for the groups of one update, and the version goes up by one."""
+        for group in groups:
+            entry = self._entries.pop(group.index)
+            if entry.state is not GroupState.COMPLETE:
+                raise ValueError(f"group {group.index} is {entry.state}, not complete")
+            self._past[GroupState.TRAINED] += 1
+            self._complete -= 1
+        self.version += 1
+
+    # -- accounting --------------------------------------------------------------------------------
+
+    @property
+    def completed(self) -> int:
+        """Groups that wait for an update."""
+        return self._complete
+
+    def counts(self) -> dict[str, int]:
+        """Groups by state; the values sum to `dispatched`."""
+        now = Counter(entry.state for entry in self._entries.values())
+        return {state.value: now[state] + self._past[state] for state in GroupState} | {
+            GroupState.PENDING.value: len(self._again)
+        }
+
+    @property
+    def dispatched(self) -> int:
+        """Number of groups that were ever given an index (those run again after a resume count once)."""
+        return self._next
+
+    # -- checkpoint --------------------------------------------------------------------------------
+
+    def to_json(self, *, contents: bool = True) -> dict[str, Any]:
+        """Everything except the progress of running groups, which are pending again after a resume.
+
+        Without `contents`, only the indices of the complete groups are included: `complete_groups` returns the groups,
+        to be written one at a time.
+        """
+        running = [e.index for e in self._entries.values() if e.state is GroupState.RUNNING]
+        return {
+            "version": self.version,
+            "next": self._next,
+            "again": sorted([*self._again, *running]),
+            "past": {state.value: count for state, count in self._past.items()},
+            "complete": [
+                {"index": e.index, "born": e.born} | (e.group.to_json() if contents else {})
+                for e in self._entries.values()
+                if e.group is not None
+            ],
+        }
+
+    def complete_groups(self) -> list[Group]:
+        """The complete groups, in the same order as in `to_json`; they no longer change."""
+        return [e.group for e in self._entries.values() if e.group is not None]
+
+    def load_json(self, state: Mapping[str, Any], groups: Iterable[Group] = ()) -> None:
+        """Inverse of `to_json`; without `contents`, `groups` are the result of `complete_groups`.
+
+        Raises ValueError if `groups` are not those of `state`.
+        """
+        self.version, self._next = state["version"], state["next"]
+        self._again = list(state["again"])
+        self._past = Counter({GroupState(name): count for name, count in state["past"].items()})
+        rows = state["complete"]
+        whole = [Group.from_json(row) for row in rows if "trajectories" in row]
+        given = {group.index: group for group in (whole or groups)}
+        if set(given) != {row["index"] for row in rows}:
+            raise ValueError(f"expected complete groups {sorted(row['index'] for row in rows)}, got {sorted(given)}")
+        self._entries = {
+            row["index"]: GroupEntry(row["index"], row["born"], GroupState.COMPLETE, given[row["index"]]) for row in rows
+        }
+        self._complete, self._lowest = len(self._entries), min((e.oldest for e in self._entries.values()), default=0)

@@ -1,1 +1,0 @@
-"""Which of a run's environments a group is of; one file a mixture."""

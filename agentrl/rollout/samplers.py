@@ -1,0 +1,616 @@
+"""Task samplers: which task a group gets, and what a sampler learns from its outcome.
+
+The contract and its registry, a finite pool of tasks, then one sampler after another: `uniform`,
+`success_weighted`, `by_progress`, `predicted`, `staged`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import fmean, linear_regression
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from agentrl.config import Choice
+from agentrl.env import ToolEnv
+from agentrl.rollout.engine import derive
+from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.utils.registry import Registry
+
+SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SAMPLERS", "agentrl.rollout.samplers")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChoice:
+    """The task of one group: its seed, environment parameters that override `env.params`, and the
+    bucket in which its outcome is counted. `env`: the name of the environment, which no sampler sets (see `rollout/mixture`);
+    nor does one set `horizon` and `given`: the calls of the task's gold solution, and how many of them the group is given
+    (see `rollout/start`)."""
+
+    seed: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    bucket: str = ""
+    env: str = ""
+    horizon: int | None = None
+    given: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """How one group went: the share (0..1) of successes among its members."""
+
+    index: int
+    bucket: str
+    success: float
+
+
+class TaskSampler(ABC):
+    """Chooses the task of each group.
+
+    A choice depends on the run's seed, the group's index and what was observed so far, never on a random state
+    that advances, so that a group that is run again after a resume gets the same task. `observe` is called only at
+    updates, with the outcomes in the order of the groups' indices; so with `max_staleness` 0
+    choices do not depend on which group finished first.
+    """
+
+    def wants(self) -> int | None:
+        """The size of the pool of tasks that it chooses from: 0 means all tasks of the environment (no pool if they are
+        endless), None (the default) no pool at all. The pool is given to `use` before anything is chosen or loaded."""
+        return None
+
+    def use(self, seeds: Sequence[int]) -> None:  # noqa: B027 - most samplers have no pool
+        """Receive the pool that `wants` asked for: seeds of different tasks of the training split."""
+
+    @abstractmethod
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        """The task of group `index`."""
+
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:  # noqa: B027 - most samplers learn nothing
+        """Learn from the groups that finished since the last update (including filtered ones, which are an
+        outcome too), by ascending index. Nothing by default."""
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        """Every `params` that it may ever choose, or, of more than can be tried, some with all extremes among them; each is
+        checked once before a run starts."""
+        return [{}]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must contain, as JSON; `load` is the inverse. Nothing by default."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
+        """Inverse of `state`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics row of an update. None by default."""
+        return {}
+
+
+def fresh_seed(run_seed: int, index: int) -> int:
+    """The seed of a task that no other group of the run gets."""
+    return derive(run_seed, "task", index)
+
+
+def uniform(run_seed: int, index: int, purpose: str) -> float:
+    """A number in [0, 1) that depends only on its arguments."""
+    return derive(run_seed, purpose, index) / 2**63
+
+
+def make_sampler(choice: Choice) -> TaskSampler:
+    """A new sampler. Raises ConfigError for an unknown name or argument, naming the nearest."""
+    sampler: TaskSampler = SAMPLERS.bind(choice.name, choice.args)()
+    return sampler
+
+
+# Arms
+
+SHOWN = 16
+"""With more arms than this, the metrics report aggregates instead of each arm."""
+
+
+def arm_name(params: Mapping[str, Any]) -> str:
+    """Environment parameters in words, such as `calls=[2, 4],keys=9`: equal for equal ones."""
+    return ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(params.items()))
+
+
+def pick_arm(weights: Sequence[float], point: float) -> int:
+    """The arm in whose share, laid end to end, a point of [0, 1) falls."""
+    ends = list(itertools.accumulate(weights))
+    return min(bisect_right(ends, point * ends[-1]), len(ends) - 1)
+
+
+def arm_metrics(arms: Sequence[str], weight: Callable[[str], float], **of_arm: Callable[[str], float | None]) -> dict[str, float]:
+    """`effective_arms`, and of each arm, unless there are too many to show, its `share` and what `of_arm` knows of it."""
+    weights = [weight(arm) for arm in arms]
+    shares = [weight / sum(weights) for weight in weights]
+    # The number of equally likely arms that would have the same entropy.
+    metrics = {"effective_arms": math.exp(-sum(share * math.log(share) for share in shares))}
+    if len(arms) <= SHOWN:
+        for arm, share in zip(arms, shares, strict=True):
+            metrics[f"{arm}/share"] = share
+            metrics |= {f"{arm}/{name}": value for name, of in of_arm.items() if (value := of(arm)) is not None}
+    return metrics
+
+
+# A finite pool of tasks
+
+log = logging.getLogger(__name__)
+
+MAX_REPEATS = 1000
+"""The search for different tasks ends after this many seeds in a row without a new one."""
+
+
+def pool_seeds(env: ToolEnv, size: int) -> Sequence[int]:
+    """Seeds of the pool's tasks, none if tasks are endless.
+
+    With `size`: of the first `size` different tasks of the training split (compared by `Task.data`), or of
+    as many as there are, which is logged. Without: of all tasks of an environment that has a finite number.
+    Raises EnvError if the environment's number of tasks is not valid.
+    """
+    count = env.task_count("train")
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise EnvError(f"{env.id}: task_count('train') returned {count!r}; expected 1 or more, or None if tasks are endless")
+    if not size:
+        return range(count or 0)
+    by_content: dict[str, int] = {}
+    seed = repeats = 0
+    while len(by_content) < size and repeats < MAX_REPEATS and (count is None or seed < count):
+        content = json.dumps(env.make_task(seed, "train").data, sort_keys=True, default=str)
+        repeats = 0 if by_content.setdefault(content, seed) == seed else repeats + 1
+        seed += 1
+    if len(by_content) < size:
+        log.warning(
+            "rollout.sampler: the training split has %d different tasks, not the %d of args.pool (%d seeds tried)",
+            len(by_content),
+            size,
+            seed,
+        )
+    return list(by_content.values())
+
+
+@lru_cache(maxsize=4)
+def epoch_order(run_seed: int, epoch: int, size: int) -> np.ndarray:
+    """The indices 0..size-1 of a pool in the order of an epoch: another permutation for each run seed and epoch."""
+    return np.random.default_rng(derive(run_seed, "epoch", epoch)).permutation(size)
+
+
+# uniform
+
+
+@SAMPLERS.register("uniform")
+@dataclass(kw_only=True)
+class UniformSampler(TaskSampler):
+    """Goes through a finite pool without replacement, in a new order each epoch: the environment's tasks if it
+    has a finite number, or its first `pool` different ones. Without a pool, a new task for every group.
+
+    Group i has position i modulo the pool's size in epoch i // size. So the replacement of a group takes the next task,
+    and the task of a group that failed, went stale, or was filtered or cancelled comes up again in the next epoch.
+    """
+
+    pool: Annotated[int, Field(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        self._seeds: Sequence[int] = ()
+        self._begun = 0
+
+    def wants(self) -> int | None:
+        return self.pool
+
+    def use(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        size = len(self._seeds)
+        if not size:
+            return TaskChoice(fresh_seed(run_seed, index))
+        self._begun = max(self._begun, index + 1)
+        epoch, position = divmod(index, size)
+        return TaskChoice(self._seeds[int(epoch_order(run_seed, epoch, size)[position])])
+
+    def state(self) -> dict[str, Any]:
+        return {"pool": len(self._seeds), "begun": self._begun} if self._seeds else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._begun = state.get("begun", 0)
+        if state.get("pool", len(self._seeds)) != len(self._seeds):
+            log.warning(
+                "rollout.sampler: the checkpoint was written with a pool of %d tasks, now there are %d: the epoch "
+                "starts again in another order",
+                state["pool"],
+                len(self._seeds),
+            )
+
+    def metrics(self) -> dict[str, float]:
+        return {"epoch": self._begun / len(self._seeds), "pool": float(len(self._seeds))} if self._seeds else {}
+
+
+# success_weighted
+
+
+@SAMPLERS.register("success_weighted")
+@dataclass(kw_only=True)
+class SuccessWeightedSampler(TaskSampler):
+    """Draws an arm with weight max(`floor`, 4 p (1 - p)), where p is its running success.
+
+    p (1 - p) is the variance of a 0/1 reward: how much a group of an arm can teach on average (called
+    learnability in Rutherford et al. 2024, arXiv 2408.15099); the factor 4 makes it 1 at p = 0.5. p is the mean of a
+    Beta(1, 1) prior and the outcomes; older ones are discounted by `decay` per group of the same arm.
+
+    The arms are either `buckets` (environment parameters, each with ever new tasks) or the first `pool` different
+    tasks of the training split (or as many as there are). `floor` keeps drawing every arm, so that forgetting is
+    noticed.
+    """
+
+    buckets: list[dict[str, Any]] = field(default_factory=list)
+    pool: Annotated[int, Field(ge=0)] = 0
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+
+    def __post_init__(self) -> None:
+        if (len(self.buckets) > 0) == (self.pool > 0):
+            raise ConfigError(
+                "rollout.sampler 'success_weighted': set one of args.buckets (parameters of the environment, a list) and "
+                "args.pool (a number of tasks)"
+            )
+        self._seeds: Sequence[int] = ()
+        self._begin([arm_name(params) for params in self.buckets])
+        if len(set(self._arms)) < len(self._arms):
+            raise ConfigError("rollout.sampler 'success_weighted': two of args.buckets are the same")
+
+    def _begin(self, arms: list[str]) -> None:
+        self._arms = arms
+        self._sums = dict.fromkeys(arms, 0.0)
+        self._counts = dict.fromkeys(arms, 0.0)
+
+    def wants(self) -> int | None:
+        return self.pool or None
+
+    def use(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+        self._begin([str(seed) for seed in seeds])
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        arm = pick_arm([self.weight(arm) for arm in self._arms], uniform(run_seed, index, "sampler"))
+        if self.pool:
+            return TaskChoice(self._seeds[arm], {}, self._arms[arm])
+        return TaskChoice(fresh_seed(run_seed, index), self.buckets[arm], self._arms[arm])
+
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
+        for outcome in outcomes:
+            arm = outcome.bucket
+            self._sums[arm] = self.decay * self._sums[arm] + outcome.success
+            self._counts[arm] = self.decay * self._counts[arm] + 1.0
+
+    def success(self, arm: str) -> float:
+        """Running success, 0.5 before anything is known."""
+        return (1.0 + self._sums[arm]) / (2.0 + self._counts[arm])
+
+    def weight(self, arm: str) -> float:
+        """The arm's weight before normalization, in [floor, 1]."""
+        p = self.success(arm)
+        return max(self.floor, 4.0 * p * (1.0 - p))
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        return self.buckets or [{}]
+
+    def state(self) -> dict[str, Any]:
+        return {arm: [self._sums[arm], self._counts[arm]] for arm in self._arms if self._counts[arm]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for arm, (total, count) in state.items():
+            if arm in self._sums:  # an arm that the config no longer has is forgotten
+                self._sums[arm], self._counts[arm] = total, count
+
+    def metrics(self) -> dict[str, float]:
+        mean = sum(self.success(arm) for arm in self._arms) / len(self._arms)
+        return {"success": mean, **arm_metrics(self._arms, self.weight, success=self.success)}
+
+
+# by_progress
+
+FEWEST = 4
+"""An arm with fewer groups than this has no slope yet."""
+
+
+@SAMPLERS.register("by_progress")
+@dataclass(kw_only=True)
+class ByProgressSampler(TaskSampler):
+    """Draws an arm with weight max(`floor`, |progress|), where progress is how far its success rose or fell.
+
+    The success s_0 ... s_(n-1) of the arm's last n <= `window` groups is fitted by the line of least squares, whose slope is
+    b = sum (i - mean i) (s_i - mean s) / sum (i - mean i)^2 per group; progress = b (n - 1), what the line rises over these
+    groups, cut to [-1, 1]. An arm with fewer than 4 groups has weight 1, so that each is seen.
+
+    Learning progress as in Teacher-Student Curriculum Learning (Matiisen, Oliver, Cohen and Schulman 2017, arXiv 1707.00183):
+    practise that on which progress is fastest, and, by the absolute value, that which is being forgotten. Departures: the arm is
+    drawn by weight, the line is over the arm's own groups instead of time, and `floor` keeps drawing every arm.
+    """
+
+    buckets: list[dict[str, Any]]
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    window: Annotated[int, Field(ge=FEWEST)] = 16
+
+    def __post_init__(self) -> None:
+        self._arms = [arm_name(params) for params in self.buckets]
+        if len(set(self._arms)) < max(len(self._arms), 1):
+            raise ConfigError(
+                "rollout.sampler 'by_progress': "
+                + ("two of args.buckets are the same" if self._arms else "args.buckets is empty; name at least one bucket")
+            )
+        self._recent = {arm: deque[float](maxlen=self.window) for arm in self._arms}
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        arm = pick_arm([self.weight(arm) for arm in self._arms], uniform(run_seed, index, "sampler"))
+        return TaskChoice(fresh_seed(run_seed, index), self.buckets[arm], self._arms[arm])
+
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
+        for outcome in outcomes:
+            if outcome.bucket in self._recent:  # one that ran while the config was changed may be of an arm that is no more
+                self._recent[outcome.bucket].append(outcome.success)
+
+    def progress(self, arm: str) -> float | None:
+        """How far the arm's success rose over its window, in [-1, 1]; below 0: it fell. None: not known yet."""
+        recent = self._recent[arm]
+        if len(recent) < FEWEST:
+            return None
+        slope = linear_regression(range(len(recent)), recent).slope
+        return max(-1.0, min(1.0, slope * (len(recent) - 1)))
+
+    def weight(self, arm: str) -> float:
+        """The arm's weight before normalization, in [floor, 1]."""
+        progress = self.progress(arm)
+        return 1.0 if progress is None else max(self.floor, abs(progress))
+
+    def success(self, arm: str) -> float | None:
+        """Mean success of its last groups; None without any."""
+        return fmean(self._recent[arm]) if self._recent[arm] else None
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        return self.buckets
+
+    def state(self) -> dict[str, Any]:
+        return {arm: list(recent) for arm, recent in self._recent.items() if recent}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for arm, recent in state.items():
+            if arm in self._recent:  # an arm that the config no longer has is forgotten
+                self._recent[arm] = deque(recent, maxlen=self.window)
+
+    def metrics(self) -> dict[str, float]:
+        return arm_metrics(self._arms, self.weight, success=self.success, progress=self.progress)
+
+
+# predicted
+
+MOST_TRIED = 32
+"""So many sets of parameters, corners among them, are tried before a run; so no more than 5 parameters may vary."""
+BINS = 5
+FADE = 0.98
+"""What a group's weight in the calibration error is multiplied by with each later one."""
+
+
+@SAMPLERS.register("predicted")
+@dataclass(kw_only=True)
+class PredictedSampler(TaskSampler):
+    """Draws `candidates` sets of parameters, integers of `ranges` ([first, last] or [first, last, step], with both ends), and of
+    these one with weight max(`floor`, 4 p (1 - p)), where p is its predicted success: groups that would teach nothing are rarely
+    begun.
+
+    p = sigmoid(c . x), x = (1, z_1, ..., z_d), z_k = (value - middle) / (half the width / sqrt 3): parameters drawn evenly from
+    their range have mean 0 and variance 1. After each group with a share s of successes, in the order of their indices, one step
+    of the logistic regression: c += `rate` (s - p) x / (1 + d); at first c = 0, and all tasks are alike. So success may rise or
+    fall with a parameter, and its middle may move, but a parameter of which the middle is hardest cannot be expressed.
+
+    p (1 - p) is the variance of a 0/1 reward, as for `success_weighted`, which knows nothing about an arm that it has not seen.
+    """
+
+    ranges: dict[str, Annotated[list[int], Field(min_length=2, max_length=3)]]
+    candidates: Annotated[int, Field(ge=1)] = 8
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    rate: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+
+    def __post_init__(self) -> None:
+        name, most = "rollout.sampler 'predicted'", int(math.log2(MOST_TRIED))
+        if not 1 <= len(self.ranges) <= most:
+            raise ConfigError(
+                f"{name}: args.ranges has {len(self.ranges)} parameters; give 1 to {most}, such as {{ calls = [2, 12] }}"
+            )
+        self._values = {key: range(ends[0], ends[1] + 1, *ends[2:]) for key, ends in self.ranges.items() if 0 not in ends[2:]}
+        for key, ends in self.ranges.items():
+            if not (values := self._values.get(key)) or values[0] != ends[0] or values[-1] != ends[1]:
+                raise ConfigError(
+                    f"{name}: args.ranges.{key} = {ends}: expected [first, last] or [first, last, step], with first <= last "
+                    "and steps that meet both"
+                )
+        self._c = [0.0] * (1 + len(self.ranges))
+        self._bins = [[0.0, 0.0, 0.0] for _ in range(BINS)]  # of groups by predicted success: number, predictions, successes
+        self._last: tuple[float, float] | None = None
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        draw = np.random.default_rng(derive(run_seed, "predicted", index))
+        drawn = [
+            {key: values[draw.integers(len(values))] for key, values in self._values.items()} for _ in range(self.candidates)
+        ]
+        params = drawn[pick_arm([self.weight(params) for params in drawn], draw.random())]
+        return TaskChoice(fresh_seed(run_seed, index), params, json.dumps(params))
+
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
+        predictions = []
+        for outcome in outcomes:
+            params = json.loads(outcome.bucket)
+            if params.keys() != self.ranges.keys():  # begun before the config was changed
+                continue
+            x, p = self._x(params), self.predict(params)
+            predictions.append((p, outcome.success))
+            self._c = [c + self.rate * (outcome.success - p) * of / len(x) for c, of in zip(self._c, x, strict=True)]
+            self._calibrate(p, outcome.success)
+        if predictions:
+            self._last = fmean(p for p, _ in predictions), fmean(success for _, success in predictions)
+
+    def predict(self, params: Mapping[str, float]) -> float:
+        """The predicted share of successes of a task with these parameters."""
+        return 1.0 / (1.0 + math.exp(-sum(c * of for c, of in zip(self._c, self._x(params), strict=True))))
+
+    def weight(self, params: Mapping[str, int]) -> float:
+        """The weight of such a task before normalization, in [floor, 1]."""
+        p = self.predict(params)
+        return max(self.floor, 4.0 * p * (1.0 - p))
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        """All, if they are at most 32, else as many values of each parameter as fit, evenly spaced with both ends."""
+        sizes = [len(values) for values in self._values.values()]
+        each = max(sizes) if math.prod(sizes) <= MOST_TRIED else int(MOST_TRIED ** (1 / len(sizes)) + 1e-9)
+        grid = [[values[place] for place in _spread(len(values), each)] for values in self._values.values()]
+        return [dict(zip(self.ranges, values, strict=True)) for values in itertools.product(*grid)]
+
+    def state(self) -> dict[str, Any]:
+        coefficients = dict(zip(["", *self.ranges], self._c, strict=True))
+        return {"coefficients": coefficients, "bins": self._bins, "last": self._last}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._c = [state["coefficients"].get(key, 0.0) for key in ("", *self.ranges)]
+        self._bins = [list(numbers) for numbers in state["bins"]]
+        self._last = None if state["last"] is None else (state["last"][0], state["last"][1])
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {}
+        middle: dict[str, float] = {key: (values[0] + values[-1]) / 2 for key, values in self._values.items()}
+        for key, values in self._values.items():
+            for end in sorted({values[0], values[-1]}):
+                metrics[f"{key}={end}/success"] = self.predict({**middle, key: end})
+        if self._last is not None:
+            metrics["predicted"], metrics["observed"] = self._last
+            metrics["calibration_error"] = self.calibration_error()
+        return metrics
+
+    def calibration_error(self) -> float:
+        """The expected calibration error: |mean success - mean prediction| over the groups of each of 5 equal ranges of predicted
+        success, averaged by their numbers of groups; older groups count less. A prediction is that made before its group was
+        learned from."""
+        total = sum(count for count, _, _ in self._bins)
+        return sum(abs(successes - predictions) for _, predictions, successes in self._bins) / total if total else 0.0
+
+    def _calibrate(self, p: float, success: float) -> None:
+        self._bins = [[FADE * number for number in numbers] for numbers in self._bins]
+        of = self._bins[min(int(p * BINS), BINS - 1)]
+        of[0], of[1], of[2] = of[0] + 1.0, of[1] + p, of[2] + success
+
+    def _x(self, params: Mapping[str, float]) -> list[float]:
+        ends = {key: (values[0], values[-1]) for key, values in self._values.items()}
+        return [1.0, *(math.sqrt(3.0) * (2 * params[key] - low - high) / max(high - low, 1) for key, (low, high) in ends.items())]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers 0 ... count - 1, evenly spaced, with both ends."""
+    return sorted({round(float(at)) for at in np.linspace(0, count - 1, min(count, most))})
+
+
+# staged
+
+
+@SAMPLERS.register("staged")
+@dataclass(kw_only=True)
+class StagedSampler(TaskSampler):
+    """Goes through `stages` (environment parameters, easiest first) one by one.
+
+    The next stage begins once the mean success of the last `window` groups of the current one is at least `threshold`. If that
+    of a full window is under `back`, the stage before begins again; with 0, the default, it never goes back. A stage that
+    begins, again or for the first time, is judged by groups chosen since.
+
+    A fraction `review` of the groups gets a task of an earlier stage, so that what was learned there is not lost, and a fraction
+    `ahead` one of the next stage, so that what the policy can do there already (after a warm start) is not lost either, and its
+    success there is known before the stage begins (`ahead_success`). Neither moves the stage.
+    """
+
+    stages: list[dict[str, Any]]
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    window: Annotated[int, Field(ge=1)] = 16
+    review: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    ahead: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    back: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        name = "rollout.sampler 'staged'"
+        if not self.stages:
+            raise ConfigError(f"{name}: args.stages is empty; name at least one stage's parameters")
+        if self.back >= self.threshold:
+            raise ConfigError(
+                f"{name}: args.back = {self.back:g} must be less than args.threshold = {self.threshold:g}, else a stage would "
+                "begin and be left again at the same success"
+            )
+        if self.review + self.ahead >= 1:
+            raise ConfigError(
+                f"{name}: args.review + args.ahead = {self.review + self.ahead:g} must be less than 1, else no group would get a "
+                "task of the stage itself"
+            )
+        self._stage = 0
+        self._recent: deque[float] = deque(maxlen=self.window)
+        self._next: deque[float] = deque(maxlen=self.window)
+        self._begun = self._since = 0  # groups chosen so far, and when the stage last moved
+
+    def choose(self, run_seed: int, index: int) -> TaskChoice:
+        self._begun = max(self._begun, index + 1)
+        stage, point = self._stage, uniform(run_seed, index, "review")
+        if stage and point < self.review:
+            stage = int(uniform(run_seed, index, "stage") * stage)
+        elif stage + 1 < len(self.stages) and point >= 1.0 - self.ahead:  # of the same draw: the shares are those of all groups
+            stage += 1
+        return TaskChoice(fresh_seed(run_seed, index), self.stages[stage], str(stage))
+
+    def observe(self, outcomes: Sequence[GroupOutcome]) -> None:
+        for outcome in outcomes:
+            if outcome.index < self._since:  # chosen before the stage last moved
+                continue
+            if outcome.bucket == str(self._stage + 1):
+                self._next.append(outcome.success)
+            if outcome.bucket != str(self._stage):
+                continue
+            self._recent.append(outcome.success)
+            if len(self._recent) < self.window:
+                continue
+            # With a margin: 16 groups at a success of 0.6 add up to less than 16 * 0.6.
+            if fmean(self._recent) > self.threshold - 1e-9 and self._stage + 1 < len(self.stages):
+                self._move(1)
+            elif fmean(self._recent) < self.back - 1e-9 and self._stage:
+                self._move(-1)
+
+    def _move(self, by: int) -> None:
+        self._stage += by
+        self._recent.clear()
+        self._next.clear()
+        # Of a sampler that only goes up and draws nothing ahead, no group chosen before has the new stage's tasks.
+        self._since = self._begun if self.ahead or self.back else 0
+        where = self.stages[self._stage]
+        log.info("curriculum: %s stage %d of %d: %s", "back to" if by < 0 else "now", self._stage + 1, len(self.stages), where)
+
+    def variants(self) -> Sequence[Mapping[str, Any]]:
+        return self.stages
+
+    def state(self) -> dict[str, Any]:
+        state = {"stage": self._stage, "recent": list(self._recent)}
+        return {**state, "next": list(self._next), "begun": self._begun, "since": self._since}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._stage = min(state["stage"], len(self.stages) - 1)
+        self._recent = deque(state["recent"], maxlen=self.window)
+        # Missing in older checkpoints, of samplers that only went up.
+        self._next = deque(state.get("next", ()), maxlen=self.window)
+        self._begun, self._since = state.get("begun", 0), state.get("since", 0)
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {"stage": float(self._stage)}
+        if self._recent:
+            metrics["stage_success"] = sum(self._recent) / len(self._recent)
+        if self._next:
+            metrics["ahead_success"] = sum(self._next) / len(self._next)
+        return metrics

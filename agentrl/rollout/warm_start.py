@@ -1,0 +1,190 @@
+"""The supervised warm start: transcripts of a scripted teacher, until a gate on held-out tasks opens.
+
+A fixed number of steps is not enough: if the model has not learned to copy from the prompt yet, RL does not
+teach it (measured; see docs/quickstart.md). So the warm start continues until greedy success on easy
+held-out tasks reaches `sft.gate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Message, StopReason, Trajectory
+from agentrl.env import Teacher, ToolEnv
+from agentrl.env.authoring import GoldTeacher
+from agentrl.env.catalog import EnvRef
+from agentrl.env.wrappers import WRAPPERS
+from agentrl.render.base import Renderer
+from agentrl.rollout.context import ContextPolicy, Moment
+from agentrl.rollout.engine import derive
+from agentrl.rollout.episode import Limits
+from agentrl.rollout.mixtures import pick
+from agentrl.rollout.starts import written
+from agentrl.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Rewrite = Callable[[Sequence[Message], int, int], Awaitable[list[Message] | None]]
+"""The conversation to go on with, instead of this one (the last so many of it are new, and it has so many tokens), if any."""
+TRIES = 8
+"""How many transcripts are drawn for one index until one is short enough."""
+
+
+async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[str, Any]) -> Trajectory:
+    """One episode of the environment's teacher, as exactly the tokens that a policy would have sampled: in several ledgers, if
+    the chat template rewrites earlier turns.
+
+    `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
+    """
+    return await _played(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
+
+
+async def gold_transcript(
+    env: ToolEnv, renderer: Renderer, seed: int, split: str, context: ContextPolicy | None = None, limits: Limits | None = None
+) -> Trajectory:
+    """The same of the gold solution of a task. With a `context` policy and the run's `limits` its conversation is rewritten
+    where an episode's would be. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
+
+    def teacher() -> Teacher:
+        return GoldTeacher(env.gold_turns(env.task), random.Random(seed))
+
+    if context is None or limits is None:
+        return await _played(env, renderer, seed, split, teacher)
+
+    async def rewritten(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
+        return await context.rewrite(Moment(shown, fresh, tokens, limits.max_turn_tokens, limits.context, _nobody))
+
+    return await _played(env, renderer, seed, split, teacher, rewritten)
+
+
+async def _nobody(instruction: Message, tokens: int) -> str | None:
+    """A gold solution has no summaries (`check_demonstrations` refuses a context policy that asks for them)."""
+    return None
+
+
+def without_chance(ref: EnvRef) -> EnvRef:
+    """For a gold solution: without wrappers by which tools fail at random, and with the user that it was written for."""
+    kept = [choice for choice in ref.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
+    return replace(ref, wrappers=kept).scripted()
+
+
+async def _never(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
+    return None
+
+
+async def _played(
+    env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewritten: Rewrite = _never
+) -> Trajectory:
+    observation, _ = await env.areset(seed=seed, options={"split": split})
+    try:
+        policy = make()
+        ledgers, shown, begun = [TokenLedger()], list(observation), len(observation)
+        renderer = renderer.with_tools(env.toolbox.schemas())
+        ledgers[-1].append_context(renderer.start(observation, env.toolbox.schemas()), turn=0)
+        turn, seen, rest = 0, list(observation), list[list[int]]()
+        while True:
+            if not rest:
+                if (said := policy.act(seen)) is None:
+                    break
+                rest, seen = written(renderer, said), []
+            ids = rest.pop(0)
+            ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
+            # Parsed from its own tokens, so that the environment sees what it would see from a policy.
+            message = renderer.parse(ids, "stop")
+            observation, _, terminated, truncated, _ = await env.astep(message)
+            seen += observation
+            if terminated or truncated:
+                break
+            turn += 1
+            kept = renderer.keeps(message, observation, shown, begun)
+            shown += [message, *observation]
+            more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
+            other = await rewritten(shown, len(observation), len(more) + (len(ledgers[-1]) if kept else 0))
+            if other is not None:
+                kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
+            if not kept:
+                ledgers.append(TokenLedger())
+                begun = len(shown)
+            ledgers[-1].append_context(more, turn)
+    finally:
+        await env.aclose()
+    trajectory = env.trajectory
+    trajectory.ledgers, trajectory.stop = ledgers, StopReason.DONE
+    return trajectory
+
+
+def _policy(env: ToolEnv, seed: int, params: dict[str, Any]) -> Teacher:
+    try:
+        return env.teacher(env.trajectory.task, random.Random(seed), **params)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(f"sft.teacher = {params}: {problem}") from problem
+
+
+class MixedTranscripts:
+    """Transcripts of the teachers of several environments, shared out by their weights: transcript i is of the environment that
+    training group i would be of."""
+
+    def __init__(self, sources: Mapping[str, Transcripts], weights: Mapping[str, float], seed: int) -> None:
+        self.sources, self.weights, self.seed = sources, weights, seed
+
+    @property
+    def skipped(self) -> int:
+        """Transcripts that were left out because they are too long."""
+        return sum(source.skipped for source in self.sources.values())
+
+    async def take(self, first: int, count: int) -> Sequence[Trajectory]:
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError as `Transcripts.take` does."""
+        names = [pick(self.weights, self.seed, index) for index in range(first, first + count)]
+        return [one for at, name in enumerate(names) for one in await self.sources[name].take(first + at, 1)]
+
+
+class Transcripts:
+    """An endless, seeded source of teacher transcripts: transcript i is the same in every run with the same seed.
+
+    A transcript of more than `most` tokens (None: no limit) fits in no micro-batch, and rows are never cut, so the next
+    draw for its index replaces it. `skipped` counts those.
+    """
+
+    def __init__(self, env: EnvRef, renderer: Renderer, teacher: dict[str, Any], seed: int, most: int | None = None) -> None:
+        self.env, self.renderer, self.teacher, self.seed, self.most = env, renderer, teacher, seed, most
+        self.skipped = 0
+
+    async def take(self, first: int, count: int) -> Sequence[Trajectory]:
+        """Transcripts `first` .. `first + count - 1`. Raises ConfigError if there is no teacher, or if for one of them
+        none of `TRIES` draws is short enough."""
+        try:
+            found = []
+            for index in range(first, first + count):
+                found.append(await self._fitting(index))
+                await asyncio.sleep(0)  # environments seldom wait for anything, and a call has tens of transcripts
+            return found
+        except NotImplementedError as problem:
+            raise ConfigError(f"env.id: {problem}, so [sft] cannot warm a model up on it") from problem
+
+    async def _fitting(self, index: int) -> Trajectory:
+        lengths: list[int] = []
+        for draw in range(TRIES):
+            seed = derive(self.seed, "sft", index, *([draw] if draw else []))
+            made = await transcript(self.env.build(), self.renderer, seed, self.teacher)
+            if self.most is None or made.tokens <= self.most:
+                return made
+            lengths.append(made.tokens)
+            if not self.skipped:  # the metric `transcripts_skipped` counts them all
+                log.warning("[sft]: transcript %d, of task %s, is left out: %s", index, made.task.id, self._too_long(made.tokens))
+            self.skipped += 1
+        raise ConfigError(
+            f"[sft]: transcript {index}, of task {made.task.id!r}: {self._too_long(lengths[-1])}; so it is with all {TRIES} "
+            f"tasks drawn for it (the shortest: {min(lengths)} tokens)"
+        )
+
+    def _too_long(self, tokens: int) -> str:
+        return (
+            f"{tokens} tokens, and a row, which is never cut, may have {self.most} (the lesser of optim.micro_tokens and "
+            "the model's context): raise optim.micro_tokens, or make the tasks shorter (sft.params)"
+        )

@@ -1,0 +1,585 @@
+"""The pool of rollout workers in the driver: jobs, and workers that die, hang, are slow, come or go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.data.trajectory import Trajectory
+from agentrl.rollout.deadlines import Report, Watch
+from agentrl.rollout.engine import Engine, Need, RequestRouter
+from agentrl.rollout.episode import score_episode
+from agentrl.rollout.player import Job, Player, RunEnv
+from agentrl.rollout.workers.channel import Channel, Door, Fields, Hub, fault_of, job_fields, trajectories_of
+from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, Rows, asked, leave
+from agentrl.utils.errors import WorkerDiedError
+from agentrl.utils.event_loop import OwnedTasks
+
+# Sources of processes
+
+
+class WorkerRecipe(Protocol):
+    """What a worker's parts are made from, wherever it runs; it can be pickled. `rows`: a folder that all nodes share, for rows
+    of trajectory files. `build` is that of `WorkerCore`."""
+
+    @property
+    def rows(self) -> Path | None: ...
+
+    def build(self, channel: Channel) -> Awaitable[Any]: ...
+
+
+class Seat(ABC):
+    """One process, from its start on. It connects to the door by itself; its end shows there."""
+
+    @abstractmethod
+    async def over(self) -> str:
+        """Why the process ended, once it has."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, if it still runs; idempotent."""
+
+
+class Seats(ABC):
+    """Starts processes for workers.
+
+    `renews`: it starts others in the place of processes that died by itself, and tells by `on_news` how many are there that no
+    worker was begun for; then the pool starts none. `caches`: what the episodes of one worker sample is cached apart from that
+    of the others, so that it matters which worker plays the next one.
+    """
+
+    renews = False
+    caches = False
+    on_news: Callable[[int], None] = staticmethod(lambda free: None)
+
+    def hopeful(self) -> bool:
+        """Whether a process may come for which no worker was begun yet."""
+        return False
+
+    @abstractmethod
+    def host(self) -> str:
+        """This process's address, as the processes of workers reach it."""
+
+    @abstractmethod
+    def begin(self, name: str, door: Door) -> Seat:
+        """Start a process that runs `WorkerCore.run(door)` under that name; does not wait for it."""
+
+
+# A worker as the driver sees it
+
+RECENT = 64
+"""Episodes of which a worker's speed is the median."""
+
+
+class GoneError(Exception):
+    """The worker that played the episode is gone, and what it had of it."""
+
+
+class Watches:
+    """The watches of the driver's players, by number, as workers know them."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._of: dict[int, Watch] = {}
+
+    def number(self, watch: Watch) -> int:
+        found = next((number for number, one in self._of.items() if one is watch), None)
+        if found is None:
+            found = next(self._numbers)
+            self._of[found] = watch
+        return found
+
+    def get(self, number: int) -> Watch | None:
+        return self._of.get(number)
+
+    def all(self) -> list[Watch]:
+        return list(self._of.values())
+
+    def keep(self, used: set[int]) -> None:
+        """Forget the watches of which no episode runs: evaluations have one of their own each."""
+        self._of = {number: watch for number, watch in self._of.items() if number in used}
+
+
+class RemoteWorker:
+    """`ready` is set once it plays; `gone` says why it does no longer."""
+
+    def __init__(self, name: str, number: int, seat: Seat, watches: Watches) -> None:
+        self.name, self.number, self.seat = name, number, seat
+        self.pid = 0
+        self.gone: str | None = None
+        self.unfit: Exception | None = None
+        self.draining = False
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.running: dict[int, int] = {}
+        self.silent_s = self.lag_s = self.blocked_s = 0.0
+        self.episodes = self.turns = 0
+        self.turn_s: deque[float] = deque(maxlen=RECENT)
+        self.on_gone: Callable[[RemoteWorker], None] = lambda worker: None
+        self.on_slow: Callable[[str], None] = lambda line: None
+        self._watches, self._rows, self._inbox = watches, Rows(), Inbox(name)
+        self._known: dict[int, int] = {}
+        self._channel: Channel | None = None
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[tuple[Fields, memoryview]]] = {}
+
+    @property
+    def able(self) -> bool:
+        """Whether it takes jobs."""
+        return self.settled.done() and self.gone is None and not self.draining
+
+    def connected(self, channel: Channel) -> None:
+        """Its process has come."""
+        self._channel = channel
+        channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "slow": self._slow}
+        channel.on["spans"] = lambda fields, _: self._inbox.arrived(fields)
+        channel.on |= dict.fromkeys(("done", "failed", "cancelled"), self._answered)
+        channel.on_lost = lambda: self.end("its process ended")
+
+    def end(self, cause: str) -> None:
+        """It plays no more, for that reason; idempotent. Its episodes are told."""
+        if self.gone is not None:
+            return
+        self.gone = cause
+        self._rows = Rows()  # it writes no more: the last part file goes with the rows in it
+        self.seat.kill()
+        if self._channel is not None:
+            self._channel.abort()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(GoneError(cause))
+        for watch in self._watches.all():
+            watch.told(self.name, None)
+        if not self.settled.done():
+            self.settled.set_result(None)
+        self.on_gone(self)
+
+    def dismiss(self) -> None:
+        """Ask it to end."""
+        if self._channel is not None:
+            self._channel.send("end")
+
+    async def left(self) -> None:
+        """Its connection is over."""
+        if self._channel is not None:
+            await self._channel.lost.wait()
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    async def play(self, job: Job, watch: Watch, keep: bool) -> list[Trajectory]:
+        """The episode of a job, and its branches, played there. Raises GoneError if the worker is gone, and what playing raised
+        there."""
+        assert self._channel is not None
+        number, watched = next(self._numbers), self._watches.number(watch)
+        fields = job_fields(job)
+        answer: asyncio.Future[tuple[Fields, memoryview]] = asyncio.get_running_loop().create_future()
+        self._answers[number], self.running[number] = answer, watched
+        self._known.setdefault(watched, watch.moves)
+        self._channel.send("play", id=number, job=fields, watch=watched, look=watch.look, keep=keep, trace=asked())
+        try:
+            try:
+                await asyncio.wait([answer])
+            except asyncio.CancelledError:
+                self._channel.send("cancel", id=number)
+                # Until it is torn down there, as an episode in this process is before its cancellation propagates.
+                await asyncio.wait([answer])
+                raise
+            head, blob = answer.result()
+        finally:
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # it has been seen, also by who was cancelled
+            del self._answers[number], self.running[number]
+        if head["kind"] == "done":
+            return self._finished(head, blob)
+        if head["kind"] == "cancelled":  # it was not asked to: it ends, and plays no more
+            raise GoneError("the worker ended")
+        raise fault_of(head, f"rollout {self.name}")
+
+    def _finished(self, head: Fields, blob: memoryview) -> list[Trajectory]:
+        found = trajectories_of(head, blob)
+        for each, trajectory in zip(head["episodes"], found, strict=True):
+            if "row" in each:
+                trajectory.stored = self._rows.row(each["row"])
+            turns = len(trajectory.turns) - trajectory.branch_turn
+            self.episodes += 1
+            self.turns += turns
+            # Less the engine's time, which other workers' requests take too: what is left is what this process does.
+            own = trajectory.timings.get("episode_s", 0.0) - trajectory.timings.get("engine_s", 0.0)
+            self.turn_s.append(own / max(turns, 1))
+        return found
+
+    def _answered(self, fields: Fields, blob: memoryview) -> None:
+        answer = self._answers.get(fields["id"])
+        if answer is not None and not answer.done():
+            answer.set_result((fields, blob))
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def _ready(self, fields: Fields, _: memoryview) -> None:
+        self.pid = fields["pid"]
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+    def _unfit(self, fields: Fields, _: memoryview) -> None:
+        self.unfit = fault_of(fields, f"rollout {self.name}")
+        self.end(f"it could not be built: {fields['message']}")
+
+    def _beat(self, fields: Fields, _: memoryview) -> None:
+        self.silent_s, self.lag_s = 0.0, max(self.lag_s, fields["lag"])
+        self.blocked_s += fields["blocked"]
+        for told in fields["watches"]:
+            self._heard(told)
+
+    def _slow(self, fields: Fields, _: memoryview) -> None:
+        self.on_slow(fields["line"])
+
+    def _heard(self, told: dict[str, Any]) -> None:
+        number = told["watch"]
+        watch = self._watches.get(number)
+        if watch is None:
+            return
+        fresh = told["moves"]
+        elsewhere = watch.moves - self._known.get(number, watch.moves)
+        watch.moves += fresh
+        watch.cut += told["cut"]
+        self._known[number] = watch.moves
+        waits = [(key, what, seconds) for key, what, seconds in told["waits"]]
+        watch.told(self.name, Report(waits, told["more"]))
+        if elsewhere and self._channel is not None:
+            self._channel.send("heard", watch=number, moves=elsewhere)
+
+    def median_turn_s(self) -> float | None:
+        """Seconds that a turn takes beside the engine's; None before there are a few episodes."""
+        return statistics.median(self.turn_s) if len(self.turn_s) >= RECENT // 8 else None
+
+
+# The pool
+
+log = logging.getLogger(__name__)
+
+SLOW = 3.0
+"""A worker whose turns take this many times the median of the workers is named."""
+SLOW_S = 0.005
+"""Turns that take less than this are never called slow."""
+LEAVE_S = 10.0
+"""Seconds that a worker has to end by itself."""
+OPENING, GROUPS = 512, 256
+"""Tokens of a task's prompt before one is known, and the tasks of which it is known where their prompts are cached."""
+
+
+class WorkerPool(Player):
+    """Plays each job on the worker with the fewest running ones, or, if workers have caches of their own, where the prompt of its
+    task is cached, as far as their loads allow (`RequestRouter`).
+
+    `count`: workers at the start. `timeout`: seconds without a report after which one counts as dead; `startup_timeout`: seconds
+    for its start. `respawns`: how many dead ones are replaced, in total (seats that renew processes decide that themselves); then
+    the run goes on with fewer, and with none left `play` raises WorkerDiedError. `engine`: the driver's engine, for workers that
+    reach it through their channels. `rows`: where workers write rows of trajectory files, of the episodes that one `keeps`.
+    `say`: told what a user should see.
+    """
+
+    def __init__(
+        self,
+        envs: Iterable[RunEnv],
+        seats: Seats,
+        *,
+        count: int,
+        engine: Engine,
+        timeout: float,
+        startup_timeout: float,
+        respawns: int,
+        rows: Path | None = None,
+        keeps: Callable[[Job], bool] = lambda job: True,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._envs = {env.name: env for env in envs}
+        self._seats, self._engine = seats, engine
+        self._count, self._timeout, self._startup, self._respawns = count, timeout, startup_timeout, respawns
+        self._rows, self._keeps, self._say = rows, keeps, say
+        self._hub, self._watches = Hub(), Watches()
+        self._numbers = itertools.count()
+        self._workers: list[RemoteWorker] = []
+        self._coming, self._tasks = OwnedTasks(), OwnedTasks()
+        self._news = asyncio.Event()
+        self._closing = False
+        self._deaths: list[str] = []
+        self._named: set[str] = set()
+        self._router: RequestRouter[RemoteWorker] = RequestRouter(GROUPS)
+        self._opening = OPENING
+        self.respawned = self.returned = 0
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises the error with which a worker could not be built, or WorkerDiedError if one does not start."""
+        await self._hub.open(self._seats.host())
+        self._seats.on_news = self._places
+        self._tasks.start(self._watch_silence(), "rollout workers' reports")
+        await self.add(self._count)
+
+    async def add(self, count: int = 1) -> list[str]:
+        """Start so many more, and wait until they play; returns their names. Raises as `start`."""
+        fresh = [self._begin(next(self._numbers)) for _ in range(count)]
+        await asyncio.gather(*(self._settled(worker) for worker in fresh))
+        return [worker.name for worker in fresh]
+
+    async def remove(self, name: str) -> None:
+        """Let a worker finish its episodes, give it no more, and end it. Raises KeyError if there is none of that name."""
+        worker = next((one for one in self._workers if one.name == name and one.gone is None), None)
+        if worker is None:
+            raise KeyError(f"no rollout worker is called {name!r}; there are {[one.name for one in self._workers]}")
+        worker.draining = True
+        while worker.running and worker.gone is None:
+            await self._next_news()
+        await self._dismiss([worker])
+        with contextlib.suppress(TimeoutError):  # its place may be given to another, so it must have left it
+            await asyncio.wait_for(worker.seat.over(), LEAVE_S)
+
+    async def close(self) -> None:
+        self._closing = True
+        await self._coming.close()
+        await self._tasks.close()
+        workers = list(self._workers)
+        await self._dismiss(workers)
+        # Their ends are awaited calls of Ray's actors, of which none may be left once Ray is stopped.
+        overs = [self._tasks.start(worker.seat.over(), f"end of rollout {worker.name}") for worker in workers]
+        if overs:
+            await asyncio.wait(overs, timeout=LEAVE_S)
+        await self._tasks.close()
+        self._hub.close()
+        if self._rows is not None:
+            leave(self._rows)
+
+    async def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
+        there = [worker for worker in workers if worker.gone is None]
+        for worker in there:
+            worker.draining = True  # its end is no death
+            worker.dismiss()
+        async with OwnedTasks() as tasks:
+            leaving = [tasks.start(worker.left(), f"rollout {worker.name} leaves") for worker in there]
+            if leaving:
+                await asyncio.wait(leaving, timeout=LEAVE_S)
+        for worker in workers:
+            worker.end("it was dismissed")
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+    @property
+    def workers(self) -> list[RemoteWorker]:
+        """Those that play, or are about to, for users and tests."""
+        return [worker for worker in self._workers if worker.gone is None]
+
+    def _begin(self, number: int) -> RemoteWorker:
+        # A name for each process, not for each place: what a dead one still sends must not count for its successor.
+        name = f"worker {number}" if all(one.number != number for one in self._workers) else f"worker {number}+{self.respawned}"
+        assert self._hub.door is not None
+        self._hub.expect(name, lambda channel: self._connect(worker, channel))
+        worker = RemoteWorker(name, number, self._seats.begin(name, self._hub.door), self._watches)
+        worker.on_gone, worker.on_slow = self._gone, self._warn
+        self._workers = [one for one in self._workers if one.number != number] + [worker]
+        self._workers.sort(key=lambda one: one.number)
+        return worker
+
+    def _connect(self, worker: RemoteWorker, channel: Channel) -> None:
+        service = EngineService(channel, self._engine, worker.name)
+        worker.connected(channel)
+        lost = channel.on_lost
+
+        def ended() -> None:
+            service.close()
+            lost()
+
+        channel.on_lost = ended
+
+    async def _settled(self, worker: RemoteWorker) -> None:
+        """Wait until it plays. Raises what kept it from that."""
+        try:
+            async with OwnedTasks() as tasks:
+                over = tasks.start(worker.seat.over(), f"process of rollout {worker.name}")
+                both: set[asyncio.Future[Any]] = {over, worker.settled}
+                await asyncio.wait(both, timeout=self._startup, return_when=asyncio.FIRST_COMPLETED)
+                if not worker.settled.done():
+                    late = f"it did not start within {self._startup:g} s (cluster.startup_timeout)"
+                    worker.end(over.result() if over.done() else late)
+        finally:
+            self._hub.forget(worker.name)
+        if worker.unfit is not None:
+            raise worker.unfit
+        if worker.gone is not None:
+            raise WorkerDiedError(f"rollout {worker.name}: {worker.gone}")
+
+    def _gone(self, worker: RemoteWorker) -> None:
+        self._router.leave(worker)
+        self._tell()
+        if self._closing or worker.draining:
+            return
+        many = len(worker.running)
+        line = f"rollout {worker.name} (pid {worker.pid or 'unknown'}) is gone: {worker.gone}"
+        self._deaths.append(line)
+        if not worker.pid:  # it never played: who started it is told
+            return
+        line += f"; its {many} episodes are played again elsewhere"
+        if self._seats.renews:
+            line += "; what it lived in is started again where that may be"
+        elif self.respawned < self._respawns:
+            self.respawned += 1
+            line += f", and it is started again ({self.respawned} of rollout.worker_respawns = {self._respawns})"
+            self._follow(self._begin(worker.number))
+        else:
+            line += (
+                f"; {len(self.workers)} of {self._count} workers go on, and no more are started "
+                f"(rollout.worker_respawns = {self._respawns})"
+            )
+        self._warn(line)
+
+    def _warn(self, line: str) -> None:
+        log.warning(line)
+        self._say(f"warning: {line}")
+
+    def _places(self, free: int) -> None:
+        """So many processes came for which no worker was begun; what is waited for may have changed too."""
+        for _ in range(0 if self._closing else free):
+            dead = next((worker.number for worker in self._workers if worker.gone is not None), None)
+            self.respawned += dead is not None
+            self._follow(self._begin(next(self._numbers) if dead is None else dead))
+        self._tell()
+
+    def _follow(self, fresh: RemoteWorker) -> None:
+        """See to it that one plays that nobody waits for."""
+        self._coming.start(self._came_up(fresh), f"start rollout {fresh.name}").add_done_callback(lambda _: self._tell())
+
+    async def _came_up(self, fresh: RemoteWorker) -> None:
+        try:
+            await self._settled(fresh)
+        except asyncio.CancelledError:
+            fresh.end("the pool was closed")
+            raise
+        except Exception as problem:  # of any kind: the run goes on with the others
+            log.error("rollout %s could not be started: %s", fresh.name, problem)
+
+    def _tell(self) -> None:
+        """Wake what waits for a worker to look again."""
+        self._news.set()
+        self._news.clear()
+
+    async def _next_news(self) -> None:
+        await self._news.wait()
+
+    async def _watch_silence(self) -> None:
+        """End a worker of which nothing is heard for `timeout` seconds in which this process listened."""
+        every = min(self._timeout / 8, 1.0)
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(every)
+            now = time.monotonic()
+            # Capped: while this loop is blocked, reports lie unread, and their workers are not silent.
+            passed, last = min(now - last, 2 * every), now
+            for worker in self.workers:
+                if not worker.pid:
+                    continue
+                worker.silent_s += passed
+                if worker.silent_s > self._timeout:
+                    worker.end(f"nothing was heard of it for {self._timeout:g} s (rollout.worker_timeout)")
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    async def play(self, job: Job, watch: Watch) -> Trajectory:
+        [trajectory] = await self.play_tree(job, watch)
+        return trajectory
+
+    async def play_tree(self, job: Job, watch: Watch) -> list[Trajectory]:
+        while True:
+            placed = self._router.begin(self._need(job), await self._able(job.spec.key, watch))
+            worker, found = placed.host, list[Trajectory]()
+            try:
+                found = await worker.play(job, watch, self._rows is not None and self._keeps(job))
+                break
+            except GoneError:
+                self.returned += 1
+                log.warning("episode %s was on rollout %s: it is played again elsewhere", job.spec.key, worker.name)
+            finally:
+                self._router.end(placed, sum(map(self._computed, found)) if found else None)
+                self._router.over(job.spec.key)
+                self._tell()
+        watch.moved()
+        scorer = self._envs[job.env].scorer
+        if scorer.asks:
+            keys = {spec.seed: spec.key for spec in (job.spec, *itertools.chain(*job.branches))}
+            await asyncio.gather(*(score_episode(each, scorer, keys[each.seed], watch) for each in found))
+        return found
+
+    def _need(self, job: Job) -> Need:
+        """What an episode brings a worker, by what others did: the prompt of its task, and the tokens that come after it. To
+        workers that share their caches every episode is one request."""
+        if not self._seats.caches:
+            return Need(job.spec.key, 0, 1.0, lambda: ())
+        most = self._envs[job.env].limits.max_episode_tokens
+        task = (job.env, job.spec.split, job.spec.task_seed)
+        return Need(job.spec.key, self._opening, self._router.expected(most), lambda: [task], self._opening)
+
+    def _computed(self, trajectory: Trajectory) -> int:
+        """The tokens of an episode after its first prompt, of which it tells how long such prompts are."""
+        if trajectory.parent is not None:
+            return sum(int((ledger.turns >= trajectory.branch_turn).sum()) for ledger in trajectory.ledgers)
+        if not trajectory.turns:
+            return 0
+        first = trajectory.turns[0].prompt_tokens
+        self._opening += round((first - self._opening) / 8)
+        return max(sum(len(ledger) for ledger in trajectory.ledgers) - first, 0)
+
+    async def _able(self, key: str, watch: Watch) -> list[RemoteWorker]:
+        """The workers that take jobs. Raises WorkerDiedError if there is none, and will be none."""
+        while not (able := [worker for worker in self._workers if worker.able]):
+            starting = any(not worker.settled.done() for worker in self.workers)
+            if self._closing or not (self._coming or starting or self._seats.hopeful()):
+                raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
+            with watch.waits(key, lambda: "a rollout worker, of which none is up"):
+                await self._next_news()
+        return able
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/workers`, `rollout/respawns`, `rollout/returned`: workers that play, dead ones replaced and episodes played
+        again so far. Of each worker i since the last call: `rollout/worker_i/episodes` and `turns`; `turn_ms`: median time of
+        a turn beside the engine's, `lag_ms`: the longest that its event loop did not listen, `blocked_s`: how long it stood still
+        in calls that took longer than rollout.slow_loop."""
+        found = {
+            "rollout/workers": float(len(self.workers)),
+            "rollout/respawns": float(self.respawned),
+            "rollout/returned": float(self.returned),
+        }
+        for worker in self.workers:
+            begin = f"rollout/worker_{worker.number}"
+            found |= {f"{begin}/episodes": float(worker.episodes), f"{begin}/turns": float(worker.turns)}
+            found |= {f"{begin}/lag_ms": 1000 * worker.lag_s, f"{begin}/blocked_s": worker.blocked_s}
+            if (turn := worker.median_turn_s()) is not None:
+                found[f"{begin}/turn_ms"] = 1000 * turn
+            worker.episodes = worker.turns = 0
+            worker.lag_s = worker.blocked_s = 0.0
+        self._name_slow()
+        self._watches.keep({number for worker in self.workers for number in worker.running.values()})
+        return found
+
+    def _name_slow(self) -> None:
+        """A line for each worker that has become slow."""
+        times = {worker: turn for worker in self.workers if (turn := worker.median_turn_s()) is not None}
+        if len(times) < 2:
+            return
+        slow = set()
+        for worker, turn in times.items():
+            usual = statistics.median(other for one, other in times.items() if one is not worker)
+            if turn < SLOW_S or turn < SLOW * usual:
+                continue
+            slow.add(worker.name)
+            if worker.name not in self._named:
+                line = f"rollout {worker.name} (pid {worker.pid}) is slow: {1000 * turn:.0f} ms a turn, others {1000 * usual:.0f}"
+                self._warn(line)
+        self._named = slow

@@ -1,0 +1,240 @@
+"""A config from Python, an environment ready to play, and calls that block or are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import update_wrapper
+from pathlib import Path
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from agentrl.config import TrainConfig
+from agentrl.config.load import config_of_layers, read_layers, with_absolute_paths
+from agentrl.env import ToolEnv
+from agentrl.env.catalog import make_env
+from agentrl.run.config_file import find_config_file
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.event_loop import GRACE
+from agentrl.utils.search_path import give
+from agentrl.utils.threads import background, share_the_lock
+
+# Blocking and awaited calls of the same work, in a program of any kind: a script, a notebook, an event loop of the caller's.
+#
+# All live parts (engines, episodes, workers) are in one event loop, in one thread of this process. `policy.play(...)` waits for
+# it; `await policy.play.aio(...)` awaits it from another event loop. A notebook has an event loop running in the thread of its
+# cells, in which nothing could be waited for.
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Both(Generic[P, R]):
+    """A call that blocks, with the same one to be awaited as `aio`."""
+
+    def __init__(self, work: Callable[P, Coroutine[Any, Any, R]]) -> None:
+        self._work = work
+        update_wrapper(self, work)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Wait for the result. Ctrl-C cancels the work, and waits until it has ended."""
+        return blocked(self._work(*args, **kwargs))
+
+    async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same, awaited, in any event loop."""
+        return await awaited(self._work(*args, **kwargs))
+
+
+class BothMethod(Generic[S, P, R]):
+    """A method of that kind."""
+
+    def __init__(self, work: Callable[Concatenate[S, P], Coroutine[Any, Any, R]]) -> None:
+        self._work = work
+        self.__doc__ = work.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type[S]) -> BothMethod[S, P, R]: ...
+    @overload
+    def __get__(self, instance: S, owner: type[S] | None = None) -> Both[P, R]: ...
+    def __get__(self, instance: S | None, owner: type[S] | None = None) -> BothMethod[S, P, R] | Both[P, R]:
+        return self if instance is None else Both(MethodType(self._work, instance))
+
+
+def blocked(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, in the background loop. Raises what it raises, and RuntimeError if it is called there."""
+    held = background()
+    if held.here:
+        work.close()
+        raise RuntimeError("a blocking call inside of agentrl's own event loop (a callback, a tool): await NAME.aio(...) there")
+    share_the_lock()
+    begun: list[asyncio.Task[Any]] = []
+    ended = threading.Event()
+    future = asyncio.run_coroutine_threadsafe(_whole(work, begun, ended), held.loop)
+    with _interruptible():
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            _cancel(held.loop, begun, ended)
+            raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt here. The handler of `asyncio.run` would only cancel the task that waits, which learns of
+    it when it waits no more."""
+    before = signal.getsignal(signal.SIGINT)
+    if not _loop_runs_here() or threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _whole(work: Coroutine[Any, Any, T], begun: list[asyncio.Task[Any]], ended: threading.Event) -> T:
+    """The work, in a task that the caller's thread can cancel, and whose end it can wait for."""
+    task = asyncio.current_task()
+    assert task is not None
+    begun.append(task)
+    try:
+        return await work
+    finally:
+        ended.set()
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, begun: list[asyncio.Task[Any]], ended: threading.Event) -> None:
+    """Cancel the task, and wait until it has torn down what it started; a second Ctrl-C cancels once more, a third gives up."""
+    for patience in (None, GRACE):
+        if begun:
+            loop.call_soon_threadsafe(begun[0].cancel)
+        try:
+            ended.wait(patience)
+            return
+        except KeyboardInterrupt:
+            continue
+
+
+async def awaited(work: Coroutine[Any, Any, T]) -> T:
+    """The same for a caller with an event loop of its own, or in the background loop itself. If the caller is cancelled, so is
+    the work, and its end is waited for."""
+    held = background()
+    if held.here:
+        return await work
+    share_the_lock()
+    begun: list[asyncio.Task[Any]] = []
+    future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_whole(work, begun, threading.Event()), held.loop))
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+            if begun:
+                held.loop.call_soon_threadsafe(begun[0].cancel)
+    if cancelled and not future.cancelled():
+        future.exception()  # what it raised on its way out is not what ended it
+        raise asyncio.CancelledError
+    return future.result()
+
+
+# Configs from Python
+
+Table = dict[str, Any]
+Config = TrainConfig | Mapping[str, Any] | str | Path
+
+HERE = Path("the config in Python")
+
+
+def config_of(config: Config, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The validated config of a file or a shelf's name, of a table (which may have a `base`), or of a config, with `overrides` on
+    top of it: sections are merged key by key, keys may be dotted, and None or False removes an optional section.
+
+    Where a config names a component, the table may have it: an environment's class or a function that makes one, a reward
+    function, a spec as a dict, a function at any registered name (`algorithm.loss`, `rollout.sampler`, ...). Raises ConfigError.
+    """
+    layers = []
+    if overrides:
+        layers.append((HERE, _table(overrides)))
+    if isinstance(config, TrainConfig):
+        layers.append((HERE, config.model_dump()))
+    elif isinstance(config, Mapping):
+        table = _table(config)
+        base = table.pop("base", None)
+        layers += [(HERE, table), *([] if base is None else read_layers(find_config_file(str(base)), find_config_file))]
+    else:
+        layers += read_layers(find_config_file(str(config)), find_config_file)
+    return with_absolute_paths(config_of_layers(layers))
+
+
+def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = None) -> Table:
+    """The [env] section of an environment: by its id, its class, a function that makes one, or a section as a dict."""
+    table: Table = _plain(env, ("env",)) if not isinstance(env, str) else {"id": env}
+    if params:
+        table["params"] = {**table.get("params", {}), **params}
+    if reward is not None:
+        table["reward"] = _plain(reward, ("env", "reward"))
+    return table
+
+
+def _table(given: Mapping[str, Any]) -> Table:
+    """Nested and plain: dotted keys taken apart, what was given in Python by its name."""
+    nested: Table = {}
+    for key, value in given.items():
+        *path, last = str(key).split(".")
+        inner = nested
+        if key == "env" and (isinstance(value, str) or callable(value)):  # a section, of which another key may set more
+            value = env_table(value)
+        for part in path:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{HERE}: {key}: {part!r} is a value, not a section")
+        inner[last] = {**inner[last], **value} if isinstance(value, Mapping) and isinstance(inner.get(last), dict) else value
+    return {key: _plain(value, (key,)) for key, value in nested.items()}
+
+
+def _plain(value: Any, at: tuple[str, ...]) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        table = {str(key): _plain(inner, (*at, str(key))) for key, inner in value.items()}
+        return give(table) if at[0] == "env" and at[-1] == "reward" else table
+    if isinstance(value, list | tuple):
+        return [_plain(inner, at) for inner in value]
+    if not callable(value):
+        return value
+    name = give(value)
+    if at == ("env",):
+        short = name.partition(":")[2]
+        return {"id": name, "name": short}
+    if at[-1] in ("id", "name", "python", "path", "reward", "use") or "python" in at or at[-1] == "args":
+        return name
+    return {"name": name}
+
+
+# An environment ready to play
+
+
+def make(env: Any, *, reward: Any = None, **params: Any) -> ToolEnv:
+    """An environment that is ready to be played and scores its own episodes: the gold solution's last step has the reward 1.0.
+
+    `env`: an id, a class, or a function that makes one; `params` are its parameters. `reward`: another spec (a name, a path, a
+    dict) or a function; by default its own. Raises CatalogError for an unknown id or unfit parameters, RewardSpecError for a bad
+    spec.
+    """
+    table = env_table(env, reward=reward)
+    return make_env(table["id"], reward=table.get("reward"), **{**table.get("params", {}), **params})

@@ -1,0 +1,266 @@
+"""Whole runs and evaluations as calls: `evaluate`, `rollout`, `train`."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.cli.eval import check_request
+from agentrl.config import TrainConfig, load_config
+from agentrl.config.envs import alone, entry_of
+from agentrl.config.identity import check_resumed
+from agentrl.config.load import with_absolute_paths
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.run.api.base import Both, Config, Table, config_of, env_table
+from agentrl.run.callbacks import Callback, Functions, Interrupt
+from agentrl.run.checks import check_train
+from agentrl.run.compare import suite_choice, suite_tasks
+from agentrl.run.config_file import open_folder
+from agentrl.run.display import Display
+from agentrl.run.driver import execute
+from agentrl.run.evaluate import RolloutRequest, run_eval, run_rollout
+from agentrl.run.folder import RunFolder
+from agentrl.run.provenance import check_resumable, model_of, run_folder
+from agentrl.run.provenance import config_of as config_of_run
+from agentrl.run.reader import RunRecord, load_run
+from agentrl.utils.errors import AgentrlError, CallbackError, ConfigError
+from agentrl.utils.search_path import PREFIX, give, is_given
+from agentrl.utils.terminal import console, say
+from agentrl.utils.threads import in_thread
+
+Model = str | Path | Callable[..., Any]
+"""A folder or hub name, `api:NAME`, a run's folder, or a policy: `policy(messages, tools)` returns the next message."""
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What an evaluation found: the episodes in the order of tasks and samples, and the report as `agentrl eval` writes it."""
+
+    episodes: list[Trajectory]
+    report: dict[str, Any]
+
+    @property
+    def success(self) -> float | None:
+        """pass@1: the mean over tasks of the share of successes; None if nothing is known."""
+        found = self.report["pass@1"]
+        return None if found is None else float(found["mean"])
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward of the scored episodes."""
+        found: float | None = self.report["reward"]
+        return found
+
+    def __repr__(self) -> str:
+        shown = "unknown" if self.success is None else f"{self.success:.3f}"
+        unscored = f", {self.report['unscored']} unscored" if self.report["unscored"] else ""
+        return f"<EvalReport: success {shown} over {self.report['tasks']} tasks, {len(self.episodes)} episodes{unscored}>"
+
+
+async def _evaluate(
+    model: Model,
+    env: Any = None,
+    *,
+    n: int | None = None,
+    k: int = 1,
+    split: str | None = None,
+    checkpoint: str = "last",
+    reward: Any = None,
+    params: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    quiet: bool = True,
+    overrides: Mapping[str, Any] | None = None,
+) -> EvalReport:
+    """Play `k` episodes on each of the first `n` held-out tasks (100 by default; of a benchmark at most all that the split has,
+    fewer of which are spread over its kinds), with pass@k and its interval.
+
+    `model`: a folder or hub name, `api:NAME`, or a function `policy(messages, tools)` (which may be async) that gets messages and
+    function schemas in OpenAI's form, and returns a text, a message in that form or a `Message`; or a run's folder, whose
+    model (`checkpoint`: "last", "best" or a step) then plays as the run evaluates, in its environment, or the one of several
+    that `env` names. `env`: an id, a class, or a
+    function that makes one, with `params`; `reward`: another spec or function. `overrides`: any keys of a config. `out`: keeps
+    the episodes there, and continues what is missing; by default nothing is kept.
+
+    Raises a UserError for what cannot work, CallbackError if the policy raised.
+    """
+    config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
+    own = alone(config, config.envs[0]).eval
+    there = await in_thread("load", suite_tasks, config, config.envs[0], split or own.split)
+    tasks = (n or own.tasks) if there is None else min(n or own.tasks, there)
+    first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
+    chosen = () if first else await in_thread("load", suite_choice, config, config.envs[0], split or own.split, tasks)
+    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
+        at = Path(folder if out is None else out)
+        request = RolloutRequest("eval", name, tasks, k, split or own.split, at, chosen=chosen)
+        checked = await in_thread("load", check_request, config, request)
+        report, outcome = await run_eval(checked, request, Display(console(quiet=True) if quiet else None))
+    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
+    _raise_policy(name, episodes)
+    assert report is not None
+    return EvalReport(episodes, report)
+
+
+evaluate = Both(_evaluate)
+
+
+async def _rollout(
+    model: Model,
+    env: Any = None,
+    *,
+    n: int = 16,
+    k: int = 1,
+    split: str = "train",
+    checkpoint: str = "last",
+    reward: Any = None,
+    params: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    quiet: bool = True,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[Trajectory]:
+    """The scored episodes of a model or a policy, `k` on each of the first `n` tasks of a split, in the order of tasks; as of
+    `evaluate`, but they are sampled as in training (`rollout.temperature`)."""
+    config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "rollout")
+    with tempfile.TemporaryDirectory(prefix="agentrl-rollout-") as folder:
+        request = RolloutRequest("rollout", name, n, k, split, Path(folder if out is None else out))
+        checked = await in_thread("load", check_request, config, request)
+        outcome = await run_rollout(checked, request, Display(console(quiet=True) if quiet else None))
+    episodes = [outcome.episodes[pair] for pair in request.pairs if pair in outcome.episodes]
+    _raise_policy(name, episodes)
+    return episodes
+
+
+rollout = Both(_rollout)
+
+
+def _eval_config(
+    model: Model,
+    env: Any,
+    params: Mapping[str, Any] | None,
+    reward: Any,
+    overrides: Mapping[str, Any] | None,
+    checkpoint: str,
+    purpose: Literal["eval", "rollout"],
+) -> tuple[TrainConfig, str]:
+    """The config of one environment, and the model as a config names it."""
+    name = give(model) if callable(model) else str(model)
+    if not is_given(name) and (Path(name) / "config.toml").is_file():
+        return _config_of_run(run_folder(name), checkpoint, env, params, reward, overrides)
+    if checkpoint != "last":
+        raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is none")
+    if env is None:
+        raise ConfigError(f"{purpose}: an environment is needed beside the model: its id or its class; a run's folder has one")
+    table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
+    return config_of(table, overrides), name
+
+
+def _config_of_run(
+    folder: RunFolder,
+    checkpoint: str,
+    env: Any,
+    params: Mapping[str, Any] | None,
+    reward: Any,
+    overrides: Mapping[str, Any] | None,
+) -> tuple[TrainConfig, str]:
+    """As the run in the folder evaluates: its config, with one of its environments and one of its models (`run/of_run.py`)."""
+    config, path = config_of_run(folder), model_of(folder, checkpoint).path
+    there = [{"name": one.called} for one in config.envs]
+    if env is None and len(there) > 1:
+        raise ConfigError(f"{folder.path}: it has several environments ({', '.join(e['name'] for e in there)}); name one as env")
+    one = config.envs[0 if env is None else entry_of(there, str(env))]
+    model = config.model.model_copy(update={"path": path, "init": None, "lora": None})
+    made = alone(config.model_copy(update={"model": model}), one)
+    section = env_table(made.model_dump(mode="json", exclude_none=True)["env"], params, reward)
+    return config_of(made, {"env": section, **(overrides or {})}), path
+
+
+def _raise_policy(name: str, episodes: Sequence[Trajectory]) -> None:
+    """A policy that raised is a fault of its code, and no outage."""
+    said = f"policy {name}"
+    faults = [t.error for t in episodes if is_given(name) and t.error is not None and t.error.startswith(said)]
+    if faults:
+        raise CallbackError(f"{faults[0].replace(PREFIX, '')} (in {len(faults)} of {len(episodes)} episodes)")
+
+
+async def _train(
+    config: Config | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    on_step: Callable[[Mapping[str, Any], Any], Any] | None = None,
+    on_group: Callable[[Group], Any] | None = None,
+    accept: Callable[[Group], Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    **sections: Any,
+) -> RunRecord:
+    """A whole run, as `agentrl train`: in a fresh folder, or on from the newest checkpoint of the run in `resume`.
+
+    `config`: a TOML file, a shelf's name, or a table, which may have a `base`; `overrides` (keys may be dotted) and keyword
+    arguments go on top: `train("quickstart", steps=5, env=MyEnv, rollout={"groups": 4})`. Wherever a config names a component, a
+    class or function may stand: an environment's class, a reward function or a spec as a dict, a loss, an estimator, a sampler.
+
+    `on_step(row, session)` is called after each update, `on_group(group)` for each finished group, `accept(group)` says whether
+    it is trained (those that it refuses are replaced). Ctrl-C finishes the step and writes a checkpoint. Returns the run, as
+    `load_run`. Raises what ends the run: a UserError for what its user can fix.
+    """
+    top = {**(overrides or {}), **sections}
+    if accept is not None:
+        unnamed = getattr(accept, "__name__", "") == "<lambda>"
+        top["rollout.accept"] = {"name": give(accept, "accept")} if unnamed else accept
+    made, folder, notes, resumed = await in_thread("load", _prepared, config, top, resume, overwrite)
+    watching = [*callbacks, *([Functions(on_step, on_group)] if on_step or on_group else [])]
+    interrupt = Interrupt(say)
+    work = partial(execute, made, folder, resumed=resumed, notes=notes, callbacks=watching, interrupt=interrupt)
+    # A thread of its own: a run has an event loop of its own, and this one may serve a session at the same time.
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as threads:
+        running = asyncio.get_running_loop().run_in_executor(threads, work)
+        cancelled = False
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError:
+                cancelled = True
+                interrupt.press()  # once: after the step, with a checkpoint; twice: at once
+    code = running.result()
+    if cancelled:
+        raise asyncio.CancelledError
+    run = load_run(folder.path)
+    if code == 1:
+        summary = run.summary or {}
+        why = summary.get("cause") or "what was said is in its log.txt"
+        raise AgentrlError(f"{folder.path}: the run ended as {summary.get('status')!r}: {why}")
+    return run
+
+
+train = Both(_train)
+
+
+def _prepared(
+    config: Config | None, top: Mapping[str, Any], resume: str | Path | None, overwrite: bool
+) -> tuple[TrainConfig, RunFolder, Sequence[str], bool]:
+    """The config with everything checked, and its folder."""
+    if resume is None:
+        if config is None:
+            raise ConfigError('train: a config is needed, for example agentrl.train("quickstart"); or resume=RUN')
+        made = config_of(config, top)
+        notes = check_train(made)
+        return made, open_folder(made, overwrite=overwrite), notes, False
+    if config is not None:
+        raise ConfigError("train: a resumed run has its config in its folder; leave out the first argument")
+    file = Path(resume) / "config.toml"
+    if not file.is_file():
+        raise ConfigError(f"{resume}: not a run folder (it has no config.toml)")
+    before = with_absolute_paths(load_config(file))
+    made = config_of(before, top)
+    check_resumed(before, made, Path(resume))
+    folder = RunFolder(Path(resume))
+    return made, folder, check_resumable(before, made, folder), True
+
+
+__all__ = ["EvalReport", "evaluate", "rollout", "train"]

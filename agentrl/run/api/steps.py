@@ -1,0 +1,391 @@
+"""The step-wise loop: the parts of a run, and the sampling half of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, entry_of, one_temperature
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Group, Message, Task, Trajectory, Turn
+from agentrl.engines.chat_format import RequestError, read_messages
+from agentrl.rollout.engine import Sampling, derive
+from agentrl.rollout.episode import score_group
+from agentrl.rollout.player import Evaluation, RunEnv, run_tasks, summarize
+from agentrl.run.api.base import Both, BothMethod, Config, config_of
+from agentrl.run.api.trainer import Trainer
+from agentrl.run.callbacks import Interrupt, raise_gc_threshold
+from agentrl.run.checks import check_train
+from agentrl.run.config_file import open_folder
+from agentrl.run.display import Display
+from agentrl.run.folder import RunFolder
+from agentrl.run.run_log import RunLog
+from agentrl.run.session import Session, fed, open_session
+from agentrl.run.sft import warm_start
+from agentrl.trainer.estimator_inputs import needs_greedy
+from agentrl.trainer.families import with_packing
+from agentrl.utils.errors import ConfigError, StepOrderError
+from agentrl.utils.terminal import console
+from agentrl.utils.threads import in_thread
+
+# The policy
+
+FIRST = 2**30
+"""The number of the first group that is played by hand, above those of a run's ledger."""
+
+Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One sampled turn. `token_ids`, `logprobs`: of the turn, at `temperature`; `prompt_ids`: what came before; `version`: the
+    oldest weights that sampled a token of it; `finish`: "stop", "length", "abort" or "stop_string"."""
+
+    text: str
+    message: Message
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: str
+    temperature: float
+
+    @property
+    def version(self) -> int:
+        return min(self.versions, default=0)
+
+
+class LivePolicy:
+    """Samples from the policy of a step-wise loop (`agentrl.session`). Every call blocks; `.aio` of each is awaited."""
+
+    def __init__(self, session: Session, trainer: Trainer) -> None:
+        self._session, self._trainer = session, trainer
+        self._numbers = count(FIRST)
+        self._calls = count()
+        self._pools: dict[tuple[str, str], int] = {}
+
+    @property
+    def version(self) -> int:
+        """The version of the engine's weights: updates published so far."""
+        return self._trainer.version
+
+    async def _sample(
+        self,
+        prompt: Prompt,
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> list[Draw]:
+        """`n` answers to a prompt: a text (a user's message), messages (`Message`, or dicts in OpenAI's form), or token ids.
+
+        By default as the run samples ([rollout]): `max_turn_tokens`, `temperature`, `top_p`. `seed`: the same answers again under
+        the same weights, from engines that draw by seed. Raises StepOrderError if trained weights are not published.
+        """
+        self._trainer.check_fresh("policy.sample")
+        policy, rollout = self._session.envs[0].policy, self._session.config.rollout
+        renderer = policy.renderer.with_tools(tools)
+        ids = await self._ids(prompt, renderer, tools)
+        call, heat = next(self._calls), policy.temperature if temperature is None else temperature
+        base = self._session.config.seed if seed is None else seed
+
+        async def one(number: int) -> Draw:
+            at = (number,) if seed is not None else (call, number)
+            sampling = Sampling(
+                max_tokens or rollout.max_turn_tokens,
+                heat,
+                policy.top_p if top_p is None else top_p,
+                policy.top_k,
+                renderer.stop_token_ids,
+                derive(base, "sample", *at),
+                stop=tuple(stop),
+            )
+            if refusal := policy.engine.refusal(sampling):
+                raise ConfigError(f"policy.sample: {refusal}")
+            found = await policy.engine.generate(ids, sampling, f"sample{call}.{number}")
+            message = await renderer.aparse(found.token_ids, found.finish)
+            return Draw(message.content, message, ids, found.token_ids, found.logprobs, found.versions, found.finish, heat)
+
+        return list(await asyncio.gather(*(one(number) for number in range(n))))
+
+    sample = BothMethod(_sample)
+
+    async def _ids(self, prompt: Prompt, renderer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(await renderer.astart([Message("user", prompt)], tools))
+        if all(isinstance(item, int) for item in prompt):
+            return [item for item in prompt if isinstance(item, int)]
+        try:
+            messages = [item if isinstance(item, Message) else read_messages([item])[0] for item in prompt]
+        except RequestError as problem:
+            raise ConfigError(f"policy.sample: {problem}") from None
+        return list(await renderer.astart(messages, tools))
+
+    def group(self, draws: Sequence[Draw], rewards: Sequence[float | None], *, task: str = "sample") -> Group:
+        """Answers to one prompt with their rewards, as a group to train on, where there is no environment.
+
+        Raises ConfigError for another number of rewards, and for answers that the trainer's temperature does not fit.
+        """
+        if len(draws) != len(rewards):
+            raise ConfigError(f"policy.group: {len(draws)} answers and {len(rewards)} rewards; expected one each")
+        heat, number, members = one_temperature(self._session.config.rollout, "a policy"), next(self._numbers), []
+        for member, (draw, reward) in enumerate(zip(draws, rewards, strict=True)):
+            if (draw.temperature or 1.0) != (heat or 1.0):
+                raise ConfigError(
+                    f"policy.group: an answer was sampled at temperature {draw.temperature:g}, and the trainer computes at "
+                    f"rollout.temperature = {heat:g}; sample without temperature=, or set rollout.temperature"
+                )
+            ledger = TokenLedger()
+            ledger.append_context(draw.prompt_ids, 0)
+            ledger.append_sampled(draw.token_ids, draw.logprobs, draw.versions, 0)
+            turn = Turn(0, draw.message, prompt_tokens=len(draw.prompt_ids), sampled_tokens=len(draw.token_ids))
+            turn.ledger, turn.end, turn.finish = 0, len(ledger) - 1, draw.finish
+            found = Trajectory("", Task(task, number), member=member, ledgers=[ledger], turns=[turn], messages=[draw.message])
+            found.reward, found.terminated = (None if reward is None else float(reward)), True
+            members.append(found)
+        return Group(number, number, members)
+
+    async def _collect(self) -> list[Group]:
+        """The groups of the next update, as a run collects them: `rollout.groups` of `rollout.group_size` episodes, of the
+        sampler's tasks, under the group ledger. Once per publish. Raises StalledError as a run, StepOrderError out of order."""
+        self._trainer.check_fresh("policy.collect")
+        if self._trainer.collected is not None:
+            raise StepOrderError("policy.collect: the groups of this update were collected already; call trainer.publish() first")
+        if not self._trainer.counts_groups:
+            raise StepOrderError(
+                "policy.collect: an update was published without groups of policy.collect, which counts them; use policy.play "
+                "for all updates of a session, or policy.collect for all"
+            )
+        groups = await fed(self._session, self._session.collector.collect())
+        self._trainer.collected = groups
+        return groups
+
+    collect = BothMethod(_collect)
+
+    async def _play(
+        self,
+        env: str | None = None,
+        tasks: int | Sequence[int] = 8,
+        group_size: int | None = None,
+        *,
+        split: str = "train",
+        temperature: float | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> list[Group]:
+        """A group of scored episodes for each task: `tasks` are seeds of tasks, or how many of the next ones.
+
+        `env`: one of the session's environments by name, its only one by default. `group_size`: by default the run's.
+        `temperature`, `params`: other than the run's; an episode at another temperature cannot be trained on. Raises
+        StepOrderError if trained weights are not published.
+        """
+        self._trainer.check_fresh("policy.play")
+        config, part = self._session.config, self._part(env)
+        own = next(one for one in config.envs if one.called == part.name)
+        advantage = alone(config, own).algorithm.advantage
+        if split == "train" and needs_greedy(advantage):
+            raise ConfigError(
+                f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
+                "use policy.collect"
+            )
+        size, call = group_size or config.rollout.group_size, next(self._calls)
+        numbers = [next(self._numbers) for _ in range(tasks)] if isinstance(tasks, int) else []
+        pool = await in_thread("load", self._pool, part, split)
+        seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
+        numbers = numbers or [next(self._numbers) for _ in seeds]
+        episodes = await fed(
+            self._session,
+            run_tasks(
+                self._session.player,
+                part.name,
+                [(seed, member) for seed in seeds for member in range(size)],
+                seed=derive(config.seed, "play", call),
+                max_episodes=config.rollout.max_episodes,
+                split=split,
+                params=params,
+                temperature=temperature,
+            ),
+        )
+        groups = []
+        for place, (number, seed) in enumerate(zip(numbers, seeds, strict=True)):
+            members = episodes[place * size : (place + 1) * size]
+            if part.scorer.compares:
+                await score_group(members, part.scorer)
+            groups.append(Group(number, seed, members, env=part.name))
+        return groups
+
+    play = BothMethod(_play)
+
+    async def _evaluate(self, env: str | None = None, n: int | None = None, *, split: str | None = None) -> Evaluation:
+        """One held-out episode on each of the first `n` tasks, as the run's own evaluation ([eval]) plays them."""
+        self._trainer.check_fresh("policy.evaluate")
+        config, part = self._session.config, self._part(env)
+        own = alone(config, next(one for one in config.envs if one.called == part.name)).eval
+        pairs = [(index, 0) for index in range(n or own.tasks)]
+        playing = run_tasks(
+            self._session.player,
+            part.name,
+            pairs,
+            seed=config.seed,
+            max_episodes=config.rollout.max_episodes,
+            split=split or own.split,
+            temperature=own.temperature,
+        )
+        found = summarize(await fed(self._session, playing))
+        if config.rollout.max_staleness == 0:
+            await self._session.engine.forget()
+            await self._session.judges.forget()
+        return found
+
+    evaluate = BothMethod(_evaluate)
+
+    def _pool(self, part: RunEnv, split: str) -> int:
+        """How many tasks a split has; 2**30 if it has no end."""
+        if (part.name, split) not in self._pools:
+            env = part.env.build()
+            self._pools[part.name, split] = env.task_count(split) or FIRST
+            env.close()
+        return self._pools[part.name, split]
+
+    def _part(self, env: str | None) -> RunEnv:
+        envs = self._session.envs
+        if env is None and len(envs) == 1:
+            return envs[0]
+        if env is None:
+            raise ConfigError(f"policy: the session has several environments ({', '.join(e.name for e in envs)}); name one")
+        try:
+            return envs[entry_of([{"name": part.name} for part in envs], env)]
+        except ConfigError as problem:
+            raise ConfigError(f"policy: {problem}") from None
+
+
+# The loop
+
+
+class StepLoop:
+    """An opened session: `policy` samples, `trainer` trains; `close` (or the end of a `with`) frees everything.
+
+    `folder`: where it writes its model and checkpoints.
+    """
+
+    def __init__(self, session: Session, run_log: RunLog, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
+        self._session, self._run_log, self._temporary = session, run_log, temporary
+        self._closed = False
+        self.config: TrainConfig = session.config
+        self.folder: Path = session.folder.path
+        self._trainer = Trainer(session)
+        self._policy = LivePolicy(session, self._trainer)
+
+    @property
+    def policy(self) -> LivePolicy:
+        """Samples prompts, plays episodes, evaluates."""
+        self._check_open()
+        return self._policy
+
+    @property
+    def trainer(self) -> Trainer:
+        """Batches, gradients, optimizer steps, publishing."""
+        self._check_open()
+        return self._trainer
+
+    @property
+    def session(self) -> Session:
+        """The live parts themselves, as `run/loop.py` has them."""
+        self._check_open()
+        return self._session
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepOrderError("the session is closed; open another one: agentrl.session(config)")
+
+    async def _close(self) -> None:
+        """Stop the engine, episodes and workers; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._session.close()
+        finally:
+            self._run_log.__exit__(None, None, None)
+            if self._temporary is not None:
+                await in_thread("files", self._temporary.cleanup)
+
+    close = BothMethod(_close)
+
+    def __enter__(self) -> StepLoop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> StepLoop:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close.aio()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self._trainer.version}"
+        return f"<StepLoop of {self.config.name!r}, {state}, in {self.folder}>"
+
+
+async def _session(
+    config: Config, *, folder: str | Path | None = None, quiet: bool = True, overrides: Mapping[str, Any] | None = None
+) -> StepLoop:
+    """Open the parts of a run for a step-wise loop: the actors, the engine with the first weights in it, the environments. With
+    an [sft] section the warm start is done first, as a run does it.
+
+    `config`: as of `agentrl.train`, with `overrides` on top. `folder`: keeps model and checkpoints there, and goes on from the
+    newest if there are some; by default a temporary one. Raises a UserError for what the user can fix, before anything starts.
+    """
+    made = config_of(config, overrides)
+    for name in ("experience", "demonstrations"):
+        if getattr(made.algorithm, name) is not None:
+            raise ConfigError(
+                f"algorithm.{name}: a step-wise loop chooses itself what is in a batch, and nothing is added to it; leave it out "
+                f"(overrides={{'algorithm.{name}': False}})"
+            )
+    one_temperature(made.rollout, "a step-wise loop")
+    await in_thread("load", check_train, made)
+    raise_gc_threshold()
+    temporary = tempfile.TemporaryDirectory(prefix="agentrl-session-") if folder is None else None
+    path = Path(temporary.name if temporary is not None else str(folder)).absolute()
+    made = made.model_copy(update={"out": str(path.parent), "name": path.name})
+    place = await in_thread("files", _folder, made, path)
+    made = place.dated(made)
+    display = Display(console(quiet=True) if quiet else None)
+    run_log = RunLog(place, display, [])
+    made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks
+    session = await open_session(made, place, display)
+    try:
+        if made.rollout.colocate:
+            await session.publisher.sleep()
+        if made.sft is not None and not (place.warm_start / "config.json").is_file():
+            await warm_start(session, run_log, Interrupt(display.say))
+        await session.begin()
+    except BaseException:
+        await session.close()
+        raise
+    return StepLoop(session, run_log, temporary)
+
+
+session = Both(_session)
+
+
+def _folder(config: TrainConfig, path: Path) -> RunFolder:
+    """A fresh folder, or that of an earlier session. Raises ConfigError for a folder of something else."""
+    if (path / "config.toml").is_file():
+        return RunFolder(path)
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"folder = {path}: it holds something else than a session; name a new folder")
+    return open_folder(config, overwrite=False)

@@ -1,0 +1,384 @@
+"""The training half of the step-wise loop: a batch, its gradients, an optimizer step, the weights to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.cluster.group import check_arrived
+from agentrl.config import Choice
+from agentrl.config.envs import one_temperature
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.data.ragged import on_mask
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import cut_minibatches
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.run.api.base import BothMethod
+from agentrl.run.loop import make_batch
+from agentrl.run.session import Session
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput
+from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_intact
+from agentrl.trainer.roles import Critic
+from agentrl.trainer.train_engine import rests
+from agentrl.trainer.update import check_algorithm
+from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
+from agentrl.utils.search_path import give, packed, unpack
+from agentrl.utils.threads import in_thread
+
+LossFunction = Callable[..., LossOutput]
+Estimator = Callable[[AdvantageInput], AdvantageOutput]
+Named = str | Choice | Mapping[str, Any]
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Scored episodes with their advantages, ready for `Trainer.forward_backward`.
+
+    `view`: the columns, one row a ledger. `episodes`: as they came. `version`: the weights when it was made. `parts`: how many
+    minibatches `algorithm.minibatch` cuts it into, of which `part` is one (None: all rows are one). `metrics`: of the forward
+    passes that made it.
+    """
+
+    view: Ragged
+    episodes: tuple[Trajectory, ...]
+    version: int
+    parts: int
+    metrics: Metrics = field(default_factory=dict)
+    part: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def __repr__(self) -> str:
+        part = "" if self.part is None else f", minibatch {self.part} of {self.parts}"
+        return f"<TrainBatch of {len(self)} episodes, {int(self.view.tokens('sampled').sum())} sampled tokens{part}>"
+
+    @property
+    def advantages(self) -> list[float]:
+        """The mean advantage of each episode's sampled tokens."""
+        episode = torch.from_numpy(self.view.episode)[_rows_of(self.view)][self.view.tokens("sampled")]
+        values = self.view.tokens("advantages")[self.view.tokens("sampled")].double()
+        count = torch.bincount(episode, minlength=len(self)).clamp(min=1)
+        return (torch.zeros(len(self), dtype=torch.float64).index_add_(0, episode, values) / count).tolist()
+
+    def minibatches(self) -> list[TrainBatch]:
+        """The minibatches of an update, in its order: each for one `forward_backward` and one `optim_step`."""
+        return [replace(self, part=part) for part in range(self.parts)]
+
+
+class Trainer:
+    """Trains the policy of a step-wise loop (`agentrl.session`). Every call blocks; `.aio` of each is awaited."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.config = session.config
+        self.waiting = 0
+        """Calls of `forward_backward` since the last `optim_step`."""
+        self.unpublished = 0
+        """Optimizer steps since the last `publish`."""
+        self.collected: list[Group] | None = None
+        self.counts_groups = True
+        self.resting = False
+        self._aggregate = ""
+        self._sent: dict[str, Any] = {}
+
+    @property
+    def version(self) -> int:
+        """Updates published so far: the version of the engine's weights."""
+        return self._session.collector.version
+
+    # -- a batch -----------------------------------------------------------------------------------
+
+    async def _batch(
+        self, groups: Sequence[Group], advantage: Named | Estimator | Sequence[float] | torch.Tensor | None = None
+    ) -> TrainBatch:
+        """The scored members of the groups as a batch, with what the config asks for: logprobs of the proximal and of the
+        reference policy, values of the critic, and advantages.
+
+        `advantage`: a registered estimator by name (or with its arguments), a function of the same signature, or one number for
+        each scored member, in their order; by default `algorithm.advantage`. Raises ConfigError if no member has a reward, or if
+        one's task is of another split than "train", NonFiniteError if something in the batch is not finite.
+        """
+        members = tuple(member for group in groups for member in group.scored())
+        if not members:
+            stops = sorted({f"{t.stop}: {t.error}" for group in groups for t in group.trajectories})
+            raise ConfigError(
+                f"trainer.batch: no episode of {len(groups)} groups has a reward ({'; '.join(stops) or 'no groups'})"
+            )
+        if held := [member.task for member in members if member.task.split != "train"]:
+            raise ConfigError(
+                f"trainer.batch: task {held[0].id!r} is of the split {held[0].split!r}, on which nothing is trained; play tasks "
+                'of the split "train"'
+            )
+        if self.waiting and rests(self.config, "actor"):
+            raise StepOrderError(
+                'trainer.batch: gradients wait for optim_step, and with model.offload = "idle" the actor would lose them; call '
+                "trainer.optim_step() first"
+            )
+        algorithm, own, estimator = self._estimator(advantage)
+        batch = await in_thread("batch", make_batch, list(groups), algorithm.advantage, own or {})
+        if self.config.rollout.colocate and not self.resting:
+            await self._session.rest()
+            self.resting = True
+        view, metrics, broken = await self._session.learner.ready(batch, algorithm, own, estimator)
+        if broken:
+            raise NonFiniteError(f"trainer.batch: there are numbers that are not finite: {broken}")
+        parts = len(cut_minibatches(view, self.config.algorithm, self.config.seed, self.version))
+        return TrainBatch(view, members, self.version, parts, metrics)
+
+    batch = BothMethod(_batch)
+
+    def _estimator(self, advantage: Any) -> tuple[AlgorithmConfig, dict[str, Choice] | None, Estimator | None]:
+        """The algorithm section, the environments' own estimators (None: the config's), and a function in their place."""
+        algorithm = self._session.learner.algorithm
+        if advantage is None:
+            return algorithm, None, None
+        if isinstance(advantage, str | Mapping | Choice):
+            return algorithm.model_copy(update={"advantage": _choice(advantage)}), {}, None
+        plain = algorithm.model_copy(update={"advantage": Choice(name="grpo")})
+        return plain, {}, advantage if callable(advantage) else partial(_per_episode, advantage)
+
+    # -- gradients and steps -----------------------------------------------------------------------
+
+    async def _forward_backward(
+        self,
+        batch: TrainBatch,
+        loss: Named | LossFunction | None = None,
+        *,
+        kl_coef: float | None = None,
+        algorithm: Mapping[str, Any] | None = None,
+    ) -> Metrics:
+        """Add the gradients of the batch (or of a minibatch of it) to those that wait; returns the metrics of these rows.
+
+        `loss`: a registered loss by name (or with its arguments), or a function `loss(given: LossInput) -> LossOutput`; by
+        default `algorithm.loss`. `algorithm`: other keys of that section for this call: `{"aggregate": "token_mean"}`. With
+        several calls before a step the gradient is that of the one batch that joins them. Raises StepOrderError for a batch that
+        is too old.
+        """
+        self._check_age(batch)
+        chosen = await self._loss(loss, algorithm or {})
+        if self.waiting and chosen.aggregate != self._aggregate:
+            raise StepOrderError(
+                f'trainer.forward_backward: gradients of aggregate = "{self._aggregate}" wait, and a mean over episodes does not '
+                f'add up with one over tokens ("{chosen.aggregate}"); call trainer.optim_step() in between'
+            )
+        if chosen.kl.target is not None and kl_coef is None:
+            raise ConfigError(
+                "algorithm.kl.target: the coefficient is steered once per update; use trainer.update(batch), or give each call "
+                "its own: trainer.forward_backward(batch, kl_coef=...)"
+            )
+        if chosen.entropy_target is not None:
+            raise ConfigError(
+                "algorithm.entropy_target: the coefficient is steered once per update; use trainer.update(batch), or give each "
+                'call its own: trainer.forward_backward(batch, algorithm={"entropy_target": None, "entropy_bonus": ...})'
+            )
+        if "moving" in (chosen.kl.reference, self.config.algorithm.kl.reference):
+            raise ConfigError(
+                'algorithm.kl.reference = "moving": the reference moves once per update; use trainer.update(batch), or set it to '
+                '"start"'
+            )
+        if batch.part is None:  # all rows are one optimizer step
+            chosen = chosen.model_copy(update={"minibatch": len(batch)})
+        metrics = await self._session.actors.arun(
+            Actor.forward_backward,
+            batch.view.batch,
+            chosen,
+            step=batch.version,
+            seed=self.config.seed,
+            temperature=one_temperature(self.config.rollout, "a trainer"),
+            kl_coef=self._session.learner.kl_coef if kl_coef is None else kl_coef,
+            part=batch.part or 0,
+        )
+        self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
+        return metrics
+
+    forward_backward = BothMethod(_forward_backward)
+
+    async def _optim_step(self, lr: float | None = None) -> Metrics:
+        """One optimizer step with the gradients that wait, clipped to `optim.max_grad_norm`, at the rate of the config's
+        schedule or at `lr`. `optimizer_steps` is 0 if something was not finite: nothing has changed then.
+
+        Raises StepOrderError if no gradients wait.
+        """
+        if not self.waiting:
+            raise StepOrderError("trainer.optim_step: no gradients wait; call trainer.forward_backward(batch) first")
+        if lr is not None and not 0 < lr < float("inf"):
+            raise ConfigError(f"trainer.optim_step: lr = {lr}: expected a number above 0")
+        metrics = await self._session.actors.arun(Actor.optim_step, lr)
+        self.waiting, self.unpublished = 0, self.unpublished + 1
+        return metrics
+
+    optim_step = BothMethod(_optim_step)
+
+    async def _drop(self) -> None:
+        """Forget the gradients that wait for a step."""
+        await self._session.actors.arun(Actor.drop_gradients)
+        self.waiting = 0
+
+    drop = BothMethod(_drop)
+
+    async def _critic_step(self, batch: TrainBatch) -> Metrics:
+        """The update of the critic ([critic]) on the batch, as in a run. Raises ConfigError without one."""
+        critics, algorithm = self._session.learner.critics, self._session.learner.algorithm
+        if critics is None:
+            raise ConfigError("trainer.critic_step: the config has no [critic]")
+        self._check_age(batch)
+        return await critics.arun(Critic.update, batch.view.batch, algorithm, step=batch.version, seed=self.config.seed)
+
+    critic_step = BothMethod(_critic_step)
+
+    async def _update(self, batch: TrainBatch) -> Metrics:
+        """The whole update of a run on the batch: critic and actor, every minibatch and epoch, the KL coefficient. Raises
+        StepOrderError if gradients wait."""
+        self._check_age(batch)
+        self._check_none_wait("trainer.update")
+        metrics = await self._session.learner.learn(batch.view, batch.version, batch.metrics)
+        self.unpublished += int(metrics.get("optimizer_steps", 0.0))
+        return metrics
+
+    update = BothMethod(_update)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def _publish(self) -> int:
+        """Bring the weights to the engine, under the next version, which is returned. Raises StepOrderError if gradients wait."""
+        self._check_none_wait("trainer.publish")
+        await self._session.actors.arun(Actor.end_update)
+        groups, self.collected = self.collected or [], None
+        self.counts_groups &= bool(groups)
+        self._session.collector.trained(groups)
+        await self._session.publish()
+        self.unpublished, self.resting = 0, False
+        return self.version
+
+    publish = BothMethod(_publish)
+
+    async def _save(self) -> Path:
+        """Write a checkpoint of model, optimizer and schedule; returns its folder, from which `load` goes on."""
+        self._check_published("trainer.save")
+        await self._session.saver.save()
+        await self._session.saver.wait()
+        return self._session.folder.checkpoints / f"step_{self.version:06d}"
+
+    save = BothMethod(_save)
+
+    async def _load(self, folder: str | Path) -> None:
+        """Go on from the weights and the optimizer of a checkpoint (`save`'s, or a run's `checkpoints/step_NNNNNN`), and publish
+        them. Gradients that wait are forgotten. Raises CheckpointError if it is not there, or damaged."""
+        path = Path(folder).absolute()
+        if not (path / "actor").is_dir():
+            there = Checkpoints(self._session.folder.checkpoints, self.config.checkpoint.keep).newest()
+            hint = "" if there is None else f"; the newest of this session is {there}"
+            raise CheckpointError(f"trainer.load: {path} is not a checkpoint (step_NNNNNN){hint}")
+        if (path / MANIFEST).is_file():
+            await in_thread("files", check_intact, path)
+        await self._drop()
+        await self._session.learner.load(path)
+        await self._publish()
+
+    load = BothMethod(_load)
+
+    async def _export(self, folder: str | Path) -> Path:
+        """Write the weights as a folder that transformers and vLLM load; returns it."""
+        path = Path(folder).absolute()
+        await self._session.actors.arun(Actor.export_hf, str(path))
+        await check_arrived(self._session.actors, path, "the trained model")
+        return path
+
+    export = BothMethod(_export)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check_age(self, batch: TrainBatch) -> None:
+        """A batch whose tokens or advantages are of weights older than `rollout.max_staleness` allows."""
+        versions = batch.view.tokens("versions")[batch.view.tokens("sampled")]
+        oldest = min(int(versions.min()), batch.version) if len(versions) else batch.version
+        allowed = self.config.rollout.max_staleness
+        if self.version - oldest > allowed:
+            raise StepOrderError(
+                f"stale batch: it is of weights of version {oldest}, and version {self.version} was published since; "
+                f"rollout.max_staleness = {allowed} allows {allowed}: play new episodes, or raise it"
+            )
+
+    def _check_none_wait(self, call: str) -> None:
+        if self.waiting:
+            calls = "call" if self.waiting == 1 else "calls"
+            raise StepOrderError(
+                f"{call}: the gradients of {self.waiting} {calls} of trainer.forward_backward wait; call trainer.optim_step() to "
+                "apply them, or trainer.drop()"
+            )
+
+    def _check_published(self, call: str) -> None:
+        self._check_none_wait(call)
+        if self.unpublished:
+            raise StepOrderError(
+                f"{call}: {self.unpublished} optimizer steps were taken since the last trainer.publish(); call it first"
+            )
+
+    def check_fresh(self, call: str) -> None:
+        """Before sampling: the engine has the weights that were trained, or is not too far behind."""
+        if self.resting:
+            raise StepOrderError(
+                f"{call}: the engine sleeps since trainer.batch (rollout.colocate); call trainer.publish() first"
+            )
+        if self.unpublished and self.config.rollout.max_staleness == 0:
+            raise StepOrderError(
+                f"{call}: {self.unpublished} optimizer steps were taken since the last trainer.publish(), so the engine would "
+                "sample from the weights before them; call trainer.publish() first, or allow it by rollout.max_staleness = 1"
+            )
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    async def _loss(self, loss: Any, changes: Mapping[str, Any]) -> AlgorithmConfig:
+        """The algorithm section of a call; a loss in Python is sent to the actors first."""
+        algorithm = self._session.learner.algorithm
+        if loss is not None:
+            changes = {**changes, "loss": await self._sent_loss(loss) if callable(loss) else _choice(loss)}
+        if not changes:
+            return algorithm
+        try:
+            algorithm = AlgorithmConfig.model_validate({**dict(algorithm), **changes})
+        except ValueError as problem:
+            raise ConfigError(f"trainer.forward_backward: {problem}") from None
+        check_algorithm(algorithm)
+        return algorithm
+
+    async def _sent_loss(self, loss: LossFunction) -> Choice:
+        name = give(loss)
+        if self._sent.get(name) is not loss:  # a cell that is run again has another function under the name
+            await self._session.actors.in_processes(unpack, packed([name]))
+            self._sent[name] = loss
+        return Choice(name=name)
+
+
+def _choice(named: Named) -> Choice:
+    if isinstance(named, Choice):
+        return named
+    return Choice(name=named) if isinstance(named, str) else Choice(**named)
+
+
+def _rows_of(view: Ragged) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(view)), view.offsets.diff())
+
+
+def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:
+    """One advantage for all sampled tokens of an episode, in the order of the episodes."""
+    numbers = torch.as_tensor(values, dtype=given.reward.dtype).reshape(-1)
+    assert given.member is not None
+    pairs = torch.stack([given.group, given.member], 1)
+    # Episodes are numbered by their first row: `collate` keeps the rows of an episode together, in the order of the members.
+    change = torch.cat([torch.tensor([0]), (pairs[1:] != pairs[:-1]).any(1).long().cumsum(0)])
+    count = int(change.max()) + 1 if len(change) else 0
+    if len(numbers) != count:
+        raise ConfigError(f"trainer.batch: {len(numbers)} advantages for {count} scored episodes; expected one each")
+    return AdvantageOutput(on_mask(numbers[change], given.mask, given.offsets))
+
+
+__all__ = ["LossInput", "LossOutput", "TrainBatch", "Trainer"]

@@ -1,0 +1,491 @@
+"""Checks of environments: names, starts, branches, demonstrations; remote environments, suites, agents."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+
+import httpx
+
+from agentrl.config import RolloutConfig, TrainConfig
+from agentrl.config.envs import alone, each, entry_name, trained_at_all, warmed
+from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
+from agentrl.config.schema import BranchConfig, EnvConfig
+from agentrl.data.trajectory import Message, Trajectory
+from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef, ParameterError, check_ref
+from agentrl.env.spaces import run_sync
+from agentrl.env.suites import source_notes
+from agentrl.env.wrappers import WRAPPERS, ToolWrapper
+from agentrl.render.base import Renderer
+from agentrl.rollout.context import CONTEXTS
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
+from agentrl.rollout.player import planted
+from agentrl.rollout.samplers import fresh_seed, make_sampler
+from agentrl.rollout.starts import places
+from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
+from agentrl.run.digests import suite_env
+from agentrl.run.engine_choice import engine_of
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ResourceError
+from agentrl.utils.network import exempt_own, through_proxy
+from agentrl.utils.redaction import resolved
+
+# Names
+
+
+def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -> None:
+    """Raise CatalogError if an environment is nowhere, or does not take the parameters that it is given, in the warm start too.
+    `origins`: of the config's values, asked only for a message.
+
+    Reads: env, sft.params, sft.gate_params, sft.envs.
+    """
+    check_played(config, origins)
+    for env in [] if config.sft is None else warmed(config):
+        sft, number = alone(config, env).sft, config.envs.index(env)
+        assert sft is not None
+        for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):
+            own = env.sft is not None and getattr(env.sft, name) is not None
+            keys: Keys = (*_at(config, number), "sft", name) if own else ("sft", name)
+            try:
+                check_ref(EnvRef.of(alone(config, env)).with_params(params))
+            except ParameterError as problem:
+                raise _told(config, problem, (*keys, problem.name or ""), number, origins) from problem
+
+
+def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
+    """The part of `check_named` that is of `[env]`, of those environments that are called by a name in `only`."""
+    for number, env in enumerate(config.envs):
+        if only is None or env.called in only:
+            try:
+                check_ref(EnvRef.of(alone(config, env)))
+            except CatalogError as problem:
+                raise _told(config, problem, (*_at(config, number), *_key_of(problem, env)), number, origins) from problem
+
+
+def _at(config: TrainConfig, number: int) -> Keys:
+    return ("env", number) if isinstance(config.env, list) else ("env",)
+
+
+def _key_of(problem: CatalogError, env: EnvConfig) -> Keys:
+    """The key in the environment's entry that the problem is about."""
+    if not isinstance(problem, ParameterError) or problem.name is None:
+        return ("id",)  # a parameter that it needs and is not given stands nowhere
+    return ("sandbox",) if problem.name == "sandbox" and "sandbox" not in env.params else ("params", problem.name)
+
+
+def _told(config: TrainConfig, problem: CatalogError, keys: Keys, number: int, origins: Callable[[], Origins]) -> CatalogError:
+    """The error with the key and its place in front; as it is, if it is of a name that was typed as such."""
+    place = origins().of(keys)
+    if place == COMMAND_LINE:
+        return problem
+    words = list(keys)
+    if keys[0] == "env" and isinstance(config.env, list):
+        words[:2] = [entry_name(number, config.envs[number].called) if len(config.envs) > 1 else "env"]
+    return CatalogError(f"{'' if place in ('', DEFAULT) else f'{place}: '}{'.'.join(map(str, words))}: {problem}")
+
+
+# Starts
+
+TASKS = 4
+"""Tasks of each set of parameters of which the gold solution is asked for."""
+NO_GOLD = "its tasks have no gold solution"
+
+
+def check_start(one: TrainConfig, ref: EnvRef) -> None:
+    """Raise ConfigError, naming what is in the way, if gold calls cannot be made before the policy begins.
+
+    Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
+    """
+    if one.rollout.start is not None and (why := _start_obstacle(one, ref)) is not None:
+        raise ConfigError(f"rollout.start ({one.envs[0].called}): {why}; leave rollout.start out")
+
+
+def _start_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+    if (why := elsewhere(ref)) is not None:
+        return why
+    if one.agent is not None:
+        return "[agent]: an agent that plays by itself begins at the beginning"
+    if "summarizes" in CONTEXTS.entry(one.rollout.context.name).traits:
+        return f"rollout.context = {one.rollout.context.name!r}: the policy would write summaries of turns that are not its own"
+    for choice in ref.wrappers:
+        if "chance_faults" in WRAPPERS.entry(choice.name).traits:
+            return f"env.wrappers: with {choice.name!r} tools fail at random, and gold calls with them"
+    for env in each_env(one, ref):
+        if env.user_models():
+            return "its user is a model, which would have to answer gold turns too"
+        if no_gold(one, env):
+            return NO_GOLD
+    return None
+
+
+def elsewhere(ref: EnvRef) -> str | None:
+    """Why the gold solutions of an environment are not known here; None if it is here."""
+    if ref.at is None:
+        return None
+    return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
+
+
+def each_env(one: TrainConfig, ref: EnvRef) -> Iterator[ToolEnv]:
+    """The environment with each set of parameters that the sampler may choose; closed when the next is asked for."""
+    for params in make_sampler(one.rollout.sampler).variants():
+        with closing(ref.with_params(params).build()) as env:
+            yield env
+
+
+def no_gold(one: TrainConfig, env: ToolEnv) -> bool:
+    """Whether none of its first tasks of training has a gold solution."""
+    return all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS))
+
+
+# Branches
+
+BRANCHES = "branches"
+
+
+def check_branch(one: TrainConfig, ref: EnvRef) -> None:
+    """Raise ConfigError, naming what is in the way, if members of a group cannot branch off others.
+
+    Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
+    rollout.context, rollout.sampler, algorithm, env, agent, seed.
+    """
+    if one.rollout.branch is not None and (why := _sizes(one) or _neighbors(one) or _branch_obstacle(one, ref)) is not None:
+        raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
+
+
+def _sizes(one: TrainConfig) -> str | None:
+    branch, size = one.rollout.branch, one.rollout.group_size
+    assert branch is not None
+    if branch.roots >= size:
+        return (
+            f"roots = {branch.roots} of rollout.group_size = {size} members begin at the beginning, so none would branch; set "
+            f"roots below {size}"
+        )
+    most = max(map(len, planted(range(size), branch.roots).values()))
+    if 1 + most > one.rollout.max_episodes:
+        return (
+            f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {one.rollout.max_episodes}; "
+            "raise it, or roots"
+        )
+    return _turns(branch, most, one.rollout.max_turns)
+
+
+def _turns(branch: BranchConfig, branches: int, max_turns: int) -> str | None:
+    """What is wrong with `turns`, of roots that have at most so many branches."""
+    if branch.turns and branch.at != "depth":
+        return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
+    if branch.turns and max(branch.turns) >= max_turns:
+        return f"turns = {branch.turns} are counted from 0, and rollout.max_turns = {max_turns}: none is above {max_turns - 1}"
+    if len(set(branch.turns)) < len(branch.turns):
+        return f"turns = {branch.turns} names one twice; several branches of one turn are `width`"
+    if len(branch.turns) > (used := places(branch, branches)):
+        return (
+            f"turns = {branch.turns}, and a root has {branches} branches, {branch.width} a turn, so only the first {used} are "
+            "used; take the others out, or raise rollout.group_size"
+        )
+    return None
+
+
+def _neighbors(one: TrainConfig) -> str | None:
+    rollout, algorithm = one.rollout, one.algorithm
+    if one.agent is not None:
+        return "[agent]: an agent that plays by itself cannot be forked; leave one of the two out"
+    if BRANCHES not in ADVANTAGES.entry(algorithm.advantage.name).traits:
+        return (
+            f'algorithm.advantage "{algorithm.advantage.name}" compares members as if none shared its beginning with another; '
+            f"use one of {ADVANTAGES.that_are(BRANCHES)}"
+        )
+    if algorithm.kl.coef > 0 and algorithm.kl.where == "reward":
+        return (
+            'algorithm.kl.where = "reward" would charge an episode for the turns that its branches are given for nothing; use '
+            'where = "loss"'
+        )
+    if algorithm.experience is not None:
+        return "algorithm.experience keeps whole episodes, and of a branch there is only the end; leave one of the two out"
+    if rollout.grow > 1:
+        return "rollout.grow looks at members that were drawn independently; set it to 1, or leave rollout.branch out"
+    if rollout.oversample_members > 1:
+        return (
+            "rollout.oversample_members drops the members that end last, which branches do by their nature; set it to 1, or "
+            "leave rollout.branch out"
+        )
+    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
+        return (
+            f"rollout.context = {rollout.context.name!r}: a summary is sampled before the turn that it makes room for, so a "
+            "branch of that turn would share it; use another, or leave rollout.branch out"
+        )
+    return None
+
+
+def _branch_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+    """Fork an episode of the first task, as a run does it: inside an event loop."""
+    if ref.at is not None:
+        return f"env.url = {ref.at.url!r}: an environment elsewhere is not forked in a run; leave one of the two out"
+    for env in each_env(one, ref):
+        if env.has_sources:
+            return "its tools are of an MCP server, whose state cannot be forked; leave one of the two out"
+        if env.user_models():
+            return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
+        try:
+            run_sync(_forked(env, one.seed))
+        except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
+            return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
+    return None
+
+
+async def _forked(env: ToolEnv, seed: int) -> None:
+    await env.areset(seed=fresh_seed(seed, 0), options={"split": "train"})
+    try:
+        await env.fork().aclose()
+    finally:
+        await env.aclose()
+
+
+# Demonstrations
+
+
+def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
+    """Raise ConfigError, naming what is in the way, if there is no gold solution that an update could show.
+
+    Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
+    """
+    if one.algorithm.demonstrations is None or not trained_at_all(one.envs[0].weight):
+        return
+    if (why := _demonstration_obstacle(one, ref)) is not None:
+        raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
+
+
+def _demonstration_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+    if (why := elsewhere(ref)) is not None:
+        return why
+    if one.agent is not None:
+        return "[agent]: an agent writes prompts of its own, which a gold solution does not have"
+    if "summarizes" in CONTEXTS.entry(one.rollout.context.name).traits:
+        return f"rollout.context = {one.rollout.context.name!r}: a gold solution has no summaries, which the policy would write"
+    return NO_GOLD if any(no_gold(one, env) for env in each_env(one, ref)) else None
+
+
+# Remote environments
+
+
+def check_remote(config: TrainConfig) -> None:
+    """Raise a UserError if the environment's server cannot be reached, speaks another protocol, has another environment, refuses
+    its parameters, wrappers or tool sets, or takes fewer episodes at once than the run plays; or if an
+    agent of the user's would play there.
+
+    Reads: env, tools, agent, rollout.max_episodes, sft.
+    """
+    ref = EnvRef.of(config)
+    if ref.at is None:
+        return
+    if not ref.at.ours:
+        from agentrl.contrib.remote_envs.openenv import action_schema
+
+        action_schema(ref.at.url, ref.at.token())
+        return
+    if config.tools.mcp:
+        raise ConfigError(
+            f"tools.mcp: the tools of an environment elsewhere run on its server, {ref.at.url}, which starts no programs for its "
+            "clients; put the tools into its tool sets (tools.sets)"
+        )
+    if config.tools.args:
+        raise ConfigError(
+            f"tools.args: the tools of an environment elsewhere run on its server, {ref.at.url}, which reads no files that its "
+            "clients name; leave it out, and give the set to the environment there"
+        )
+    if config.agent is not None:
+        raise ConfigError(
+            f"[agent]: its calls go to the tools one by one, and an environment elsewhere ({ref.at.url}) answers whole turns; "
+            "run where the environment is (without env.url)"
+        )
+    card = ref.card(fresh=True)
+    assert card is not None
+    most = card["limits"]["episodes"]
+    if config.rollout.max_episodes > most:
+        raise ConfigError(
+            f"rollout.max_episodes = {config.rollout.max_episodes}: {ref.at.url} takes {most} episodes at once; lower it, or "
+            f"start the server with --max-episodes {config.rollout.max_episodes} or more"
+        )
+    if config.sft is not None and not card["teacher"]:
+        raise ConfigError(f"env.id: {card['env']['id']} at {ref.at.url} has no teacher, so [sft] cannot warm a model up on it")
+
+
+def remote_lines(config: TrainConfig) -> list[str]:
+    """What the environment's server says of itself, for `--dry-run`; nothing for environments that are here."""
+    return [line for one in each(config) for line in _lines(EnvRef.of(one))]
+
+
+def _lines(ref: EnvRef) -> list[str]:
+    if ref.at is None:
+        return []
+    if not ref.at.ours:
+        from agentrl.contrib.remote_envs.openenv import action_schema
+
+        fields = ", ".join(action_schema(ref.at.url, ref.at.token()).get("properties", {})) or "none"
+        return [f"environment: {ref.at.url} (OpenEnv); fields of an action: {fields}"]
+    card = ref.card()
+    assert card is not None
+    limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"
+    has = " and ".join(name for name, there in (("gold solutions", card["gold"]), ("a teacher", card["teacher"])) if there)
+    return [
+        f"environment: {ref.at.url} (agentrl {card['agentrl']}) has {card['env']['id']}, with {has or 'no gold solutions'}",
+        f"  tools: {tools}",
+        f"  at most {limits['episodes']} episodes at once, each closed after {limits['idle']:g} s without a request",
+    ]
+
+
+# Suites
+
+
+def suite_notes(config: TrainConfig) -> list[str]:
+    """The files that changed since a suite was installed, by name; a line each suite.
+
+    Reads: env.
+    """
+    built = [suite_env(EnvRef.of(alone(config, env))) for env in config.envs]
+    return [note for env in built if env is not None for note in source_notes(env)]
+
+
+# Agents
+
+_ANSWERS_WITHIN = 10.0
+
+
+def check_agent(config: TrainConfig, env: EnvRef) -> None:
+    """Raise a UserError if [agent] names no agent that is there, or something else of the config cannot go with one.
+
+    Reads: agent, env, engine, rollout.context, rollout.summary_model.
+    """
+    if config.agent is None:
+        return
+    agents_of(config, read_inputs(config))
+    if config.agent.url is not None:
+        _check_url(config.agent.url)
+    if config.rollout.context != RolloutConfig().context or config.rollout.summary_model is not None:
+        raise ConfigError(
+            f"rollout.context = {config.rollout.context.name!r}: with [agent] the agent itself decides what the policy sees; "
+            "leave rollout.context and rollout.summary_model out"
+        )
+    if "messages" in engine_of(config).traits:
+        raise ConfigError("[agent]: an API model has an endpoint of its own; point the agent there")
+    built = env.build()
+    try:
+        _check_calls(built)
+        if built.has_user and not config.agent.user:
+            _refuse_user(built)
+        run_sync(_check_setup(config, built))
+    finally:
+        built.close()
+
+
+def rehearse(config: TrainConfig) -> str:
+    """One episode of the agent of a config with one environment, on a scripted policy, which plays the task's gold turns if
+    there are any: what came of it, in a line. Raises ConfigError, with what the agent wrote, if it failed by itself."""
+    return asyncio.run(_rehearse(config))
+
+
+async def _rehearse(config: TrainConfig) -> str:
+    inputs, ref = read_inputs(config), EnvRef.of(config)
+    agents, renderer = agents_of(config, inputs), renderer_of(config.model, inputs.tokenizer)
+    assert agents is not None
+    env = ref.build()
+    turns = _gold(env)
+    policy = Policy(Scripted(renderer, turns), renderer)
+    spec = EpisodeSpec(0, env.splits[0], config.seed, 0, "rehearsal")
+    limits, began = Limits.of(config.rollout, inputs.context), time.monotonic()
+    try:
+        trajectory = await agents.play(env, policy, spec, limits, scorer_of(config, inputs.specs[0]), Watch())
+    finally:
+        await agents.close()
+    return _agent_line(trajectory, time.monotonic() - began, gold=len(turns) > 1)
+
+
+def _agent_line(trajectory: Trajectory, seconds: float, gold: bool) -> str:
+    if trajectory.stop.infrastructure:
+        raise ConfigError(f"[agent]: a rehearsal of one episode ended with {trajectory.stop}: {trajectory.error}")
+    calls = sum(1 for _, _, result in trajectory.calls() if result is not None)
+    played = "gold turns" if gold else "a turn without calls"
+    error = f" ({trajectory.error})" if trajectory.error else ""
+    return (
+        f"agent: a rehearsal on {played} ended with {trajectory.stop}{error} after {seconds:.1f} s: {len(trajectory.turns)} "
+        f"turns, {calls} tool calls, {len(trajectory.ledgers)} ledgers, reward {trajectory.reward}"
+    )
+
+
+def _gold(env: ToolEnv) -> list[Message]:
+    try:
+        return env.gold_turns(env.make_task(0, env.splits[0]))
+    except (NotImplementedError, AgentrlError):
+        return [Message("assistant", "This is a rehearsal.")]
+
+
+class Scripted(Engine):
+    """Samples the given turns one after the other, and then the last one again."""
+
+    def __init__(self, renderer: Renderer, turns: Sequence[Message]) -> None:
+        self._turns = [renderer.assistant(turn) for turn in turns]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+        ids = self._turns.pop(0) if len(self._turns) > 1 else self._turns[0]
+        cut = ids[: sampling.max_tokens]
+        return Generation(cut, [0.0] * len(cut), [0] * len(cut), "stop" if len(cut) == len(ids) else "length")
+
+    async def start(self) -> None: ...
+
+    async def abort(self, request_key: str) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None: ...
+
+
+def _check_url(url: str) -> None:
+    address = resolved(url, "agent.url")
+    exempt_own(address)
+    try:
+        httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode
+    except httpx.HTTPError as problem:
+        raise ResourceError(
+            f"agent.url: {url} does not answer: {type(problem).__name__}: {problem}{through_proxy(address)}"
+        ) from problem
+
+
+def _check_calls(env: ToolEnv) -> None:
+    """An agent makes its calls one by one, so what an environment does with whole steps would never happen."""
+    layer = env
+    while True:
+        base: type[ToolEnv] = ToolWrapper if isinstance(layer, ToolWrapper) else ToolEnv
+        own = type(layer)
+        steps = own.astep is not base.astep or own._answer is not ToolEnv._answer
+        if steps and own.acall is base.acall:
+            what = f"wrapper {own.__name__}" if base is ToolWrapper else f"environment {layer.id}"
+            raise ConfigError(
+                f"[agent]: {what} acts on whole steps (`astep`), and an agent makes its tool calls one by one; leave it out, or "
+                "give it an `acall`"
+            )
+        if not isinstance(layer, ToolWrapper):
+            return
+        layer = layer.env
+
+
+async def _check_setup(config: TrainConfig, env: ToolEnv) -> None:
+    """Some environments have a user only once a task is set up."""
+    assert config.agent is not None
+    try:
+        await env.areset(seed=0, options={"split": env.splits[0]})
+        if env.has_user and not config.agent.user:
+            _refuse_user(env)
+    finally:
+        await env.aclose()
+
+
+def _refuse_user(env: ToolEnv) -> None:
+    raise ConfigError(
+        f"[agent]: {env.id} has a user who answers, and an agent that is given a task does not hear it; set agent.user = true if "
+        "the agent talks with it (AGENTRL_USER_URL, docs/agents.md)"
+    )

@@ -1,0 +1,364 @@
+"""Checks of models: their files, images, replayed routers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import ModelConfig, TrainConfig
+from agentrl.config.envs import each, entry_name, other_models
+from agentrl.contrib.remote_envs.client import RemoteEnv
+from agentrl.data.expert_routing import Routers
+from agentrl.data.trajectory import Message
+from agentrl.env import ToolEnv
+from agentrl.env.base import plain_prompt
+from agentrl.env.catalog import EnvRef
+from agentrl.render.chatml import advice
+from agentrl.render.vision import KINDS, takes_images
+from agentrl.rollout.engine import ENGINES
+from agentrl.run.assembly import context_length, model_length, renderer_of, tokenizer_of
+from agentrl.run.checks.reward_checks import in_daemon_thread
+from agentrl.run.engine_choice import engine_name, engine_of
+from agentrl.trainer.families import policy_model
+from agentrl.trainer.pretrained import is_classifier, load_model_config, load_tokenizer, meta_model, unused_ids, vocabulary
+from agentrl.trainer.train_engine import TRAIN_ENGINES
+from agentrl.trainer.weight_files import check_pointers, check_tensors, has_safetensors, has_weights, stored_tensors
+from agentrl.utils.errors import ConfigError, ModelError
+
+# Files
+
+PADDING, SHARE = 2048, 0.1
+"""Ids without a token that an embedding may have: this many, or this share of all, whichever is more. Released models have up to
+about a thousand (gpt-oss: 1,069 of 201,088). With more, the tokenizer is another model's."""
+SEEDS = 3
+"""Tasks whose opening prompts are measured."""
+SAVE = 'M.from_pretrained("FROM", dtype="auto"{how}).save_pretrained("TO"), and the tokenizer likewise'
+
+
+def check_models(config: TrainConfig, trains: bool = True, planned: bool = False) -> None:
+    """Raise ModelError if the policy's model cannot be used: no such folder or name, code that is not trusted, weights that are
+    quantized, missing, damaged, of other shapes or another model's, no tokenizer or one that does not fit, no chat template.
+
+    `trains`: for a run that trains, else for one that only samples. `planned`: a folder without any weights is fine.
+    Reads: model, data.loss, engine, engine_args, cluster, rollout.colocate.
+    """
+    path = config.model.path
+    if path is None or "messages" in engine_of(config).traits:
+        return
+    with _told("model.path", path):
+        computed = trains or "transformers" in engine_of(config).traits
+        _check_files(config, path, planned, classifier=_scores(config, path), computed=computed)
+        check_tokenizer(config.model)
+
+
+def _scores(config: TrainConfig, path: str) -> bool:
+    """Whether it is a reward model that is trained on (`data.loss`), whose head is read."""
+    return config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
+
+
+def check_other_models(config: TrainConfig, planned: bool = False) -> None:
+    """The same for the models of the critic, the reward model and a teacher, which read the policy's token ids: a teacher must
+    have the same ones.
+
+    Reads: model, critic, reward_model, algorithm.distillation.
+    """
+    for key, path in other_models(config).items():
+        with _told(key, path):
+            _check_files(config, path, planned, classifier=key == "reward_model.path")
+            if key == "algorithm.distillation.path":
+                _check_ids(config, path)
+
+
+def check_judge_model(config: TrainConfig, key: str, planned: bool = False) -> None:
+    """The same for a judge's model, of the config with the judge in the policy's place (`run.judges.judge_config`). `key`: what
+    names the model.
+
+    Reads: model, engine.
+    """
+    path = str(config.model.path)
+    with _told(key, path):
+        _check_files(config, path, planned, computed="transformers" in ENGINES.entry(config.engine).traits)
+        check_tokenizer(config.model)
+
+
+def _check_ids(config: TrainConfig, path: str) -> None:
+    """Raise ModelError if a teacher means something else by a token id than the policy does, or cannot compute one."""
+    trust = config.model.trust_remote_code
+    own, other = tokenizer_of(config).get_vocab(), load_tokenizer(path, trust).get_vocab()
+    apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
+    if apart:
+        number, token = apart[0]
+        raise ModelError(
+            f"its tokenizer is not the policy's: {len(apart)} of {len(own)} tokens have another id or none, as {token!r} "
+            f"({number}), and a teacher scores the ids that the policy samples; take a teacher of the same family of models"
+        )
+    if (largest := max(own.values())) >= (size := vocabulary(path, trust)):
+        raise ModelError(f"it embeds {size} ids, and the policy may sample up to {largest}; take a teacher with as many")
+
+
+def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
+    """Raise ConfigError if an opening prompt of the first tasks leaves no room for a turn.
+
+    Reads: env, tools, engine, engine_args, cluster, model.path, model.init, model.tool_parser, model.chat_template,
+    model.date, model.trust_remote_code, vllm, rollout.max_episode_tokens, rollout.env_timeout, rollout.colocate.
+    """
+    if "messages" in engine_of(config).traits:
+        return  # nobody here counts its tokens
+    context, rollout, model = context_length(config, engine), config.rollout, model_length(config)
+    room = min(context, rollout.max_episode_tokens)
+    seed, longest = longest_prompt(config, env)
+    if longest < room:
+        return
+    limits = {
+        f"the model takes {model} (max_position_embeddings of its config.json, or model.init.context)": model,
+        f"the engine takes {context} (vllm.max_model_len)": context,
+        f"rollout.max_episode_tokens = {rollout.max_episode_tokens}": rollout.max_episode_tokens,
+    }
+    least = next(what for what, limit in limits.items() if limit == room)
+    raise ConfigError(
+        f"the opening prompt of {env.id} (task seed {seed}) has {longest} tokens with its tools, and {least}, so no turn could "
+        "be sampled; use a model with a longer context, raise the limit, or make prompts shorter (env.params, fewer tools)"
+    )
+
+
+def model_notes(config: TrainConfig) -> list[str]:
+    """What is worth a warning: tensors of the checkpoint that are not used, and first turns that the context cuts."""
+    path, engine = config.model.path, engine_name(config)
+    if "messages" in engine_of(config).traits:
+        return []
+    found = []
+    if path is not None and has_weights(path):
+        shell = meta_model(config.model, classifier=_scores(config, path))
+        left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
+        found += [f"model.path = {path}: {note}" for note in left_out]
+    for number, one in enumerate(each(config)):
+        (env,), rollout = one.envs, one.rollout
+        at = f"{entry_name(number, env.called)}: " if len(config.envs) > 1 else ""
+        seed, longest = longest_prompt(one, EnvRef.of(one))
+        room = min(context_length(config, engine), rollout.max_episode_tokens) - longest
+        if room < rollout.max_turn_tokens:
+            found.append(
+                f"{at}rollout.max_turn_tokens = {rollout.max_turn_tokens}: after the opening prompt ({longest} tokens, task seed "
+                f"{seed}) the context has room for {room}, where a longer first turn is cut off"
+            )
+    return found
+
+
+def check_tokenizer(model: ModelConfig) -> None:
+    """Raise ModelError if the tokenizer has no chat template, or does not fit the embedding."""
+    path, trust = str(model.path), model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust, model.chat_template)
+    largest, size = max(tokenizer.get_vocab().values()), vocabulary(path, trust)
+    if largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"the tokenizer has ids up to {largest} ({token!r}), and the model embeds {size} (vocab_size of config.json): those "
+            f"above {size - 1} cannot be computed. Take the tokenizer that the model was trained with, or enlarge the embedding "
+            f"(model.resize_token_embeddings({largest + 1})) and save both"
+        )
+    unused = len(unused_ids(tokenizer, path, trust))
+    if unused > max(PADDING, SHARE * size):
+        raise ModelError(
+            f"its tokenizer has no token for {unused} of the {size} ids that the model embeds (vocab_size of config.json), which "
+            "is more than a padded embedding has: it is another model's tokenizer. Copy the files of the model's own into the "
+            "folder"
+        )
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"its tokenizer has no chat template, as of a base model: {advice(tokenizer)}, and train the model to follow it "
+            "([sft]); or take the model's instruction-tuned form"
+        )
+
+
+Opening = tuple[list[Message], list[dict[str, Any]]]
+"""The first messages of an episode, and the schemas of its tools."""
+
+
+def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
+    """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
+    and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened."""
+    renderer, limit = renderer_of(config.model, tokenizer_of(config)), config.rollout.env_timeout
+    try:
+        openings = in_daemon_thread(lambda: _openings(env.scripted()), SEEDS * limit)
+    except TimeoutError:  # `check_success` says so
+        openings = {}
+    lengths = ((seed, len(renderer.start(*opening))) for seed, opening in openings.items())
+    return max(lengths, key=lambda found: found[1], default=(0, 0))
+
+
+def _openings(env: EnvRef) -> dict[int, Opening]:
+    """By seed; without those that fail by the environment's own code, which `check_success` names."""
+    built, found = env.build(), {}
+    for seed in range(SEEDS):
+        with suppress(Exception):
+            found[seed] = _opening(built, seed)
+    built.close()
+    return found
+
+
+def _opening(env: ToolEnv, seed: int) -> Opening:
+    """By an episode, if a setup may add tools, or if the prompt awaits a user that is no model."""
+    inner: Any = env.unwrapped
+    kind, split = type(inner), env.splits[0]
+    waits = inspect.iscoroutinefunction(kind.prompt)
+    plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
+    asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
+    if isinstance(inner, RemoteEnv) or plain or asks:
+        return plain_prompt(env, env.make_task(seed, split)), env.toolbox.schemas()
+    messages, _ = env.reset(seed=seed, options={"split": split})
+    return messages, env.toolbox.schemas()
+
+
+def _check_files(config: TrainConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
+    """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
+    found = load_model_config(path, config.model.trust_remote_code)
+    if Path(path).is_dir():
+        check_pointers(Path(path))
+    if computed:
+        _check_plain(found)
+        _check_text(found)
+    if (not has_weights(path) and planned) or (not computed and not has_safetensors(path)):
+        return
+    stored = stored_tensors(path, getattr(found, "transformers_weights", None))
+    if computed:
+        check_tensors(meta_model(config.model.model_copy(update={"path": path, "init": None}), classifier=classifier), stored)
+
+
+def _check_plain(found: Any) -> None:
+    """Raise ModelError for quantized weights."""
+    section = next((s for c in (found, found.get_text_config()) if (s := getattr(c, "quantization_config", None))), None)
+    if section is None:
+        return
+    given = section if isinstance(section, dict) else section.to_dict()
+    method = str(getattr(given.get("quant_method"), "value", given.get("quant_method")) or "an unnamed method")
+    options = {"fp8": "FineGrainedFP8Config(dequantize=True)", "mxfp4": "Mxfp4Config(dequantize=True)"}
+    ways = "Take the checkpoint that it was made from (bfloat16, float16 or float32)"
+    if method in options:
+        how = SAVE.format(how=f", quantization_config={options[method]}")
+        ways += f", or write one: from transformers import AutoModelForCausalLM as M, {options[method].partition('(')[0]}; {how}"
+    raise ModelError(
+        f"its weights are quantized by {method} (quantization_config of config.json), and training computes with plain ones. "
+        f"{ways}"
+    )
+
+
+def _check_text(found: Any) -> None:
+    """Raise ModelError for a model that also takes images, video or sound."""
+    text = found.get_text_config()
+    if text is found or takes_images(found):  # those are asked about by `check_vision`
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    kind = CAUSAL.get(text.model_type) or CAUSAL.get(found.model_type)
+    whole = ", ".join(found.architectures or ()) or found.model_type
+    ways = f"write its text model: from transformers import {kind} as M; {SAVE.format(how='')}" if kind else "take a text model"
+    raise ModelError(
+        f"it is {whole}, of several parts ({', '.join(sorted(found.sub_configs))}), and only text models are trained: {ways}, "
+        "then model.path = TO"
+    )
+
+
+@contextmanager
+def _told(key: str, path: str) -> Iterator[None]:
+    """Begins a ModelError with the key and the model."""
+    try:
+        yield
+    except ModelError as problem:
+        raise ModelError(f"{key} = {path}: {str(problem).removeprefix(f'{path}: ')}") from problem
+
+
+# Images
+
+VISION = "vision"
+PAGE = "docs/howto/images.md"
+
+
+def check_vision(config: TrainConfig, trains: bool = True) -> None:
+    """Raise ConfigError, naming the key, if the policy's model takes images and the config asks for what is not right with them,
+    or if a model beside it takes images.
+
+    Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
+    rollout.start, rollout.colocate, weights.lora.
+    """
+    if "messages" in engine_of(config).traits:
+        return
+    for key, path in other_models(config).items() if trains else ():
+        if _pictured(path, config.model.trust_remote_code):
+            raise ConfigError(
+                f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
+            )
+    if not takes_images(policy_model(config)):
+        return
+    kind = " or ".join(KINDS)
+    for wrong, what in (*_sampling(config), *(_training(config) if trains else ())):
+        if wrong:
+            raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
+
+
+def _pictured(path: str, trust: bool) -> bool:
+    try:
+        return takes_images(load_model_config(path, trust))
+    except ModelError:  # the check of that model says what is wrong with it
+        return False
+
+
+def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
+    """What is in the way of sampling: whether it is so, and the key with its value."""
+    yield config.rollout.workers > 0, f"rollout.workers = {config.rollout.workers}"
+    yield config.agent is not None, "[agent], whose endpoint takes no images,"
+
+
+def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
+    """Likewise of training."""
+    model, algorithm, rollout = config.model, config.algorithm, config.rollout
+    able = ENGINES.that_are(VISION)
+    yield (
+        VISION not in engine_of(config).traits,
+        f'engine = "{config.engine}" (use {able}; the embedded one with engine_args = {{ cache = false }})',
+    )
+    able = TRAIN_ENGINES.that_are(VISION)
+    yield VISION not in TRAIN_ENGINES.entry(model.engine).traits, f'model.engine = "{model.engine}" (use {able})'
+    for name in ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"):
+        yield getattr(model, name) > 1, f"model.{name} = {getattr(model, name)}"
+    yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
+    yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
+    yield model.compile, "model.compile = true"
+    yield model.kernels != "torch", f'model.kernels = "{model.kernels}"'
+    yield config.critic is not None, "[critic]"
+    yield config.reward_model is not None, "[reward_model]"
+    yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'
+    for name in ("experience", "demonstrations", "distillation"):
+        yield getattr(algorithm, name) is not None, f"[algorithm.{name}]"
+    for name in ("branch", "start"):
+        yield getattr(rollout, name) is not None, f"[rollout.{name}]"
+    yield config.data is not None, "[data], whose rows are tokens alone,"
+
+
+# Routers
+
+
+def check_router_replay(config: TrainConfig) -> None:
+    """Raise ConfigError if routers are to be replayed for an engine that does not tell what they chose, for a dense model, or for
+    one whose choices cannot be repeated.
+
+    Reads: rollout.router_replay, engine, model.
+    """
+    if not config.rollout.router_replay:
+        return
+    if "experts" not in (entry := engine_of(config)).traits:
+        raise ConfigError(
+            f"rollout.router_replay: engine = {entry.name} does not tell which experts a token went to; engines that do: "
+            f"{ENGINES.that_are('experts')}"
+        )
+    if config.model.compile:
+        raise ConfigError("rollout.router_replay: routers of compiled layers cannot be told what to choose; unset model.compile")
+    routers, model = Routers(meta_model(config.model)), config.model.path or "[model.init]"
+    if not len(routers) and not routers.problem:
+        raise ConfigError(f"rollout.router_replay: {model} is a dense model, which has no routers; set it to false")
+    try:
+        routers.probe()
+    except ModelError as problem:
+        raise ConfigError(f"rollout.router_replay: {model}: {problem}") from None

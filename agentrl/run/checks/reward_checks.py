@@ -1,0 +1,425 @@
+"""Checks of rewards: gold succeeds, graders can read it, the budget of judges, and lint of the specs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, each, the_env, trained, weight_at
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.env.catalog import EnvRef, spec_word
+from agentrl.env.wrappers import WRAPPERS
+from agentrl.reward import Scorer
+from agentrl.reward.judge import own_name
+from agentrl.reward.leaf import Leaf, View, episode_view
+from agentrl.reward.lint import (
+    LintFinding,
+    gold_episode,
+    gold_fault,
+    lint_idle,
+    lint_probes,
+    lint_spec,
+    probe_episodes,
+    reads_samples,
+    whatever_judged,
+)
+from agentrl.reward.nodes import GateNode, LeafNode, Node, walk
+from agentrl.reward.values import UnscorableError
+from agentrl.rollout.collector import largest
+from agentrl.rollout.mixtures import TaskSource
+from agentrl.rollout.samplers import make_sampler
+from agentrl.trainer.estimator_inputs import needs_greedy
+from agentrl.utils.errors import ConfigError, UserError
+
+# Success of gold
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TASKS = 3
+"""The fewest gold solutions that are played before a run."""
+
+
+def check_decided(scorer: Scorer) -> None:
+    """Raise ConfigError if the spec does not say whether an episode is a success.
+
+    Reads: env.reward.
+    """
+    if scorer.rule is None:
+        raise ConfigError(
+            f"env.reward: reward spec {scorer.name!r} does not say what a success is, and it cannot be derived "
+            '(costs and sums over turns have no best value); give it a top-level "success" (docs/rewards.md)'
+        )
+
+
+def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
+    """Raise ConfigError if the gold solution of a training task is not a success (success rates would then mean nothing), or
+    if it cannot be played because the environment fails or hangs. Of an environment that is only evaluated: of a task of that.
+
+    If the environment has no scripted gold solution, this is not checked, and the log says so. A judge, which would cost money,
+    is not asked: gold must be a success if it says the best, or the worst, of everything, and the log names its leaves.
+    The gold solution is played without wrappers that inject random faults.
+
+    Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
+    """
+    check_decided(scorer)
+    if scorer.compares and config.checkpoint.best == "reward":
+        raise ConfigError(
+            f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
+            'one episode per task, which has success and no reward; use checkpoint.best = "success"'
+        )
+    if scorer.asks:
+        log.warning(
+            "%s: whether the gold solution is a success is checked without %s, which would call a judge; with it: "
+            "agentrl reward lint %s --env %s --ask-judge",
+            scorer.name,
+            ", ".join(scorer.judged),
+            spec_word(env, the_env(config).reward, scorer),
+            env.id,
+        )
+    # A script cannot try again if a tool fails at random, as a policy can.
+    kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
+    sound = replace(env, wrappers=kept)
+    try:
+        split = "train" if trained(config) else config.eval.split
+        fault = _first_fault(_tasks(config, sound), split, scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
+    except NotImplementedError as error:
+        log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
+        return
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # it comes from the environment's own code, which may even call sys.exit
+        log.debug("the gold solution could not be played", exc_info=True)
+        raise ConfigError(
+            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
+            f"agentrl env check {env.id} shows more"
+        ) from error
+    if fault is not None:
+        raise ConfigError(
+            f"env.reward: {fault}; agentrl reward lint {spec_word(env, the_env(config).reward, scorer)} --env {env.id} shows more"
+        )
+
+
+def _first_fault(tasks: Iterable[tuple[EnvRef, int]], split: str, scorer: Scorer, limit: float) -> str | None:
+    for ref, seed in tasks:
+        trajectory = in_daemon_thread(partial(gold_episode, ref.build, seed, split), limit)
+        score = scorer.assuming(lambda _: True).score(trajectory)
+        if score.success is not True and scorer.assuming(lambda _: False).score(trajectory).success is not True:
+            return gold_fault(scorer, trajectory, score)
+    return None
+
+
+def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
+    """The result of `work`, run in a daemon thread. Raises TimeoutError after `limit` seconds.
+
+    In a notebook an event loop is already running in this thread. And an environment that hangs must not keep the process
+    from exiting, as the thread of an executor would.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as fault:
+            answer.set_exception(fault)
+
+    threading.Thread(target=run, name="agentrl-gold", daemon=True).start()
+    if not wait([answer], limit).done:
+        raise TimeoutError(f"not finished within {limit:g} s (rollout.env_timeout + rollout.episode_timeout)")
+    return answer.result()
+
+
+def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
+    """At least TASKS tasks, and at least one with each set of parameters that the sampler may choose."""
+    source = TaskSource(env, make_sampler(config.rollout.sampler), config.rollout.sampler.name, config.seed)
+    kinds = [env.with_params(params) for params in source.sampler.variants()]
+    for number in range(max(TASKS, len(kinds))):
+        yield kinds[number % len(kinds)], number
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """How many questions one episode asks its judges: `least` unless it is unscored or identical to another
+    episode (verdicts are cached), `most` if every branch is taken."""
+
+    least: int
+    most: int
+
+
+def questions(scorer: Scorer, max_turns: int) -> Questions:
+    """Bounds on the number of distinct questions of an episode of `max_turns` turns, to judges that are paid."""
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+
+    # By key, because equal nodes ask the same question, which is answered once.
+    def visit(node: Node, parts: int, sure: bool) -> None:
+        parts = max_turns if node.mods.scope in ("round", "turn") else parts
+        sure = sure and node.mods.when is None
+        if isinstance(node, LeafNode) and node.leaf.kind == "judge" and own_name(str(node.leaf.args["model"])) is None:
+            most[node.key] = max(parts, most.get(node.key, 0))
+            least[node.key] = max(int(sure), least.get(node.key, 0))
+        for child in node.children():
+            visit(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
+
+    for top in (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else [])):
+        visit(top, 1, True)
+    return Questions(sum(least.values()), sum(most.values()))
+
+
+def check_judge(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
+    """Raise ConfigError if `reward.judge.calls` cannot last to the end of the run; warn in the log if it may not. `scorers`: of
+    each environment. Of several, training may be on that which asks least, or on that which asks most.
+
+    Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
+    rollout.max_turns.
+    """
+    if len(scorers) > 1:
+        _check_judges(config, scorers)
+        return
+    (scorer,) = scorers.values()
+    config = alone(config, config.envs[0])
+    budget = config.reward.judge.calls
+    if budget is None or not scorer.asks:
+        return
+    rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
+    step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
+    evaluations = evaluations_of(config)
+    episodes = config.steps * step + evaluations * config.eval.tasks
+    grown = episodes + config.steps * rollout.groups * (largest(rollout) - rollout.group_size)
+    sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"
+    if asked.least * episodes > budget:
+        last = max(0, budget // asked.least - config.eval.tasks) // step
+        raise ConfigError(
+            f"reward.judge.calls: {budget} calls are not enough: reward spec {scorer.name!r} asks its judges about "
+            f"{asked.least * episodes} times ({sums}, {asked.least} per episode), so they are spent at about step "
+            f"{last}; set reward.judge.calls={asked.most * grown}, or fewer steps"
+        )
+    if asked.most * grown > budget:
+        log.warning(
+            "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d per episode); the run stops with a "
+            "checkpoint if they are spent",
+            budget,
+            asked.most * grown,
+            sums,
+            asked.most,
+        )
+
+
+def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
+    budget = config.reward.judge.calls
+    if budget is None or not any(scorer.asks for scorer in scorers.values()):
+        return
+    steps, evaluated, evaluations = [], Questions(0, 0), evaluations_of(config)
+    for env, one in zip(config.envs, each(config), strict=True):
+        scorer, rollout = scorers[env.called], one.rollout
+        asked = questions(scorer, rollout.max_turns) if scorer.asks else Questions(0, 0)
+        episodes = rollout.groups * (rollout.group_size + needs_greedy(one.algorithm.advantage))
+        if any(weight_at(env.weight, step) > 0 for step in range(config.steps)):
+            grown = episodes + rollout.groups * (largest(rollout) - rollout.group_size)
+            steps.append(Questions(asked.least * episodes, asked.most * grown))
+        tasks = one.eval.tasks
+        evaluated = Questions(evaluated.least + asked.least * tasks, evaluated.most + asked.most * tasks)
+    least = config.steps * min(step.least for step in steps) + evaluations * evaluated.least
+    most = config.steps * max(step.most for step in steps) + evaluations * evaluated.most
+    if least > budget:
+        raise ConfigError(
+            f"reward.judge.calls: {budget} calls are not enough: the environments' reward specs ask their judges at least "
+            f"{least} times ({config.steps} steps, {evaluations} evaluations); set reward.judge.calls={most}, or fewer steps"
+        )
+    if most > budget:
+        log.warning(
+            "reward.judge.calls: %d calls may not be enough: up to %d, if all groups are of the environment that asks most; the "
+            "run stops with a checkpoint if they are spent",
+            budget,
+            most,
+        )
+
+
+def evaluations_of(config: TrainConfig) -> int:
+    """One evaluation before the run, one after it, and those between steps; none is added after the last step."""
+    return 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
+
+
+def check_scoring_time(config: TrainConfig, scorer: Scorer) -> None:
+    """Raise ConfigError if the leaves of a spec may take longer by their own limits than an episode's scoring may: whoever wrote
+    what takes so long would be unscored, in place of a 0.
+
+    Reads: rollout.env_timeout, env.reward.
+    """
+    tops = [scorer.root, *scorer.metrics, *([] if scorer.success is None else [scorer.success])]
+    leaves = [node for top in tops for node in walk(top) if isinstance(node, LeafNode)]
+    takes: dict[Hashable, tuple[LeafNode, float]] = {}
+    for node in leaves:
+        if (found := node.leaf.longest()) is not None:
+            takes.setdefault(found[0], (node, found[1]))
+    total = sum(seconds for _, seconds in takes.values())
+    if total > config.rollout.env_timeout:
+        parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
+        raise ConfigError(
+            f"rollout.env_timeout = {config.rollout.env_timeout:g} s: scoring an episode by reward spec {scorer.name!r} may take "
+            f"{total:g} s by the limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
+            f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
+        )
+
+
+# Gold that graders read
+
+MOST, ENDLESS = 20_000, 20
+"""Tasks of a split that are looked at: of finitely many, and of those that have no end."""
+GOLD_SECONDS = 60.0
+"""No further task is looked at after so long; the log then says how many were."""
+
+
+def check_gold(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
+    """Raise ConfigError, which names the task, if a leaf that reads gold (`Leaf.gold_fault`) cannot read that of a task to train
+    or to be evaluated on. Leaves that an episode may do without are not asked: in a gate's branch, with a `when` or `missing`.
+
+    Reads: env, eval.split.
+    """
+    nodes = list(_sure(scorer))
+    if not nodes or env.at is not None:
+        return
+    seen: set[str] = set()
+    until = time.monotonic() + GOLD_SECONDS
+    splits = dict.fromkeys((*(["train"] if trained(config) else []), config.eval.split))
+    for looked, task in enumerate(_gold_tasks(env, splits), start=1):
+        view = episode_view(Trajectory(env.id, task))
+        for node in nodes:
+            if (why := _fault(node, view, seen)) is not None:
+                raise ConfigError(
+                    f"env ({env.id}): task {task.id!r} of the split {task.split!r}: at {node.pointer} of reward spec "
+                    f"{scorer.name!r}: {why}. Correct the task, or leave it out"
+                )
+        if time.monotonic() > until:
+            log.warning(
+                "%s: the gold of the first %d tasks was read in %g s, and no more before the start", env.id, looked, GOLD_SECONDS
+            )
+            return
+
+
+def _fault(node: LeafNode, view: View, seen: set[str]) -> str | None:
+    try:
+        args = node.args_for(view)
+        key = json.dumps([node.pointer, dict(args)], sort_keys=True, default=str)
+        if key in seen:
+            return None
+        seen.add(key)
+        return node.leaf.gold_fault(args)
+    except UnscorableError as fault:
+        return str(fault)
+
+
+def _sure(scorer: Scorer) -> Iterator[LeafNode]:
+    """The leaves that read gold, in whatever episode."""
+    tops: Sequence[Node] = [scorer.root, *([scorer.success] if scorer.success is not None else [])]
+
+    def visit(node: Node) -> Iterator[LeafNode]:
+        if node.mods.when is not None or node.mods.missing != "invalid" or node.mods.scope is not None:
+            return
+        if isinstance(node, LeafNode) and type(node.leaf).gold_fault is not Leaf.gold_fault:
+            yield node
+        for child in [node.test] if isinstance(node, GateNode) else node.children():
+            yield from visit(child)
+
+    for top in tops:
+        yield from visit(top)
+
+
+def _gold_tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
+    built = replace(env, wrappers=()).build()
+    try:
+        for name in splits:
+            count = built.task_count(name)
+            for seed in range(ENDLESS if count is None else min(count, MOST)):
+                yield built.make_task(seed, name)
+    finally:
+        built.close()
+
+
+# Lint
+
+LINT_SECONDS = 2.0
+"""No probe is begun after so many seconds, so that an environment that starts slowly costs a run little more than its gold."""
+
+UNSAID = frozenset({"never-varies", "escapes-scoring"})
+"""Codes that say little before a run: a part is at its best in every probe, as a format that no script violates; an episode
+without a single turn is unscored, which no policy can play."""
+AMOUNTS = frozenset({"gold-below-maximum", "spam-passes", "do-nothing-floor"})
+"""Codes that compare what episodes earn."""
+REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
+"""Codes of findings in probes that end a run before it starts."""
+
+
+def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
+    """What is suspicious about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
+
+    Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
+    what is found holds whatever they say, and their leaves are named.
+
+    Reads: health.lint, env, tools, agent, rollout.env_timeout, rollout.episode_timeout.
+    """
+    if not config.health.lint:
+        return []
+    findings = lint_spec(scorer)
+    word = spec_word(env, the_env(config).reward, scorer)
+    _refuse(scorer, f"{word} --env {env.id}", [item for item in findings if item.level == "error"])
+    why = _not_probed(config, env, scorer)
+    if why is not None:
+        return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
+    try:
+        probed = _probed(config, env, scorer)
+    except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
+        return [*_lines(scorer, findings), f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
+    _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
+    return _lines(scorer, [*findings, *probed])
+
+
+def _not_probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> str | None:
+    if env.at is not None:
+        return f"the environment is at {env.at.url}"
+    if config.agent is not None and config.agent.tools == "own":
+        return "the agent has tools of its own, which no script plays"
+    return None
+
+
+def _probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
+    # A script cannot try again if a tool fails at random, as a policy can.
+    kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
+    sound, until = replace(env, wrappers=kept).scripted(), time.monotonic() + LINT_SECONDS
+
+    def probe() -> list[LintFinding]:
+        built = sound.build()
+        order_free, idle_share = built.order_free, built.idle_share
+        built.close()
+        probes = probe_episodes(sound.build, TASKS, enough=lambda: time.monotonic() > until, gold_needed=False)
+        unsaid = UNSAID | (AMOUNTS if reads_samples(scorer) else frozenset())
+
+        def lint(one: Scorer) -> list[LintFinding]:
+            found = lint_probes(one, probes, order_free, idle_share)
+            return [*lint_idle(one, probes, idle_share), *(item for item in found if item.code not in unsaid)]
+
+        return whatever_judged(scorer, probes, lint)
+
+    limit = config.rollout.env_timeout + config.rollout.episode_timeout
+    return in_daemon_thread(probe, limit)
+
+
+def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:
+    if told := [f"{item.at}: {item.message}" for item in faults]:
+        raise ConfigError(
+            f"env.reward: reward spec {scorer.name!r}: {'; '.join(told)}. `agentrl reward lint {words}` "
+            "shows more; health.lint = false starts the run all the same"
+        )
+
+
+def _lines(scorer: Scorer, findings: Iterable[LintFinding]) -> list[str]:
+    return [f"reward spec {scorer.name!r} at {item.at}: {item.message}" for item in findings]

@@ -1,0 +1,529 @@
+"""Checks of sizes: free resources, sizes that fit each other and the model, pools, rollout workers, judges' engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.resources import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
+from agentrl.config import Choice, TrainConfig
+from agentrl.config.envs import other_models
+from agentrl.config.schema import PoolConfig
+from agentrl.data.trajectory import Message
+from agentrl.engines.weights.base import ROUTES
+from agentrl.render import make_renderer
+from agentrl.render.base import Renderer
+from agentrl.render.vision import takes_images
+from agentrl.reward import Scorer
+from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, Processes
+from agentrl.run.assembly import context_length
+from agentrl.run.checks.model_checks import check_judge_model
+from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
+from agentrl.run.judges import (
+    NO_LIBRARY,
+    OwnLeaf,
+    can_constrain,
+    check_names,
+    judge_config,
+    judge_makers,
+    judge_processes,
+    own_leaves,
+    told,
+)
+from agentrl.run.judges import (
+    ROLE as JUDGE,
+)
+from agentrl.run.role_placement import check_room, check_worker_room, engine_memory, roles_of
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
+from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config, load_tokenizer, model_context
+from agentrl.trainer.train_engine import check_on_host, mesh_of
+from agentrl.utils.errors import ConfigError, ModelError, RenderError, ResourceError
+from agentrl.utils.processor import usable_cpus, usable_memory
+from agentrl.utils.search_path import packed, used
+
+# Free resources
+
+MIN_DISK_MIB = 200
+MIN_MEMORY_MIB = 1500
+MEMORY_PER_PROCESS_MIB = PROCESS_MIB
+
+
+def check_capacity(config: TrainConfig) -> None:
+    """Raise ResourceError if disk, memory or cores do not suffice for the config.
+
+    Reads: out, engine, engine_args, model.path, cluster, rollout.colocate, rollout.workers, vllm,
+    reward.judge.engines.
+    """
+    _check_disk(Path(config.out))
+    _check_memory(config)
+    _check_cores(config)
+
+
+def _check_disk(out: Path) -> None:
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free >> 20
+    if free < MIN_DISK_MIB:
+        raise ResourceError(f"{out}: {free} MiB of disk are free, {MIN_DISK_MIB} MiB are needed; free some space or set out=DIR")
+    if not os.access(folder, os.W_OK):
+        raise ResourceError(f"{folder}: no permission to write; set out=DIR")
+
+
+def _check_memory(config: TrainConfig) -> None:
+    need, away = MIN_MEMORY_MIB, joins(config.cluster)  # processes on a cluster use the memory of its nodes
+    if config.cluster.backend == "ray" and not away:
+        need += MEMORY_PER_PROCESS_MIB * (config.cluster.actors + workers_apart(config))
+    engine = _engine(config)
+    if not away:
+        need += sum(one.count * one.mib for one in ([] if engine is None else [engine]) + [*judge_processes(config).values()])
+    free = usable_memory().free >> 20
+    workers = ["rollout.workers"] if workers_apart(config) else []
+    if free < need:
+        raise ResourceError(
+            f"{free} MiB of memory are free, about {need} MiB are needed for {config.cluster.actors} actor(s) and the "
+            f"{config.engine} engine{f' and {config.rollout.workers} rollout workers' if config.rollout.workers else ''}; lower "
+            f"{' or '.join(['cluster.actors', *workers, *(engine.lower if engine is not None else ())])}, "
+            "or use cluster.backend=inline"
+        )
+
+
+def _check_cores(config: TrainConfig) -> None:
+    if config.cluster.backend != "ray":
+        return
+    if not joins(config.cluster):
+        _check_local_cores(config)
+    check_room(config, engine_name(config))
+    slots = sum(int(node.cpus) for node in nodes_of(config.cluster, "actor"))
+    if "actor" not in config.cluster.roles and config.cluster.actors > slots:
+        where = "the cluster" if joins(config.cluster) else "this machine"
+        raise ResourceError(
+            f"cluster.actors = {config.cluster.actors}: each takes a CPU slot of its own, and {where} has {slots} of them; lower "
+            "cluster.actors, or place the actors in a pool whose `cpus` is less than 1"
+        )
+
+
+def _check_local_cores(config: TrainConfig) -> None:
+    cores = usable_cpus()
+    engine = _engine(config)
+    judges = sum(one.count for one in judge_processes(config).values())
+    need = config.cluster.actors + (engine.count if engine is not None else 0) + judges
+    # Driver, actors and engine wait for each other much of the time, so up to two processes per core make progress.
+    if need > 2 * cores:
+        raise ResourceError(
+            f"{cores} cores cannot run {need} worker processes (cluster.actors={config.cluster.actors}"
+            f"{f', {engine.count_key}={engine.count}' if engine is not None else ''}"
+            f"{f', judges: {judges}' if judges else ''}); at most {2 * cores} fit"
+        )
+
+
+def _engine(config: TrainConfig) -> Processes | None:
+    return maker_of(engine_name(config), config).processes()
+
+
+# Sizes
+
+LARGE = 100_000_000
+"""Models with at least this many parameters get a warning about learning rates meant for tiny models."""
+
+HIGH, LOW = 30.0, 10.0
+"""A rate that is so many times the usual one, or a part of it, gives a warning; working recipes are within a factor of ten."""
+WORDS: dict[Task, str] = {
+    "rl": "reinforcement learning",
+    "critic": "a critic",
+    "sft": "supervised training",
+    "dpo": "training on pairs",
+    "reward": "a reward model",
+}
+
+
+def check_sizes(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError for groups that are too small to compare, for rows longer than a micro-batch or than a model computes
+    whatever other rows are with them, and for attention heads that the engine cannot compute; and for keys that free GPUs where
+    there are none.
+
+    Reads: rollout.group_size, rollout.max_episode_tokens, optim.micro_tokens, algorithm.advantage, model.path, model.init, vllm,
+    model.trust_remote_code, model.cpu_offload, model.offload, critic, reward_model, algorithm.distillation,
+    cluster; and as `check_heads`.
+    """
+    check_heads(config, engine_name)
+    if not has_gpus(config.cluster, "actor"):
+        check_on_host(config.model)
+    rollout = config.rollout
+    taught = config.algorithm.distillation
+    if taught is None or taught.reward_coef > 0:
+        _check_groups(rollout.group_size, config.algorithm.advantage)
+    context = context_length(config, engine_name)
+    longest = min(rollout.max_episode_tokens, context)
+    if config.optim.micro_tokens < longest:
+        raise ConfigError(
+            f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
+            f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
+            f"at least {longest}, or lower rollout.max_episode_tokens"
+        )
+    own = {} if config.model.path is None else {"model.path": config.model.path}
+    for key, path in {**own, **other_models(config)}.items():
+        _check_rotary(key, load_model_config(path, config.model.trust_remote_code), longest)
+
+
+def _check_rotary(key: str, model: Any, longest: int) -> None:
+    """Rotary embeddings of the kind "longrope" (Phi-3 and 4, MiniCPM) have other frequencies from a length on, for all that is
+    computed with a row of that length: other rows of a micro-batch, and keys that a cache holds; vLLM decides by its limit."""
+    text = model.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        turn = part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        if (
+            part.get("rope_type") == "longrope"
+            and turn
+            and longest > turn
+            and part.get("short_factor") != part.get("long_factor")
+        ):
+            raise ConfigError(
+                f"rollout.max_episode_tokens: rows may have {longest} tokens, but the rotary embedding of {key} "
+                f"({text.model_type}) changes at {turn} tokens for all rows that are computed together; set "
+                f"rollout.max_episode_tokens to at most {turn}"
+            )
+
+
+def _check_groups(size: int, advantage: Choice) -> None:
+    needs = ADVANTAGES.entry(advantage.name).needs
+    if size == 1 and "group" in needs:
+        raise ConfigError(
+            f'rollout.group_size = 1: algorithm.advantage "{advantage.name}" compares the episodes of a group, so every '
+            f"advantage would be 0; set rollout.group_size to 2 or more, or use one of {ADVANTAGES.that_need('group', False)}"
+        )
+    k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
+    if size <= k:
+        raise ConfigError(
+            f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" compares the subsets of k = {k} '
+            f"episodes of a group, so every advantage would be 0; set rollout.group_size to at least {k + 1}"
+        )
+
+
+def check_heads(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError if the engine has no attention kernel for the model's head size on the nodes that run it.
+
+    Reads: engine_args, model.path, model.init, cluster.
+    """
+    sizes = maker_of(engine_name, config).heads()
+    if sizes is None:
+        return
+    init = config.model.init
+    key, size = (
+        ("model.path", head_dim(str(config.model.path), config.model.trust_remote_code))
+        if init is None
+        else ("model.init.head_dim", init.head_dim)
+    )
+    if size is not None and size not in sizes:
+        what = f"{key} = {size}" if init is not None else f"{key} = {config.model.path}: its attention heads have size {size}"
+        fine = [e.name for e in ENGINES.own() if "messages" not in e.traits and e.make(config).heads() is None]
+        others = " or ".join(f"engine={name}" for name in fine)
+        raise ConfigError(
+            f"{what}: on the nodes that run it, engine={engine_name} supports head sizes {', '.join(map(str, sizes))}, and dies "
+            f"at the first request with others; use {others}, or a model with such heads"
+        )
+
+
+def check_cache(config: TrainConfig) -> None:
+    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: beside its weights on this machine's GPUs, or
+    as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
+
+    Reads: engine_args, vllm, model, cluster, rollout, optim, sft, critic, reward_model, reward, algorithm, env, data.
+    """
+    if is_planned():
+        return  # the cards of another machine are counted by the plan
+    cards = not joins(config.cluster) and has_gpus(config.cluster, "rollout")
+    card = card_bytes(config.cluster) if cards else None
+    if card is not None or "kv_cache_mib" in config.engine_args:
+        engine_memory(config, card)
+
+
+def advice(config: TrainConfig) -> list[str]:
+    """Warnings (key, value, recommendation) for learning rates that are far from those usual for what is trained."""
+    model, scratch = config.model, config.model.init is not None
+    if not scratch and model.path is None:
+        return []
+    task: Task = "rl" if config.data is None else config.data.loss
+    tasks: dict[str, Task] = {"optim": task, "critic": "critic", "sft": "sft"}
+    rates = [
+        (f"{at}.{key}", lr, tasks[at], usual_rate(tasks[at], model) * (1.0 if key == "lr" else MATRIX))
+        for at, optim in optims_of(config).items()
+        if optim.name != "sgd"  # whose steps are as long as the gradient
+        for key, lr in (("lr", optim.lr), ("matrix_lr", optim.matrix_lr))
+        if lr is not None
+    ]
+    far = [one for one in rates if one[1] > HIGH * one[3] or one[1] < one[3] / LOW]
+    size = 0
+    # Only then, because counting builds the model's skeleton. Between a tiny model and LARGE, rates of either kind are right.
+    if not far or (not scratch and (size := count_parameters(str(model.path), model.trust_remote_code)) < LARGE):
+        return []
+    kind = "" if model.lora is None else " with LoRA"
+    what = f"a model of random weights{kind}" if scratch else f"{size / 1e6:,.0f}M parameters{kind}"
+    return [
+        f"{key} = {lr:g} is {'high' if lr > usual else 'low'} for {WORDS[task]} of {what}: {usual:g} is a good start "
+        "(docs/hyperparameters.md)"
+        for key, lr, task, usual in far
+    ]
+
+
+# Places
+
+
+def check_placement(config: TrainConfig, engine_name: str) -> None:
+    """Raise ConfigError if a role's pool is unknown or has another number of processes than the role, for several
+    actors in the driver's process, for a weight route that does not leave a process if there are several, and for the address of
+    a cluster that no part of the run would join.
+
+    Reads: cluster, model.lora, engine_args, vllm, algorithm.kl.coef, algorithm.distillation, critic, reward_model,
+    model.sequence_parallel, model.tensor_parallel, model.expert_parallel, rollout.colocate, weights.route, reward.judge.engines.
+    """
+    cluster = config.cluster
+    _check_one_process(config, engine_name)
+    check_roles(cluster)
+    if "reference" in cluster.roles and config.model.lora is not None:
+        raise ConfigError(
+            "cluster.roles.reference: with [model.lora] the reference is the actor's own model without its adapter, so it has no "
+            "processes to place; remove the role"
+        )
+    if cluster.backend != "ray":
+        if cluster.actors > 1:
+            raise ConfigError(
+                f"cluster.actors = {cluster.actors}: the driver's process has room for one, because torch.distributed has one "
+                'rank per process: set cluster.actors = 1 or cluster.backend = "ray"'
+            )
+        _check_inline(config, engine_name)
+        return
+    engine = maker_of(engine_name, config).processes()
+    if "rollout" in cluster.roles and engine is None:
+        raise ConfigError(
+            f"cluster.roles.rollout: the {engine_name} engine samples in the driver; set engine = {_with_processes(config)}"
+        )
+    if JUDGE in cluster.roles and not judge_processes(config):
+        raise ConfigError(
+            f"cluster.roles.{JUDGE}: no judge has processes to place; remove the role, or set reward.judge.engines.NAME.engine = "
+            f"{_with_processes(config)}"
+        )
+    pools = pools_of_roles(cluster, roles_of(config, engine_name))
+    colocated = engine is not None and config.rollout.colocate
+    for role, (name, pool) in pools.items():
+        slots = pool.nodes * pool.per_node
+        wanted = {"actor": ("cluster.actors", cluster.actors)}
+        if engine is not None and not (colocated and pool.gpus):
+            wanted["rollout"] = (engine.count_key, engine.count)
+        key, count = wanted.get(role, ("", slots))
+        if count != slots:
+            raise ConfigError(
+                f"cluster.pools.{name} has {slots} processes (nodes x per_node), but {key} = {count}: the "
+                f"role {role!r} fills its pool, so set {key} = {slots}"
+            )
+        if role == JUDGE:
+            _check_judges(config, name, [other for other in pools if other != JUDGE])
+            continue
+        if role not in ("actor", "rollout"):
+            mesh_of(config, slots)
+        if role != "rollout":
+            _check_gpus(name, pool)
+    if engine is not None and colocated and has_gpus(cluster, "actor"):
+        _check_colocated(config, engine)
+    elif "rollout" in pools and engine is not None:
+        _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
+
+
+def _check_one_process(config: TrainConfig, engine_name: str) -> None:
+    route, cluster = config.weights.route, config.cluster
+    samples = maker_of(engine_name, config).processes() is not None
+    if route in ROUTES and "one_process" in ROUTES.entry(route).traits:
+        if cluster.backend == "ray":
+            why, instead = 'cluster.backend = "ray" trains in processes of its own', 'cluster.backend = "inline"'
+        else:
+            why, instead = f"engine = {engine_name} samples in processes of its own", "an engine in the driver"
+        if samples or cluster.backend == "ray":
+            raise ConfigError(f'weights.route = "{route}" stays within a process, and {why}; use "auto", or {instead}')
+    if cluster.address and cluster.backend == "inline" and not samples:
+        raise ConfigError(
+            f'cluster.address = "{cluster.address}": with cluster.backend = "inline" and engine = {engine_name} all of the run '
+            'is in this process, which joins no cluster; set cluster.backend = "ray", or cluster.address = ""'
+        )
+
+
+def _check_inline(config: TrainConfig, engine_name: str) -> None:
+    """Ray gives an engine's process the first GPU, not knowing that the driver computes on it."""
+    engine = maker_of(engine_name, config).processes()
+    judges = judge_processes(config)
+    if judges and not joins(config.cluster) and has_gpus(config.cluster, JUDGE):
+        raise ConfigError(
+            f'cluster.backend = "inline": the driver trains on the first GPU, and judge {next(iter(judges))} would get the same '
+            'one; set cluster.backend = "ray", or engine = "embedded" for the judge'
+        )
+    if engine is None or config.rollout.colocate or joins(config.cluster) or not has_gpus(config.cluster, "rollout"):
+        return
+    raise ConfigError(
+        f'cluster.backend = "inline": the driver trains on the first GPU, and {engine.what} would get the same one; set '
+        'cluster.backend = "ray" (each then has its own), rollout.colocate = true (they take turns), or engine = "embedded"'
+    )
+
+
+def _with_processes(config: TrainConfig) -> str:
+    """The names of the engines that have their own processes, for a message."""
+    return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
+
+
+def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: list[str]) -> None:
+    pool = config.cluster.pools[name]
+    roles = {str(role): pool for role, pool in config.cluster.roles.items()}
+    beside = [role for role in others if roles[role] == name]
+    if beside and pool.gpus:
+        raise ConfigError(
+            f"cluster.roles.rollout: {engine.what} cannot share the GPUs of {' and '.join(beside)} (pool "
+            f"{name!r}); give it a separate pool, or set rollout.colocate = true"
+        )
+    if pool.gpus and pool.gpus != engine.gpus:
+        raise ConfigError(
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}, but {engine.what} uses {engine.gpus_key} = "
+            f"{engine.gpus} GPUs: set them equal"
+        )
+
+
+def _check_judges(config: TrainConfig, name: str, others: list[str]) -> None:
+    """Judges share a pool with no other role that has GPUs there, and fill it together."""
+    pool, roles = config.cluster.pools[name], {str(role): pool for role, pool in config.cluster.roles.items()}
+    processes = judge_processes(config)
+    count, slots = sum(one.count for one in processes.values()), pool.nodes * pool.per_node
+    if beside := [role for role in others if roles[role] == name]:
+        raise ConfigError(
+            f"cluster.roles.{JUDGE}: judges cannot share the processes of {' and '.join(beside)} (pool {name!r}); give them a "
+            "pool of their own"
+        )
+    if count != slots:
+        keys = ", ".join(f"reward.judge.engines.{judge}.{one.count_key} = {one.count}" for judge, one in processes.items())
+        raise ConfigError(f"cluster.pools.{name} has {slots} processes (nodes x per_node), but the judges have {count} ({keys})")
+    for judge, one in processes.items():
+        if pool.gpus and pool.gpus != one.gpus:
+            raise ConfigError(
+                f"cluster.pools.{name}.gpus = {pool.gpus:g}, but judge {judge} uses reward.judge.engines.{judge}."
+                f"{one.gpus_key} = {one.gpus} GPUs: set them equal"
+            )
+
+
+def _check_gpus(name: str, pool: PoolConfig) -> None:
+    """A rank computes on one GPU; two of one role cannot share it, because NCCL refuses that."""
+    if pool.gpus not in (0.0, 1.0) and not (pool.gpus < 1 and pool.nodes * pool.per_node == 1):
+        raise ConfigError(
+            f"cluster.pools.{name}.gpus = {pool.gpus:g}: each rank trains on one GPU of its own, so set it to 1 (or to 0, to "
+            "train on CPUs), and per_node to the number of GPUs; only a pool of one process may use a part of one"
+        )
+
+
+def _check_colocated(config: TrainConfig, engine: Processes) -> None:
+    """Each of the engine's processes uses the GPUs of as many actors, on one node."""
+    cluster, gpus = config.cluster, engine.gpus
+    train, sample = cluster.roles.get("actor"), cluster.roles.get("rollout", cluster.roles.get("actor"))
+    if sample != train:
+        raise ConfigError(
+            f"rollout.colocate: the engine uses the actors' GPUs, but cluster.roles has rollout = {sample!r} and "
+            f"actor = {train!r}"
+        )
+    if engine.count * gpus != cluster.actors:
+        raise ConfigError(
+            f"rollout.colocate: {engine.what} uses the GPUs of {engine.gpus_key} = {gpus} actors, so {engine.count_key} = "
+            f"{engine.count} need {engine.count * gpus} of them: set cluster.actors = {engine.count * gpus}, or "
+            f"{engine.count_key} to cluster.actors / {engine.gpus_key}"
+        )
+    if train is not None and cluster.pools[train].per_node % gpus:
+        raise ConfigError(
+            f"cluster.pools.{train}.per_node = {cluster.pools[train].per_node}: with rollout.colocate it must be a multiple of "
+            f"{engine.gpus_key} = {gpus}, so that the GPUs of {engine.what} are on one node"
+        )
+
+
+# Rollout workers
+
+
+def check_workers(config: TrainConfig, trains: bool) -> None:
+    """Raise ConfigError if all of the run is to be in one process, or API models may be called less often at once than there are
+    workers, ResourceError if the nodes have too few CPU slots. `trains`: whether actors take some of them.
+
+    Raises ConfigError too for what was given in Python and cannot be sent to the processes that need it.
+
+    Reads: rollout.workers, rollout.summary_model, cluster, engine, api.concurrency, algorithm.
+    """
+    workers, table = config.rollout.workers, config.model_dump(mode="json", exclude_none=True)
+    if workers or config.cluster.backend == "ray":  # actors need a loss, workers also environments and rewards
+        packed(used(table if workers else table["algorithm"]))
+    if not workers:
+        return
+    if config.cluster.backend != "ray":
+        raise ConfigError(
+            f'rollout.workers = {workers}: with cluster.backend = "inline" all of the run is in this process; set '
+            'cluster.backend = "ray", or rollout.workers = 0'
+        )
+    calls = "messages" in engine_of(config).traits or config.rollout.summary_model is not None
+    if calls and config.api.concurrency < workers:
+        raise ConfigError(
+            f"api.concurrency = {config.api.concurrency} calls at once are shared by rollout.workers = {workers}, which leaves "
+            "some of them none; raise the one or lower the other"
+        )
+    if not is_planned():
+        check_worker_room(config, trains)
+
+
+# Judges
+
+
+def check_judges(config: TrainConfig, scorers: Mapping[str, Scorer], trains: bool = True, planned: bool = False) -> list[str]:
+    """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (if `trains`: an evaluation
+    may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
+    ModelError for a model that cannot be used. `scorers`: of each environment; `planned`: a folder may lack its weights. Returns
+    what is worth a warning.
+
+    Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
+    """
+    engines = config.reward.judge.engines
+    check_names(scorers.values(), engines)
+    leaves = [found for scorer in scorers.values() for found in own_leaves(scorer)]
+    if trains and (idle := sorted(set(engines) - {found.name for found in leaves})):
+        raise ConfigError(
+            f'reward.judge.engines.{idle[0]}: no judge leaf of this run asks it, with "model": "engine:{idle[0]}"; '
+            "remove it, or set env.reward to a spec that does"
+        )
+    for name, maker in judge_makers(config).items():
+        asked = [found for found in leaves if found.name == name]
+        if asked:
+            _check_one(config, name, maker, asked, planned)
+    return [] if not leaves or can_constrain() else [f"reward.judge.engines: {NO_LIBRARY}"]
+
+
+def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[OwnLeaf], planned: bool) -> None:
+    own, key = judge_config(config, name), f"reward.judge.engines.{name}"
+    path, trust = config.reward.judge.engines[name].path, config.model.trust_remote_code
+    check_judge_model(own, f"{key}.path", planned)
+    if takes_images(load_model_config(path, trust)):
+        raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
+    with told(key):
+        maker.check_installed()
+        maker.check()
+        check_heads(own, own.engine)
+    context = maker.context(min(model_context(path, trust), own.rollout.max_episode_tokens))
+    try:
+        renderer = make_renderer(load_tokenizer(path, trust))
+        for found in leaves:
+            _check_room(found, renderer, context, key)
+    except (ModelError, RenderError) as problem:
+        raise ModelError(f"{key}.path = {path}: {problem}") from problem
+
+
+def _check_room(found: OwnLeaf, renderer: Renderer, context: int, key: str) -> None:
+    """With nothing in its placeholders a prompt is as short as it can be."""
+    prompt = len(renderer.start([Message("system", found.leaf.system()), Message("user", found.leaf.args["prompt"])], []))
+    most = found.leaf.max_tokens
+    if prompt + most > context:
+        raise ConfigError(
+            f"{key}: the judge takes {context} tokens (its model's context, {key}.max_model_len), and {found.at} needs {prompt} "
+            f"for its prompt alone and max_tokens = {most} for the verdict; lower max_tokens, raise {key}.max_model_len, or take "
+            "a model with a longer context"
+        )

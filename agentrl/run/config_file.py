@@ -1,0 +1,126 @@
+"""Shared by the commands that take a config: its arguments, finding its file, and creating its run folder."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from agentrl.config import TrainConfig
+    from agentrl.config.origin import Origins
+    from agentrl.run.folder import RunFolder
+
+
+def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = False) -> None:
+    """`CONFIG a.b=c ...`, as `read_config` reads it; CONFIG may be left out unless `required`."""
+    parser.add_argument("config", nargs=None if required else "?", help=help)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file; ~a.b unsets one")
+
+
+def is_override(text: str) -> bool:
+    """Whether a word of the command line is meant as an override, not as a name: of a shelf, a file or a run's folder, which may
+    have a "=" in it (a sweep's `runs/lr=1e-3`)."""
+    if text.startswith(("~/", "~\\")) or Path(text).is_file() or (Path(text) / "config.toml").is_file():
+        return False
+    key = re.sub(r"""\"[^"]*"|'[^']*'""", "", text.partition("=")[0])
+    return text.startswith("~") or ("=" in text and "/" not in key)
+
+
+def read_config(args: argparse.Namespace) -> TrainConfig:
+    """The config that `add_config` asked for, with whole paths. Raises ConfigError or CatalogError."""
+    from agentrl.config import load_config
+    from agentrl.config.load import with_absolute_paths
+
+    return with_absolute_paths(load_config(find_config_file(args.config), args.overrides, find_config_file))
+
+
+def read_config_origins(args: argparse.Namespace) -> Origins:
+    """Where the values of `read_config` are from. Raises as it does."""
+    from agentrl.config.origin import read_origins
+
+    return read_origins(find_config_file(args.config), args.overrides, find_config_file)
+
+
+def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
+    """The config with which the run in the folder `run` began, and that with the overrides `texts`. Raises ConfigError."""
+    from agentrl.config import load_config
+    from agentrl.config.load import with_absolute_paths
+    from agentrl.run.provenance import run_folder
+
+    file = run_folder(run).config
+    before, config = (with_absolute_paths(load_config(file, given)) for given in ((), texts))
+    return before, config
+
+
+def resume_overrides(args: argparse.Namespace) -> list[str]:
+    """Those of a resume, of which argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
+    if args.overwrite:
+        raise ConfigError(f"--resume goes on with {args.resume}, and --overwrite starts over; leave one of the two out")
+    if args.config is not None and not is_override(args.config):
+        raise ConfigError(f"--resume {args.resume} has its own config: leave {args.config!r} out (a.b=c after it changes a key)")
+    return [text for text in (args.config, *args.overrides) if text is not None]
+
+
+def find_config_file(name: str) -> Path:
+    """The TOML file at the path `name`, or the config of that name on a shelf. Raises UserError if there is none."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    from agentrl.env.catalog import find_config
+
+    try:
+        return Path(find_config(name))
+    except CatalogError as error:
+        if name and path.is_dir():
+            inside = path / "config.toml"  # of a run, which is what it was to be and what it has learned
+            hint = (
+                f"; its config: {shlex.quote(str(inside))}; to go on with it: --resume"
+                if inside.is_file()
+                else "; name a TOML file"
+            )
+            raise CatalogError(f"{name}: a folder{hint}") from None
+        if path.suffix == ".toml":
+            return path  # load_config says which file is missing and what is near it
+        if (file := Path(f"{name}.toml")).is_file():
+            raise CatalogError(f"no config {name!r} in a folder configs/; did you mean the file {str(file)!r}?") from None
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")]) if name else ""
+        if near:
+            raise CatalogError(f"{error}; a file here: {near}") from None
+        raise
+
+
+def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
+    """Raise what `open_folder` would raise of the place of the run's folder. Makes and removes nothing."""
+    from agentrl.run.folder import check_free, check_unlocked
+
+    target = Path(config.out) / config.name
+    if overwrite and (target / "config.toml").is_file():
+        check_unlocked(target)
+    else:
+        check_free(config)
+
+
+def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
+    """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
+    older run of that name is removed first. Raises ConfigError if that is still being written."""
+    from agentrl.run.folder import RunFolder, locked
+    from agentrl.run.provenance import write_provenance
+
+    target = Path(config.out) / config.name
+    # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
+    if overwrite and (target / "config.toml").is_file():
+        with locked(target):
+            shutil.rmtree(target)
+    folder = RunFolder.create(config, origins)
+    try:
+        write_provenance(config, folder)
+    except OSError:
+        shutil.rmtree(folder.path, ignore_errors=True)  # else the name were taken by a run that has not begun
+        raise
+    return folder

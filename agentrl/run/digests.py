@@ -1,0 +1,142 @@
+"""Digests of the files that a config only names, so that new weights under an old path are a different evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, judge_models, other_models, told
+from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
+from agentrl.env.catalog import EnvRef, find_spec, find_tools
+from agentrl.env.suites import SuiteEnv, source_fingerprint
+from agentrl.utils.search_path import source_digest, used, value_of
+
+SOURCE = "the source of "
+_CHUNK = 64 << 10
+_CHUNKS = 128
+
+
+def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
+    """Digests of the reward spec and of the files of models, environments, tool sets and of those that sets are given, for an
+    identity.
+
+    Models on a hub or behind an API and environments of installed packages have no digest. Raises CatalogError or
+    RewardSpecError if the spec, an environment or a tool set is not found.
+    """
+    models = {
+        "model.path": _files(config.model.path),
+        **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
+        **{key: _files(path) for key, path in judge_models(config).items()},
+    }
+    digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
+    for own in config.envs:
+        with told(config, own):
+            env = EnvRef.of(alone(config, own))
+            at = f"env.{own.called}" if isinstance(config.env, list) else "env"
+            digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
+            tools = f"{at}.tools" if own.tools is not None else "tools"
+            digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_data(env.tools.args))})
+            if (suite := suite_env(env)) is not None:
+                digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
+    return digests | _given(config)
+
+
+def files_digest(folder: str) -> str | None:
+    """The digest of the files of a model's folder; None of one on a hub."""
+    return _digests({"it": _files(folder)}).get("the files of it")
+
+
+def code_of(config: TrainConfig) -> list[str]:
+    """The keys of `contents_of` that are of code: the environments' and their tools'."""
+    several = isinstance(config.env, list)
+    places = [f"env.{env.called}" if several else "env" for env in config.envs]
+    keys = ["tools.sets", *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
+    return [*(f"the files of {key}" for key in keys), *(f"{SOURCE}{name}" for name in _functions(config))]
+
+
+def _given(config: TrainConfig) -> Identity:
+    """The digests of what was given in Python and has a source text."""
+    found = {f"{SOURCE}{name}": source_digest(name) for name in used(config.model_dump(mode="json", exclude_none=True))}
+    return {key: digest for key, digest in found.items() if digest is not None}
+
+
+def _functions(config: TrainConfig) -> list[str]:
+    """What was given in Python and is code: all but reward specs."""
+    return [name for name in used(config.model_dump(mode="json", exclude_none=True)) if not isinstance(value_of(name), Mapping)]
+
+
+def suite_env(env: EnvRef) -> SuiteEnv | None:
+    """The environment, built, if it is one of a suite that is played here."""
+    if env.at is not None or not (env.entry.suite or env.entry.entry_point or env.entry.made):
+        return None  # its source text says that it is none
+    built = env.build()
+    inner = built.unwrapped
+    return inner if isinstance(inner, SuiteEnv) else None
+
+
+def env_digest(env: EnvRef) -> str | None:
+    """The digest of an environment's files; None for one of an installed package."""
+    return _digests({"it": sorted(_sources(env.entry.path))}).get("the files of it")
+
+
+def _code(env: EnvRef, own: str, sets: str) -> Identity:
+    """The digests of an environment's files and of its tool sets': its server's, which says those of the first, if it is
+    elsewhere."""
+    card = env.card()
+    if card is not None:
+        return {f"the files of {own}": card["files"]} if card["files"] is not None else {}
+    files = [] if env.at is not None else sorted(_sources(env.entry.path))
+    return _digests({own: files, sets: [find_tools(name) for name in env.tools.sets]})
+
+
+def _digests(files: Mapping[str, Sequence[Path]]) -> Identity:
+    return {
+        f"the files of {key}": digest_of([[path.name, _digest(path)] for path in paths]) for key, paths in files.items() if paths
+    }
+
+
+def _files(folder: str | None) -> list[Path]:
+    return sorted(_plain(Path(folder).iterdir())) if folder is not None and Path(folder).is_dir() else []
+
+
+def _sources(path: Path | None) -> Iterator[Path]:
+    """The environment's file and, if it has its own folder, the other files there except tests."""
+    if path is None:
+        return
+    if path.name != "env.py":
+        yield path
+        return
+    for file in _plain(path.parent.rglob("*")):
+        if "__pycache__" not in file.parts and not file.name.startswith("test_"):
+            yield file
+
+
+def _data(args: Mapping[str, Mapping[str, Any]]) -> Iterator[Path]:
+    """The files that arguments of tool sets name, and those in folders that they name."""
+    for path in (Path(value) for given in args.values() for value in given.values() if isinstance(value, str) and value):
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            yield from _plain(path.rglob("*"))
+
+
+def _plain(paths: Iterator[Path]) -> Iterator[Path]:
+    return (path for path in paths if path.is_file() and not path.name.startswith("."))
+
+
+def _digest(path: Path) -> str:
+    """Digest of a file's size and content; of a large file (weights), of its size and `_CHUNKS` chunks."""
+    size, digest = path.stat().st_size, sha256()
+    digest.update(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _CHUNK * _CHUNKS:
+            digest.update(file.read())
+            return digest.hexdigest()
+        # Evenly spread samples: a training step changes nearly all weights, and reading 100 GB would take minutes.
+        for chunk in range(_CHUNKS):
+            file.seek(chunk * (size - _CHUNK) // (_CHUNKS - 1))
+            digest.update(file.read(_CHUNK))
+    return digest.hexdigest()

@@ -1,0 +1,436 @@
+"""A run from start to summary: phases, Ctrl-C, lost workers, and the closing message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.cluster.group import check_arrived
+from agentrl.cluster.ray_cluster import last_words, while_ray_lives
+from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
+from agentrl.config import TrainConfig
+from agentrl.config.origin import Origins
+from agentrl.config.schema import KeepConfig
+from agentrl.contrib.offline.data_run import only_data, summary_of_data, train_on_data
+from agentrl.run.callbacks import TWICE, Callback, Interrupt, put_off, raise_gc_threshold
+from agentrl.run.checks.model_checks import model_notes
+from agentrl.run.checks.rollout_checks import harder, survey_lines
+from agentrl.run.checks.size_checks import advice
+from agentrl.run.display import Display, percent
+from agentrl.run.engine_choice import trainer_computes
+from agentrl.run.folder import NOTHING, LogFile, RunFolder, locked
+from agentrl.run.loop import evaluate_now, train_loop
+from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
+from agentrl.run.provenance import check_contents, updates_done
+from agentrl.run.run_log import MOSTLY_UNSCORED, Health, RunLog, Unhealthy, check_any_scored, thrown_away
+from agentrl.run.session import Session, open_session, warmed_up
+from agentrl.run.sft import warm_start
+from agentrl.run.trackers import Status, TrackedRun, makers
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import newest_checkpoint, seal
+from agentrl.trainer.families import Packing, packing_of, with_packing
+from agentrl.utils.errors import (
+    FULL,
+    AgentrlError,
+    DiskFullError,
+    EngineError,
+    JudgeBudgetError,
+    NoRoomLeftError,
+    NothingScoredError,
+    ResourceError,
+    StalledError,
+    WorkerDiedError,
+)
+from agentrl.utils.event_loop import run_loop
+from agentrl.utils.files import full_disk_said
+from agentrl.utils.terminal import quiet_libraries
+from agentrl.utils.threads import in_thread, share_the_lock
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RunOutcome:
+    """The state of a run; becomes summary.json. `cause`: why a run that went to its end did not learn."""
+
+    status: Status | Unhealthy = "failed"
+    error: str | None = None
+    cause: str | None = None
+    restarts: int = 0
+    engine: str = ""
+    only_warm_start: bool = False
+    full: OSError | None = None
+    started: float = field(default_factory=time.monotonic)
+
+
+def execute(
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    resumed: bool,
+    only_warm_start: bool = False,
+    notes: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    interrupt: Interrupt | None = None,
+    origins: Origins | None = None,
+    restarts: int = 0,
+) -> int:
+    """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
+
+    `notes`: warnings of the caller, for the display and the log. `callbacks`: beside those of the config. `interrupt`: how the
+    caller stops it, if it is not by a signal. `origins`: where the values of a resumed run's config are from; the config in the
+    folder becomes this one. `restarts`: how often it has started again. Raises UserError for what the user can fix: ConfigError
+    if another process writes this run. Else the summary is always written.
+    """
+    quiet_libraries()
+    raise_gc_threshold()
+    share_the_lock()
+    outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
+    log_file = _log_to(folder, config.keep)
+    with (
+        full_disk_said(folder.path, f"continue with: {_resume_command(config, folder)}"),
+        locked(folder.path),
+        log_file,
+        Display() as display,
+        _log_of(config, folder, display, resumed) as run_log,
+    ):
+        config = folder.dated(config)
+        folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
+        folder.reserve()
+        display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
+        if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
+            log.info("the config has changed; what it was until now is in %s", old)
+        shown = config if config.data is None else only_data(config)
+        packing = packing_of(shown)
+        log.info("packing: %s", packing.reason)
+        # One decision for all roles and ranks, before any of them is started.
+        config, shown = with_packing(config), with_packing(shown)
+        display.say(trainer_computes(config))
+        for line in () if resumed else survey_lines(shown):
+            display.say(line)
+        for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
+            display.warn(line)
+        try:
+            with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):
+                run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            outcome.status = "interrupted"
+        except NothingScoredError as error:
+            outcome.status, outcome.error = MOSTLY_UNSCORED, f"{type(error).__name__}: {error}"
+            raise
+        except AgentrlError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
+                then = "\n" if "\n" in str(error) else "; "  # below a table
+                raise type(error)(f"{error}{then}continue with: {_resume_command(config, folder)}") from error
+            raise
+        except OSError as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            if error.errno not in FULL:
+                log.exception("the run failed")
+            raise
+        except BaseException as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+            log.exception("the run failed")
+            raise
+        finally:
+            with put_off(display.say):
+                _finish(config, folder, outcome, run_log)
+        if outcome.full is not None:
+            raise outcome.full
+        _say_end(config, display, folder, outcome, [tracker.look for tracker in run_log.trackers if tracker.look])
+    return {"done": 0, "interrupted": 130}.get(outcome.status, 1)
+
+
+def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: bool) -> RunLog:
+    health = Health(config, display.warn)
+    trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
+    return RunLog(folder, display, trackers, resumed, health, config.prometheus, config.keep)
+
+
+def _packing_notes(packing: Packing) -> list[str]:
+    """What is slower than it could be because of the model's family."""
+    return [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
+
+
+async def _train(
+    config: TrainConfig,
+    folder: RunFolder,
+    display: Display,
+    run_log: RunLog,
+    outcome: RunOutcome,
+    interrupt: Interrupt,
+    callbacks: Sequence[Callback],
+) -> None:
+    interrupt.install()
+    while True:
+        # Everything is closed and opened again, because torch.distributed groups do not survive the loss of a rank.
+        try:
+            await while_ray_lives(_attempt(config, folder, display, run_log, outcome, interrupt, callbacks))
+            return
+        except (*LOSSES, NothingScoredError) as error:
+            if isinstance(error, DiskFullError):
+                raise
+            await asyncio.sleep(TWICE)  # a signal to all processes may have ended that one first
+            if interrupt.requested:
+                log.warning("stopped as it was asked to, without the step's end: %s", error)
+                outcome.status = "interrupted"
+                return
+            if not isinstance(error, WorkerDiedError) or outcome.restarts >= config.cluster.max_restarts:
+                raise
+            outcome.restarts += 1
+            display.say(restarting(error, outcome.restarts, config.cluster.max_restarts))
+
+
+async def _attempt(
+    config: TrainConfig,
+    folder: RunFolder,
+    display: Display,
+    run_log: RunLog,
+    outcome: RunOutcome,
+    interrupt: Interrupt,
+    callbacks: Sequence[Callback],
+) -> None:
+    then = f"continue with: {_resume_command(config, folder)}"
+    tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
+    if outcome.restarts:
+        check_contents(config, folder)  # the files are read again
+    if config.data is not None:
+        outcome.engine, outcome.status = "none", "interrupted"
+        if await train_on_data(config, folder, display, run_log, interrupt):
+            outcome.status = "done"
+        return
+    try:
+        session = await open_session(config, folder, display, callbacks)
+    except ResourceError as error:
+        if not outcome.restarts or isinstance(error, DiskFullError):
+            raise
+        raise NoRoomLeftError(f"what is left has no room for the run: {error}") from error
+    outcome.engine = session.engine_name
+    run_log.live(session)
+    try:
+        with error_told():
+            await _phases(session, run_log, outcome, interrupt)
+    finally:
+        run_log.live(None)
+        await session.close()
+
+
+async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interrupt: Interrupt) -> None:
+    config, folder = session.config, session.folder
+    if config.rollout.colocate:
+        await session.publisher.sleep()  # until the first publish: what starts until then uses the same memory
+    outcome.status = "interrupted"  # the early returns below follow Ctrl-C, except that of a warm start alone
+    if config.sft is not None and not warmed_up(folder):
+        folder.rewind(NOTHING)  # rows of an attempt that ended in its warm start would be written twice
+        run_log.rewound(NOTHING)
+        await warm_start(session, run_log, interrupt)
+        if interrupt.requested:
+            return
+    if outcome.only_warm_start:
+        outcome.status = "done"
+        return
+    loaded = await session.begin()
+    run_log.rewound(session.collector.version if loaded else -1)
+    if loaded:
+        session.display.recall(points(folder.read_metrics(), EVALUATED, "success"))
+    else:
+        session.display.phase("before", 1)
+        before = await evaluate_now(session, run_log, "before")
+        check_any_scored(before)
+        await session.saver.save(before)
+    if run_log.health is not None:
+        run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.fault)
+    try:
+        await train_loop(session, run_log, interrupt)
+    except JudgeBudgetError as error:
+        step = await session.saver.save_missing()
+        raise JudgeBudgetError(
+            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(config, folder)} reward.judge..."
+        ) from error
+    if session.collector.ledger.version >= config.steps or not interrupt.requested:
+        session.display.phase("finish", 1)
+        await session.saver.rate(await evaluate_now(session, run_log, "after"))
+        await run_log.writes.wait()
+        if config.rollout.colocate:
+            await session.rest()
+        with session.display.doing("writing the trained model"):
+            folder.clear_final()
+            await session.actors.arun(Actor.export_hf, str(folder.final))
+        await check_arrived(session.actors, folder.final, "the trained model")
+        await in_thread("files", seal, folder.final, session.collector.version)
+        outcome.status = "done"
+
+
+def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log: RunLog) -> None:
+    rows = folder.read_metrics()
+    if outcome.error is not None and outcome.status != MOSTLY_UNSCORED:
+        outcome.status = "failed"
+    ended = outcome.status == "done" and not outcome.only_warm_start and config.data is None
+    if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
+        outcome.cause = str(finding)
+        outcome.status = finding.status if finding.fails else "done"
+    with _unless_failed(outcome, "the curve is not drawn"):
+        if config.data is None:
+            draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
+    with _unless_failed(outcome, "summary.json is not written"):
+        folder.write_summary(summary := _summary(config, rows, outcome))
+        run_log.ended(outcome.status if outcome.status in ("done", "interrupted") else "failed", summary)
+
+
+@contextmanager
+def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
+    """What a run that failed cannot write (on a full disk, say) does not hide why it failed."""
+    try:
+        yield
+    except OSError as problem:
+        if outcome.error is None:
+            if problem.errno not in FULL:
+                raise
+            outcome.status, outcome.error, outcome.full = "failed", f"{what}: {problem}", problem
+        log.warning("%s: %s", what, problem)
+
+
+def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcome) -> dict[str, Any]:
+    def success(phase: str) -> float | None:
+        values = [row["success"] for row in rows if row["phase"] == phase]
+        return values[-1] if values else None
+
+    updates = [row for row in rows if row["phase"] == "train"]
+    seconds = time.monotonic() - outcome.started
+    return {
+        "name": config.name,
+        "status": outcome.status,
+        "error": outcome.error,
+        **({"cause": outcome.cause} if outcome.cause is not None else {}),
+        "engine": outcome.engine,
+        "seed": config.seed,
+        "steps": updates[-1]["step"] if updates else 0,
+        "success_before": success("before"),
+        "success_after": success("after"),
+        **({"envs": {env.called: _of_env(rows, env.called) for env in config.envs}} if len(config.envs) > 1 else {}),
+        **({"horizons": horizons} if (horizons := summary_of(rows)) else {}),
+        "tokens": sum(row["tokens"] for row in updates),
+        **thrown_away(updates),
+        "seconds": round(seconds, 1),
+        "restarts": outcome.restarts,
+        **(summary_of_data(config, rows) if config.data is not None else {}),
+    }
+
+
+def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Success of one environment on its held-out tasks, the best with its step too, and what training sampled of it."""
+    key = f"env/{name}/success"
+    of = {phase: dict(points(rows, (phase,), key)) for phase in EVALUATED}
+    found = {step: value for phase in of.values() for step, value in phase.items()}
+    best = max(found, key=lambda step: (found[step], -step), default=None)
+    return {
+        "success_before": next(iter(of["before"].values()), None),
+        "success_after": next(reversed(of["after"].values()), None),
+        "best": None if best is None else {"step": best, "success": found[best]},
+        **({"horizons": horizons} if (horizons := summary_of(rows, name)) else {}),
+        "tokens": sum(row.get(f"env/{name}/tokens", 0) for row in rows if row["phase"] == "train"),
+    }
+
+
+def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
+    if outcome.status == "interrupted":
+        display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
+        display.say(f"interrupted. Continue with: {_resume_command(config, folder)}")
+        return
+    if config.data is not None:
+        where = shlex.quote(str(folder.final))
+        use = f"reward_model.path={where}" if config.data.loss == "reward" else f"agentrl eval ENV --model {where}"
+        display.say(f"the trained model is in {folder.final}; next: {use}")
+        return
+    if outcome.only_warm_start:
+        display.say(f"the warmed-up model is in {folder.warm_start}")
+        return
+    rows = folder.read_metrics()
+    summary = {row["phase"]: row["success"] for row in rows if row["phase"] in ("before", "after")}
+    display.say("")
+    display.say(f"success on held-out tasks   before {percent(summary.get('before'))}   after {percent(summary.get('after'))}")
+    for env in config.envs if len(config.envs) > 1 else ():
+        one = _of_env(rows, env.called)
+        said = (
+            f"before {percent(one['success_before'])}   after {percent(one['success_after'])}   {one['tokens']:,} tokens sampled"
+        )
+        display.say(f"  {env.called:<26}{said}")
+        _say_horizons(display, one.get("horizons", {}))
+    _say_horizons(display, summary_of(rows))
+    spent = thrown_away([row for row in rows if row["phase"] == "train"])
+    if spent.get("tokens_thrown"):
+        away, of = spent["tokens_thrown"], spent["tokens_sampled"]
+        causes = ", ".join(f"{why} {percent(count / of)}" for why, count in spent["thrown"].items())
+        display.say(f"thrown away                 {away:,} of {of:,} sampled tokens ({percent(away / of)}: {causes})")
+    display.say(f"run folder                  {folder.path}  (curve.png, metrics.jsonl, trajectories/, checkpoints/)")
+    if outcome.status == "done":
+        display.say(f"trained model               {folder.final}")
+    for look in looks:
+        display.say(f"look at it                  {look}")
+    for line in _next(config, folder, outcome):
+        display.say(line)
+
+
+def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None:
+    """A line for each number of calls, if tasks differ in it."""
+    for label, one in horizons.items() if len(horizons) > 1 else ():
+        ends = f"before {percent(one['success_before'])}   after {percent(one['success_after'])}"
+        display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
+
+
+def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[str]:
+    """What to do after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
+    run, rows = shlex.quote(str(folder.path)), folder.read_metrics()
+    # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
+    more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
+    solved = [row["success"] for row in rows if row["phase"] == "after"]
+    if outcome.status != "done":
+        return [
+            "",
+            f"THIS RUN FAILED: {outcome.status}. {outcome.cause}",
+            f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
+            f"after mending it            agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
+        ]
+    better = harder(config, solved[-1] if solved else None)
+    return [
+        *([f"but                         {outcome.cause}"] if outcome.cause is not None else []),
+        f"look at it                  agentrl view {run};  agentrl show {run}",
+        *([f"why nothing is solved       agentrl runs failures {run}"] if solved and not solved[-1] else []),
+        f"try next                    agentrl eval --run {run} --checkpoint 0 --checkpoint last",
+        f"                            agentrl train {shlex.quote(better) if better else f'--resume {run} steps={more}'}",
+        "                            agentrl env list;  agentrl env new my_env",
+    ]
+
+
+def _command(config: TrainConfig) -> str:
+    return "train" if config.data is None else "sft"
+
+
+def _resume_command(config: TrainConfig, folder: RunFolder) -> str:
+    return f"agentrl {_command(config)} --resume {shlex.quote(str(folder.path))}"
+
+
+@contextmanager
+def _log_to(folder: RunFolder, keep: KeepConfig) -> Iterator[None]:
+    handler = LogFile(folder.log, keep)
+    logging.getLogger("agentrl").setLevel(logging.INFO)
+    # An exporter of traces that finds no collector says so in the other.
+    loggers = [logging.getLogger("agentrl"), logging.getLogger("opentelemetry")]
+    for logger in loggers:
+        logger.propagate = False  # to the file alone: lines on the console would garble the live display
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        # A process may go on without the run, and with a folder that is no longer there.
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True
+        handler.close()

@@ -1,0 +1,190 @@
+"""The engine of a run, by name (rollout/engine_maker.py has the registry). Only the chosen backend is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cluster.resources import has_gpus, is_planned, need, nodes_of
+from agentrl.config import TrainConfig
+from agentrl.config.envs import widest
+from agentrl.engines.makers import API, api_name
+from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
+from agentrl.trainer.pretrained import model_context, named_anywhere
+from agentrl.utils.processor import threads_for
+from agentrl.utils.registry import Entry
+
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+    from agentrl.engines.api_models import Transcript
+
+__all__ = ["API", "api_name"]
+
+AUTO = "auto"
+
+
+def resolve_engine(config: TrainConfig) -> str:
+    """The name of the config's engine: `auto` is the one that best suits the GPUs available to it (vLLM if there are any,
+    else embedded).
+
+    Raises ConfigError for an unknown name, DependencyError if a package that the engine needs is not installed,
+    ResourceError if the cluster's nodes do not answer.
+    """
+    if config.engine == AUTO:
+        return _best_for(engine_gpus(config))
+    maker = ENGINES.entry(config.engine).make
+    if not is_planned():
+        maker.check_installed()
+    return config.engine
+
+
+def _best_for(gpus: float) -> str:
+    return max(ENGINES.own(), key=lambda entry: entry.make.suits(gpus)).name
+
+
+def without_trainer(config: TrainConfig) -> TrainConfig:
+    """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no trainer
+    takes any of them. Raises ResourceError if the nodes cannot be asked."""
+    if config.engine != AUTO or _claiming(config):
+        return config
+    gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
+    return config.model_copy(update={"engine": _best_for(gpus)})
+
+
+def _claiming(config: TrainConfig) -> list[str]:
+    """The engines that claim the config's model."""
+    return [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
+
+
+def talks_in_messages(model: str | None) -> bool:
+    """Whether a model of this name is run by an engine whose ids are messages, so that it has no tokenizer."""
+    return any("messages" in entry.traits for entry in ENGINES.own() if entry.make.claims(model))
+
+
+def engine_gpus(config: TrainConfig) -> float:
+    """The number of GPUs available to an engine's own processes: those of its pool, or those that the trainer leaves free.
+
+    With `rollout.colocate` engine and trainer use the same GPUs; else there are none with backend "inline", since Ray does
+    not know which one the driver uses.
+    """
+    cluster = config.cluster
+    if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
+        return need(pool)[1] * pool.nodes
+    available = sum(node.gpus for node in nodes_of(cluster, "actor"))
+    if config.rollout.colocate:
+        return available
+    if cluster.backend == "inline":
+        return 0.0
+    placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
+    taken = sum(need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
+    unplaced = 0 if "actor" in cluster.roles else cluster.actors
+    return available - taken - unplaced
+
+
+def engine_name(config: TrainConfig) -> str:
+    """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
+    claiming = _claiming(config)
+    return claiming[0] if claiming else resolve_engine(config)
+
+
+def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
+    """The registry entry of the run's engine, with its needs and traits. Raises as `resolve_engine`."""
+    return ENGINES.entry(engine_name(config))
+
+
+def needs_ray(config: TrainConfig) -> bool:
+    """Whether a training run must start Ray: for its workers, or for what samples."""
+    return config.cluster.backend == "ray" or samples_on_ray(config)
+
+
+def samples_on_ray(config: TrainConfig) -> bool:
+    """Whether what samples needs Ray: the run's engine, or that of a judge."""
+    entries = [engine_of(config), *(ENGINES.entry(one.engine) for one in config.reward.judge.engines.values())]
+    return any("ray" in entry.needs for entry in entries)
+
+
+def maker_of(name: str, config: TrainConfig) -> EngineMaker:
+    """The maker of the engine `name` with the config's `engine_args`. Raises ConfigError for an unknown or invalid argument."""
+    maker: EngineMaker = ENGINES.bind(name, config.engine_args)(widest(config))
+    maker.on_gpus = partial(has_gpus, config.cluster, "rollout")
+    return maker
+
+
+def workers_apart(config: TrainConfig) -> int:
+    """How many rollout workers have processes of their own."""
+    workers = config.rollout.workers
+    return workers - maker_of(engine_name(config), config).seats() if workers else 0
+
+
+def with_threads(config: TrainConfig, trains: bool = True) -> TrainConfig:
+    """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
+
+    Their turns alternate in a synchronous run, so that each has the cores to itself; in an asynchronous one they share them.
+    `trains`: whether there is a trainer.
+    """
+    if config.model.threads != "auto":
+        return config
+    pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
+    actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
+    training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
+    sampling = 0 if config.data is not None else _sampling(config)
+    at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
+    nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
+    # Processes are spread evenly over nodes, and none has more cores than its node.
+    threads = threads_for(config.model.size(), min(sum(nodes), max(nodes) * at_once), at_once)
+    return config.model_copy(update={"model": config.model.model_copy(update={"threads": threads})})
+
+
+def _sampling(config: TrainConfig) -> int:
+    """The processes that compute for the engine and the judges."""
+    engine = maker_of(engine_name(config), config).processes()
+    return len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
+
+
+def computed(dtype: str, threads: int | str | None) -> str:
+    """In which type a model is computed, and by how many threads (None: on GPUs)."""
+    if threads is None:
+        return f"computed in {dtype}"
+    return f"computed in {dtype} on the CPU, by {threads} thread{'' if threads == 1 else 's'} of each process"
+
+
+def trainer_computes(config: TrainConfig) -> str:
+    """Type and threads of a run's model, as a line for its start."""
+    return _said(config, "actor")
+
+
+def engine_computes(config: TrainConfig) -> str:
+    """The same for a command that trains nothing; empty if the engine computes no model itself."""
+    return _said(config, "rollout") if "judges" in engine_of(config).traits else ""
+
+
+def _said(config: TrainConfig, role: str) -> str:
+    cuda = has_gpus(config.cluster, role)
+    how = computed(config.model.computes_in(cuda), None if cuda else with_threads(config, role == "actor").model.threads)
+    return f"the model is {how} (model.dtype, model.threads)"
+
+
+def make_engine(
+    name: str,
+    model: str,
+    config: TrainConfig,
+    pools: Pools | None = None,
+    unused: Sequence[int] = (),
+    room: int | None = None,
+) -> Engine:
+    """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
+    `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
+    `room`: bytes of its GPU for it (run/memory.py)."""
+    maker = maker_of(name, config)
+    maker.unused, maker.room = unused, room
+    processes = maker.processes()
+    ray_options: Sequence[Mapping[str, Any]] = ()
+    if pools is not None and processes is not None and "rollout" in pools:
+        ray_options = pools.ray_options("rollout", processes.gpus)
+    return maker.make(named_anywhere(model), model_context(model, config.model.trust_remote_code), ray_options)
+
+
+def make_api_engine(config: TrainConfig, transcript: Transcript) -> Engine:
+    """The engine of an API model (`api:NAME`), with the settings of the config's `api` section."""
+    return maker_of(engine_name(config), config).make_with(transcript)

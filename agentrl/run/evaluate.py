@@ -1,0 +1,600 @@
+"""Evaluation and rollouts outside a run: `agentrl eval`, `agentrl rollout`, and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
+from agentrl.cluster.ray_parent import error_told, tell, unsaid
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, eval_weights, one_temperature, the_env
+from agentrl.config.identity import Identity, check_same_identity, identity_of
+from agentrl.data.trajectory import Trajectory, Turn
+from agentrl.engines.makers import api_name
+from agentrl.env.official import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.player import fault_of, run_tasks, success_rate
+from agentrl.rollout.replay import Replayer
+from agentrl.rollout.tape import EpisodeIO
+from agentrl.run.assembly import Assembly, assemble, read_inputs
+from agentrl.run.callbacks import Interrupt
+from agentrl.run.checks.env_checks import suite_notes
+from agentrl.run.compare import official
+from agentrl.run.digests import contents_of
+from agentrl.run.display import Display
+from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_messages, with_threads
+from agentrl.run.folder import dated
+from agentrl.run.outcomes import Bins, by_bin
+from agentrl.run.record_folder import RecordFolder
+from agentrl.run.role_placement import engine_room
+from agentrl.run.rollout_workers import with_workers
+from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError
+from agentrl.utils.event_loop import watched
+from agentrl.utils.files import atomic_write, naming
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.redaction import redact, redacted
+from agentrl.utils.terminal import cell, folding
+from agentrl.utils.threads import share_the_lock
+
+# The report
+
+ABOUT = ("model", "run", "official")
+"""What a report says of its model, and a suite's own table, which has a printed one of its own."""
+
+HORIZONS = "horizons"
+_COLUMNS = ("success", "reward", "turns", "tokens", "tasks", "unscored")
+
+
+def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
+    """pass@k and pass^k with 95 % intervals over tasks, reward terms, stop reasons, error classes, tokens, latency
+    in seconds and cost in US dollars; per episode unless stated otherwise."""
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_task[trajectory.task.id].append(trajectory)
+    counts = [
+        (len(known), sum(known))
+        for members in by_task.values()
+        if (known := [t.success for t in members if t.success is not None])
+    ]
+    report: dict[str, Any] = {
+        "tasks": len(by_task),
+        "episodes": len(trajectories),
+        "unscored": sum(t.reward is None and t.success is None for t in trajectories),
+    }
+    for k in range(1, samples + 1):
+        usable = [(n, c) for n, c in counts if n >= k]  # unscored episodes can leave a task with fewer than k
+        report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])
+        report[f"pass^{k}"] = _interval([pass_hat_k(n, c, k) for n, c in usable])
+    names = sorted({name for t in trajectories for name in t.metrics})
+    report["metrics"] = {name: _mean(t.metrics.get(name) for t in trajectories) for name in names}
+    report["reward"] = _mean(t.reward for t in trajectories)
+    report["stops"] = dict(Counter(t.stop.value for t in trajectories))
+    report["errors"] = dict(Counter(error_class(t) for t in trajectories if t.error))
+    report["tool_errors"] = dict(Counter(r.error for t in trajectories for _, _, r in t.calls() if r and r.error))
+    return {**report, **_effort(trajectories), **_by_horizon(trajectories)}
+
+
+def _by_horizon(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """By the number of calls in the gold solution, if it is known and tasks differ in it: mean success over episodes with its
+    95 % interval over tasks, reward, and how long episodes are."""
+    bins = Bins.of({t.horizon for t in trajectories if t.horizon is not None})
+    parts = by_bin(trajectories, bins)
+    return {HORIZONS: {label: _of_horizon(members) for label, members in parts.items()}} if len(parts) > 1 else {}
+
+
+def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
+    known: dict[str, list[bool]] = defaultdict(list)
+    for t in members:
+        if t.success is not None:
+            known[t.task.id].append(t.success)
+    return {
+        "tasks": len({t.task.id for t in members}),
+        "episodes": len(members),
+        "unscored": sum(t.reward is None and t.success is None for t in members),
+        "success": _interval([statistics.fmean(of) for of in known.values()]),
+        "reward": _mean(t.reward for t in members),
+        "turns": _mean(float(len(t.turns)) for t in members),
+        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in members),
+    }
+
+
+def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
+    """How many episodes are unscored, and why the first of them is; None if all are scored."""
+    found = [t for t in trajectories if t.reward is None and t.success is None]
+    if not found:
+        return None
+    first = found[0]
+    why = first.error or "its reward spec could not score it"
+    return f"{len(found)} episodes are unscored; the first ({first.task.id}) ended with {first.stop.value}: {why}"
+
+
+def error_class(trajectory: Trajectory) -> str:
+    """The stop reason and the error's first words, so that errors that differ only in details are counted together."""
+    return f"{trajectory.stop.value}: {re.split('[:(]', trajectory.error or '')[0].strip()}"
+
+
+def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    turns = [turn for t in trajectories for turn in t.turns]
+    priced = [turn.usd for turn in turns if turn.usd is not None]
+    episodes = [seconds for t in trajectories if t.reward is not None and (seconds := t.timings.get("episode_s")) is not None]
+    return {
+        "turns": _mean(float(len(t.turns)) for t in trajectories),
+        "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in trajectories),
+        "prompt_tokens": _mean(_tokens(t, lambda turn: turn.prompt_tokens) for t in trajectories),
+        "seconds": _mean(t.timings.get("episode_s") for t in trajectories),
+        "turn_seconds": _percentiles([seconds for turn in turns if (seconds := _sampling_s(turn)) is not None]),
+        "episode_seconds": _percentiles(episodes),
+        "usd": _mean(_usd(t) for t in trajectories),
+        "usd_total": sum(priced) if priced else None,
+        "unpriced_turns": len(turns) - len(priced),
+    }
+
+
+def _tokens(trajectory: Trajectory, count: Callable[[Turn], int]) -> float | None:
+    """Sum over the turns; None if a turn was not counted (a prompt is never empty)."""
+    if any(turn.prompt_tokens == 0 for turn in trajectory.turns) or not trajectory.turns:
+        return None
+    return float(sum(count(turn) for turn in trajectory.turns))
+
+
+def _usd(trajectory: Trajectory) -> float | None:
+    prices = [turn.usd for turn in trajectory.turns]
+    return sum(price for price in prices if price is not None) if prices and None not in prices else None
+
+
+def _sampling_s(turn: Turn) -> float | None:
+    """Seconds that the model took for a turn; None if it did not finish the turn."""
+    return turn.seconds - sum(result.seconds for result in turn.results) if turn.ledger >= 0 else None
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"p50": None, "p95": None}
+    middle, high = np.percentile(np.asarray(values), [50, 95])
+    return {"p50": float(middle), "p95": float(high)}
+
+
+def _interval(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    mean, low, high = mean_with_interval(values)
+    return {"mean": mean, "low": low, "high": high}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """The report as a table; "-" stands for an unknown value."""
+    table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
+    for key, value in report.items():
+        if key == HORIZONS:
+            continue
+        if isinstance(value, dict) and "mean" in value:
+            table.add_row(key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}")
+        elif key in ABOUT:
+            continue
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                table.add_row(cell(f"{key} / {name}"), cell(_short(inner)), "")
+        elif key not in ("tasks", "episodes"):
+            table.add_row(cell(key), cell(_short(value)), "")
+    console.print(table)
+    print_horizons({"": report}, console)
+
+
+def print_horizons(reports: Mapping[str, Any], console: Console) -> None:
+    """Success by the number of calls of the solution, a line each, of the environments whose tasks differ in it."""
+    for name, report in reports.items():
+        table = folding("calls", *_COLUMNS, title=cell(f"{name}{': ' if name else ''}by calls of the solution"))
+        for label, one in report.get(HORIZONS, {}).items():
+            rate = one["success"]
+            shown = "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.2f} to {rate['high']:.2f})"
+            table.add_row(label, shown, *(_short(one[column]) for column in _COLUMNS[1:]))
+        if table.row_count:
+            console.print(table)
+
+
+def print_reports(reports: Mapping[str, Any], success: float | None, console: Console) -> None:
+    """The reports of several environments, a column each."""
+    table = folding("", *map(cell, reports), "mean", title="held-out tasks by environment")
+    for key in [name for name in next(iter(reports.values())) if name not in (*ABOUT, HORIZONS)]:
+        cells = [report[key] for report in reports.values()]
+        if key.startswith("pass"):
+            rates = ["-" if v is None else f"{v['mean']:.3f} ({v['low']:.2f} to {v['high']:.2f})" for v in cells]
+            table.add_row(key, *rates, _short(success) if key == "pass@1" else "")
+        elif not any(isinstance(value, dict) for value in cells) and any(value is not None for value in cells):
+            table.add_row(cell(key), *(cell(_short(value)) for value in cells), "")
+    console.print(table)
+    print_horizons(reports, console)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    digits = 3 if abs(value) >= 0.01 or value == 0 else 6
+    return f"{value:,.{digits}f}".rstrip("0").rstrip(".")
+
+
+# The parts
+
+
+@dataclass(slots=True)
+class EvalSession:
+    """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
+
+    parts: Assembly
+    io: EpisodeIO
+    ray: bool = False
+    started: bool = False
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.opened.callback(stop_asking)
+        self.opened.callback(self.io.close)
+
+    async def start(self, config: TrainConfig) -> None:
+        """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
+        if self.started:
+            return
+        self.started = True
+        if self.ray and start_ray(config.cluster):
+            self.opened.callback(stop_ray)
+        self.opened.push_async_callback(self.parts.close)
+        await self.parts.start()
+
+    async def close(self) -> None:
+        """Close everything, the others also if one of them fails."""
+        await self.opened.aclose()
+
+
+def untrained(config: TrainConfig) -> TrainConfig:
+    """The config without what is told for the trainer alone."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
+
+
+def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
+    """The parts, live; with `record` every answer is recorded there."""
+    config = with_threads(untrained(config), trains=False)
+    inputs = read_inputs(config)
+    io = EpisodeIO() if record is None else record.open(config, inputs)
+    room = engine_room(config, trains=False)
+    parts = assemble(config, inputs, io=io, temperature=temperature, room=room)
+    workers = config.rollout.workers > 0
+    if workers:
+        assert config.model.path is not None
+        parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
+    return EvalSession(parts, io, workers or samples_on_ray(config))
+
+
+def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
+    """The parts, all of them from the record. Raises ReplayError if `folder` is not a record, or was changed."""
+    config = untrained(config)
+    io = Replayer(folder.read())
+    return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)
+
+
+# Rollouts
+
+Pair = tuple[int, int]
+
+LATER = "the same command runs what is missing"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """What to run: `tasks` tasks of a split, `samples` episodes each, written to `out`.
+
+    `record`: also record every answer there; `replay`: run from such a folder instead of live. `chosen`: the numbers of those
+    tasks in the split, if they are not the first ones.
+    """
+
+    purpose: Literal["eval", "rollout"]
+    model: str
+    tasks: int
+    samples: int
+    split: str
+    out: Path
+    record: Path | None = None
+    replay: Path | None = None
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """(task, member) of every episode, in order."""
+        return [(task, member) for task in self.chosen or range(self.tasks) for member in range(self.samples)]
+
+    def temperature(self, config: TrainConfig) -> float:
+        """The sampling temperature; an evaluation has its own."""
+        return config.eval.temperature if self.purpose == "eval" else one_temperature(config.rollout, "a rollout")
+
+
+@dataclass(slots=True)
+class RolloutOutcome:
+    """The episodes that are there, by (task, member)."""
+
+    episodes: dict[Pair, Trajectory] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+async def run_rollout(
+    config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None
+) -> RolloutOutcome:
+    """Run what is missing, in the only environment of `config`. Ctrl-C ends it early: finished episodes are kept, and the same
+    command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
+
+    Raises ConfigError if `out` or `record` holds something else, or workers would play what is recorded, ReplayError if a replay
+    diverges, WorkerDiedError if a process or Ray is lost.
+    """
+    if config.rollout.workers and request.record is not None:
+        raise ConfigError(
+            f"rollout.workers = {config.rollout.workers}: a record is one file, in the order of arrival in one process; set "
+            "rollout.workers = 0, or leave out --record"
+        )
+    share_the_lock()
+    config = dated_as(config, request)
+    interrupt = Interrupt(display.say)
+    interrupt.install()  # the start of Ray and of the engine is to be ended too
+    if request.replay is None:
+        for note in suite_notes(config):
+            display.warn(note)
+        done = _resume(config, request)
+        session = shared or _open(config, request)
+    else:
+        session = _open(config, request)  # first, so that an invalid record leaves no folder behind
+        done = _resume(config, request)
+    outcome = RolloutOutcome(done)
+    missing = [pair for pair in request.pairs if pair not in outcome.episodes]
+    display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
+    if missing:
+        if request.replay is None and (api_name(request.model) is not None or not talks_in_messages(request.model)):
+            display.say(f"[{request.purpose}] {sampling_line(config, request)}")
+        if request.replay is None and (computes := engine_computes(config)):
+            display.say(computes)
+        try:
+            tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
+            with last_words(unsaid(LATER)):
+                await while_ray_lives(_play(config, request, session, missing, outcome, display))
+        except WorkerDiedError as error:
+            raise WorkerDiedError(f"{error}; {LATER}") from error
+        except asyncio.CancelledError:
+            if not interrupt.requested:
+                raise
+            outcome.interrupted = True
+        finally:
+            if session is not shared:
+                await session.close()
+    elif session is not shared:
+        await session.close()
+    _sort(request, outcome)
+    return outcome
+
+
+def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
+    """`config` with the date of the episodes that are in the request's folder, or else today's; a record has its own."""
+    if request.replay is not None:
+        return config
+    if not (note := _note(request)).exists():
+        return dated(config)
+    day = (read_json(note.read_text()).get("identity") or {}).get("model.date")
+    return config if day is None else dated(config, day)  # an older agentrl kept none: what it began goes on without
+
+
+def _note(request: RolloutRequest) -> Path:
+    return request.out / f"{request.purpose}.json"
+
+
+def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
+    """The model's sampling parameters, by their keys."""
+    section, temperature = "eval" if request.purpose == "eval" else "rollout", request.temperature(config)
+    limits = (("top_p", config.rollout.top_p), ("top_k", config.rollout.top_k))
+    more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
+    greedy = " (greedy)" if temperature == 0 else ""
+    return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
+
+
+def _open(config: TrainConfig, request: RolloutRequest) -> EvalSession:
+    temperature = request.temperature(config)
+    if request.replay is not None:
+        return open_replay(config, temperature, RecordFolder(request.replay))
+    record = None if request.record is None else RecordFolder(request.record, asked(config, request))
+    return open_live(config, temperature, record)
+
+
+def asked(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
+    """The request as a record's manifest keeps it; `agentrl.cli.eval` reads it back."""
+    return {
+        "purpose": request.purpose,
+        "model": request.model,
+        "tasks": request.tasks,
+        **({"chosen": list(request.chosen)} if request.chosen else {}),
+        "samples": request.samples,
+        "split": request.split,
+        "identity": _identity(config, request),
+    }
+
+
+async def _play(
+    config: TrainConfig,
+    request: RolloutRequest,
+    session: EvalSession,
+    missing: list[Pair],
+    outcome: RolloutOutcome,
+    display: Display,
+) -> None:
+    parts, done = session.parts, len(request.pairs) - len(missing)
+    scored = done
+    watch, lost = Watch(), list[str]()
+    display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
+    with display.doing("starting the engine", parts.starting):
+        await session.start(config)
+    with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
+
+        def keep(trajectory: Trajectory) -> None:
+            nonlocal done, scored
+            with naming(Path(file.name)):
+                file.write(redact(json_text(trajectory.to_json())) + "\n")
+                file.flush()
+            outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
+            done += 1
+            scored += _scored(trajectory)
+            if not _scored(trajectory):
+                lost.append(fault_of(trajectory))
+            display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
+
+        with watched(config.rollout.slow_loop, display.warn), display.doing("episodes", waits=watch.waiting):
+            await run_tasks(
+                parts.player,
+                the_env(config).called,
+                missing,
+                seed=config.seed,
+                max_episodes=config.rollout.max_episodes,
+                split=request.split,
+                temperature=request.temperature(config),
+                on_episode=keep,
+                watch=watch,
+            )
+
+
+def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
+    """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else,
+    or episodes that the record lacks."""
+    request.out.mkdir(parents=True, exist_ok=True)
+    note, path = _note(request), request.out / "trajectories.jsonl"
+    identity = _identity(config, request)
+    if request.replay is not None:  # a replay is always whole, and quick
+        path.unlink(missing_ok=True)
+    elif note.exists():
+        kind = "an evaluation" if request.purpose == "eval" else "a rollout"
+        before = read_json(note.read_text()).get("identity")
+        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out, "--out")
+    elif path.exists() and not note.exists():
+        raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    there = [Trajectory.from_json(read_json(line)) for line in lines]
+    scored = {(t.task.seed, t.member): t for t in there if _scored(t)}
+    if request.record is not None:
+        ended = RecordFolder(request.record).ended()
+        if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
+            raise ConfigError(
+                f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
+                "another --out, so that the record is whole"
+            )
+    atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
+    atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
+    return scored
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None or trajectory.success is not None
+
+
+def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
+    """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
+    identity = {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
+    if request.replay is None:  # a replay has the spec and the answers of its record
+        identity |= contents_of(config, request.purpose)
+    return identity
+
+
+def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
+    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
+    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
+    atomic_write(request.out / "trajectories.jsonl", "".join(rows))
+
+
+# Evaluation
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+async def run_eval(
+    config: TrainConfig,
+    request: RolloutRequest,
+    display: Display,
+    shared: EvalSession | None = None,
+    about: Mapping[str, Any] = NOTHING,
+) -> tuple[dict[str, Any] | None, RolloutOutcome]:
+    """Run the missing episodes of the evaluation. Returns its report, also written to `request.out` (None after Ctrl-C), and
+    the episodes. Of a suite the report has the benchmark's own table, too ("official"). `shared`: as of `run_rollout`; `about`:
+    what the report says beside the numbers. Raises ConfigError if `request.out` has an evaluation of something else.
+    """
+    outcome = await run_rollout(config, request, display, shared)
+    if outcome.interrupted:
+        return None, outcome
+    report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples)
+    found = _official(config, request, [outcome.episodes[pair] for pair in request.pairs])
+    report |= {"model": request.model, **about, **({"official": found} if found else {})}
+    atomic_write(request.out / "report.json", json_text(redacted(report, said=True), indent=2) + "\n")
+    return report, outcome
+
+
+def _official(config: TrainConfig, request: RolloutRequest, episodes: list[Trajectory]) -> dict[str, Any]:
+    try:
+        return official(config, {config.envs[0].called: episodes}, request.split)
+    except UserError:
+        if request.replay is None:
+            raise
+        return {}  # a replay needs no environment, and its machine may lack it, or a suite's source
+
+
+async def run_evals(
+    config: TrainConfig, requests: Mapping[str, RolloutRequest], display: Display, about: Mapping[str, Any] = NOTHING
+) -> tuple[dict[str, Any] | None, RolloutOutcome, RolloutRequest]:
+    """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
+    of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last outcome with its
+    request. With a record, each has an engine of its own, since an engine's answers are recorded for one environment.
+    """
+    config = dated_as(config, next(iter(requests.values())))
+    envs = {env.called: env for env in config.envs}
+    Interrupt(display.say).install()  # each of them takes over, once what they share is open
+    recorded = any(request.record is not None for request in requests.values())
+    shared = None if recorded else open_live(config, config.eval.temperature, None)
+    reports: dict[str, Any] = {}
+    episodes: dict[str, list[Trajectory]] = {}
+    try:
+        for name, request in requests.items():
+            display.say(f"[{name}] {request.tasks} tasks of {envs[name].id}")
+            report, outcome = await run_eval(alone(config, envs[name]), request, display, shared)
+            if report is None:
+                return None, outcome, request
+            reports[name], episodes[name] = report, [outcome.episodes[pair] for pair in request.pairs]
+    finally:
+        if shared is not None:
+            await shared.close()
+    found = official(config, episodes, request.split)
+    own = {"official": found} if found else {}
+    whole = {"success": mean_success(reports, eval_weights(config)), "model": request.model, **about, **own, "envs": reports}
+    atomic_write(request.out.parent / "report.json", json_text(redacted(whole, said=True), indent=2) + "\n")
+    return whole, outcome, request
+
+
+def mean_success(reports: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+    """The mean of the environments' pass@1, by the weights; None if one that counts is unknown."""
+    found = {name: report["pass@1"] for name, report in reports.items() if weights[name] > 0}
+    if not found or any(value is None for value in found.values()):
+        return None
+    return float(sum(weights[name] * value["mean"] for name, value in found.items()) / sum(weights[name] for name in found))
+
+
+def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
+    """Write comparison.json into `folder`; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "comparison.json"
+    atomic_write(file, json_text(redacted(comparison, said=True), indent=2) + "\n")
+    return file

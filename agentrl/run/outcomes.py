@@ -1,0 +1,406 @@
+"""Outcomes of episodes: by horizon, by environment, and as a learning curve."""
+
+from __future__ import annotations
+
+import logging
+import re
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from agentrl.config import TrainConfig
+from agentrl.config.envs import alone, trained_at_all
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.env import ToolEnv
+from agentrl.env.catalog import EnvRef
+from agentrl.rollout.group_ledger import alike, unscored_cause
+from agentrl.rollout.player import RunEnv
+from agentrl.rollout.samplers import fresh_seed, make_sampler
+from agentrl.run.folder import stored_object
+from agentrl.utils.files import atomic_write
+from agentrl.utils.parsing import json_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Horizons
+
+log = logging.getLogger(__name__)
+
+FILE = "horizons.json"
+MOST = 6
+"""Bins of an environment: up to so many different numbers are told apart one by one."""
+TASKS, LOOKED = 24, 120
+"""Tasks of each set of parameters that are looked at, and of an environment in all."""
+SECONDS = 30.0
+"""For so long at most, in an environment: far more than `LOOKED` tasks take, since a bin that hangs on the machine's load makes
+two runs of one config hard to compare."""
+VALUES = ("success", "reward", "scored", "unscored", "turns", "response_length")
+"""What a row has of each bin, under `horizon/BIN/`."""
+KEY = re.compile(r"(?:env/([^/]+)/)?horizon/([^/]+)/success")
+"""A success by horizon in a row: the environment's name, of several, and the bin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Ranges of horizons: each begins at a number of `starts` and ends before the next, the last one at `last`. Without any,
+    every number is a bin by itself."""
+
+    starts: tuple[int, ...] = ()
+    last: int = 0
+
+    @classmethod
+    def of(cls, horizons: Collection[int]) -> Bins:
+        """Bins for tasks with these horizons: of `MOST` different ones or fewer each its own, of more as many ranges, with about
+        as many different numbers in each."""
+        numbers = sorted(set(horizons))
+        if len(numbers) <= MOST:
+            return cls()
+        return cls(tuple(int(part[0]) for part in np.array_split(numbers, MOST)), numbers[-1])
+
+    def label(self, horizon: int) -> str:
+        """The name of the bin: "7", "5-8", or beyond all ranges "under-5", "over-40"."""
+        if not self.starts:
+            return str(horizon)
+        if horizon < self.starts[0]:
+            return f"under-{self.starts[0]}"
+        if horizon > self.last:
+            return f"over-{self.last}"
+        ends = [*(start - 1 for start in self.starts[1:]), self.last]
+        low, high = next((low, high) for low, high in zip(self.starts, ends, strict=True) if horizon <= high)
+        return str(low) if low == high else f"{low}-{high}"
+
+
+def order(label: str) -> tuple[int, int]:
+    """By which labels are sorted, from the shortest tasks to the longest."""
+    number = int(re.findall(r"\d+", label)[0])
+    return number, -1 if label.startswith("under") else int(label.startswith("over"))
+
+
+def by_bin(episodes: Iterable[Trajectory], bins: Bins) -> dict[str, list[Trajectory]]:
+    """The episodes whose horizon is known, by the labels of their bins, the shortest first."""
+    found: dict[str, list[Trajectory]] = {}
+    for episode in episodes:
+        if episode.horizon is not None:
+            found.setdefault(bins.label(episode.horizon), []).append(episode)
+    return {label: found[label] for label in sorted(found, key=order)}
+
+
+def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
+    """The bins of which a row has a success: of its environment, or of the one called `env`; the shortest first."""
+    found = [match for key in row if (match := KEY.fullmatch(key))]
+    return sorted({match[2] for match in found if match[1] == env}, key=order)
+
+
+def key_of(label: str, value: str, env: str | None = None) -> str:
+    """The key of a row's value by horizon; `env`: of this one of several environments."""
+    return f"{'' if env is None else f'env/{env}/'}horizon/{label}/{value}"
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], env: str | None = None) -> dict[str, dict[str, Any]]:
+    """By horizon, of the held-out tasks before and after training: how many, success and reward, and how long their episodes were
+    after it. Empty without horizons."""
+    ends = {row["phase"]: row for row in rows if row["phase"] in ("before", "after")}
+    found: dict[str, dict[str, Any]] = {}
+    for label in sorted({label for row in ends.values() for label in labels_of(row, env)}, key=order):
+        before, after = (
+            {name: ends.get(phase, {}).get(key_of(label, name, env)) for name in VALUES} for phase in ("before", "after")
+        )
+        counts = [of[name] for of in (after, before) for name in ("scored", "unscored") if of[name] is not None][:2]
+        found[label] = {
+            "tasks": sum(counts),
+            **{f"{name}_before": before[name] for name in ("success", "reward")},
+            **{f"{name}_after": after[name] for name in ("success", "reward", "turns", "response_length")},
+        }
+    return found
+
+
+def run_bins(config: TrainConfig, folder: Path) -> dict[str, Bins]:
+    """The bins of each environment of a run whose horizons are known: those in the run's folder, or else chosen now and written
+    there. Raises RunFolderError if the file is damaged."""
+    file = folder / FILE
+    stored = stored_object(file, "remove it: other bins are then chosen")
+    if stored is not None:
+        return {name: Bins(tuple(row["starts"]), row["last"]) for name, row in stored.items()}
+    found = {}
+    for env in config.envs:
+        one = alone(config, env)
+        until = time.monotonic() + SECONDS
+        horizons = list(_horizons(one, until))
+        if horizons:
+            found[env.called] = Bins.of(horizons)
+    rows = {name: {"starts": list(bins.starts), "last": bins.last} for name, bins in found.items()}
+    atomic_write(file, json_text(rows) + "\n")
+    return found
+
+
+def variants_of(one: TrainConfig) -> list[tuple[str, EnvRef, str, Sequence[int]]]:
+    """The tasks of an environment's run: in words, the environment with its parameters, the split, and the seeds of the first
+    tasks. Of training for each `params` of the sampler (none with a weight of 0 throughout), and the held-out ones."""
+    ref, sampler = EnvRef.of(one), make_sampler(one.rollout.sampler)
+    fresh = [fresh_seed(one.seed, index) for index in range(TASKS)]
+    held = range(min(one.eval.tasks, TASKS))
+    variants = list(sampler.variants()) if trained_at_all(one.envs[0].weight) else []
+    named = [_words(params) if len(variants) > 1 else "training" for params in variants]
+    trained = [(name, ref.with_params(params), "train", fresh) for name, params in zip(named, variants, strict=True)]
+    return [*trained, ("held-out", ref, one.eval.split, held)]
+
+
+def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
+    """The seeds as tasks of a split that may have an end: as many of its tasks, spread over it."""
+    count = env.task_count(split)
+    if count is None:
+        return seeds
+    return [int(at) for at in np.linspace(0, count - 1, min(count, len(seeds)))] if count else []
+
+
+def _horizons(one: TrainConfig, until: float) -> Iterator[int]:
+    """Horizons of tasks, in turn of each set of parameters, of so many tasks or until the time is over."""
+    built = [(ref.build(), split, seeds) for _, ref, split, seeds in variants_of(one)]
+    try:
+        turns = [[(env, split, seed) for seed in seeds_in(env, split, seeds)] for env, split, seeds in built]
+        tasks = (task for task in chain.from_iterable(zip_longest(*turns)) if task is not None)
+        for number, task in enumerate(islice(tasks, LOOKED)):
+            if time.monotonic() > until:
+                log.warning(
+                    "%s: bins of horizons are chosen by its first %d tasks: tasks are slow to make", one.envs[0].called, number
+                )
+                return
+            if (found := task[0].horizon(task[0].make_task(task[2], task[1]))) is not None:
+                yield found
+    finally:
+        for env, _, _ in built:
+            env.close()
+
+
+def _words(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in params.items())
+
+
+# Environments
+
+Row = dict[str, Any]
+Kind = Literal["term", "metric"]
+Kinds = Mapping[str, Mapping[str, Kind]]
+"""What the values in `Trajectory.metrics` are, by environment and id: of a node of the rewarded tree (or of `success`), or of
+one of the spec's `metrics`."""
+NO_BINS: Mapping[str, Bins] = MappingProxyType({})
+
+
+def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
+    """By the environments' reward specs. An id that has both kinds is a term."""
+    return {env.name: {**dict.fromkeys(env.scorer.measures, "metric"), **dict.fromkeys(env.scorer.terms, "term")} for env in envs}
+
+
+def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, bins: Bins | None = None) -> Row:
+    """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
+    scored; an evaluation has also scored one of which only the success is known. `bins`: of the horizons of their environment,
+    None if these are not known or the episodes are of several."""
+    has_score = [_is_scored(t, trained) for t in episodes]
+    scored = [place for place, has in enumerate(has_score) if has]
+    unscored = Counter(unscored_cause(t) for t, has in zip(episodes, has_score, strict=True) if not has)
+    means = _means(episodes)
+    terms = _terms(episodes, kinds)
+    found: Row = {name: _mean(known) for name, known in means}
+    found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
+    found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
+    found |= _lengths(episodes) | _given(episodes)
+    called, tools = _tools(episodes)
+    found |= tools
+    found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
+    found |= {name: _mean(known) for name, known in terms}
+    over = {name: len(known) for name, known in (*means, *terms) if list(known) != scored}
+    if called != scored:
+        over["tool_error_rate"] = len(called)
+    found |= {f"n/{name}": count for name, count in over.items()}
+    return found if bins is None else found | by_horizon(episodes, bins, trained=trained)
+
+
+def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> Row:
+    """Of the episodes of each bin: success, reward, how many are scored and not, and how long they were; counted as in
+    `episode_values`."""
+    found: Row = {}
+    for label, members in by_bin(episodes, bins).items():
+        scored = sum(_is_scored(t, trained) for t in members)
+        means = _means(members)
+        values: Row = {name: _mean(known) for name, known in means}
+        values |= {"scored": scored, "unscored": len(members) - scored}
+        values |= _given(members)
+        values["turns"] = sum(len(t.turns) for t in members) / len(members)
+        values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
+        found |= {f"horizon/{label}/{key}": value for key, value in values.items()}
+        found |= {f"n/horizon/{label}/{name}": len(known) for name, known in means if len(known) != scored}
+    return found
+
+
+def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
+    """`episode_values` of each environment that has episodes among these, under `env/NAME/`."""
+    found: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in episodes:
+        found[trajectory.env].append(trajectory)
+    return {
+        f"env/{name}/{key}": value
+        for name in sorted(found)
+        for key, value in episode_values(found[name], kinds, trained=trained, bins=bins.get(name)).items()
+    }
+
+
+def group_values(groups: Sequence[Group]) -> Row:
+    """How much the rewards of a group differ, which is what group-relative estimators learn from."""
+    spreads = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
+    known = [statistics.stdev(rewards) for rewards in spreads if len(rewards) > 1]
+    return {
+        "reward_std": statistics.fmean(known) if known else None,
+        "zero_variance": sum(alike(group) for group in groups) / len(groups) if groups else None,
+    }
+
+
+def env_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The environments that metrics rows have a success of, sorted; none if the run has only one."""
+    return sorted({key.split("/")[1] for row in rows for key in row if key.startswith("env/") and key.endswith("/success")})
+
+
+def _is_scored(trajectory: Trajectory, trained: bool) -> bool:
+    return trajectory.reward is not None or (trajectory.success is not None and not trained)
+
+
+def _means(episodes: Sequence[Trajectory]) -> list[tuple[str, dict[int, float]]]:
+    """The known successes and rewards, by the episode's place."""
+    return [
+        ("success", {place: float(t.success) for place, t in enumerate(episodes) if t.success is not None}),
+        ("reward", {place: t.reward for place, t in enumerate(episodes) if t.reward is not None}),
+    ]
+
+
+def _terms(episodes: Sequence[Trajectory], kinds: Kinds) -> list[tuple[str, dict[int, float]]]:
+    """Each id's known values, by the episode's place; of an id that no episode knows, none."""
+    found: dict[str, dict[int, float]] = {}
+    for env in sorted({t.env for t in episodes}):
+        found |= {f"{kind}/{name}": {} for name, kind in kinds.get(env, {}).items()}
+    for place, trajectory in enumerate(episodes):
+        of = kinds.get(trajectory.env, {})
+        for name, value in trajectory.metrics.items():
+            known = found.setdefault(f"{of.get(name, 'term')}/{name}", {})
+            if value is not None:
+                known[place] = value
+    return sorted(found.items())
+
+
+def _lengths(episodes: Sequence[Trajectory]) -> Row:
+    """Sampled tokens and turns; an episode that was cut before its first token counts with 0."""
+    tokens, turns = [t.sampled_tokens for t in episodes], [len(t.turns) for t in episodes]
+    ends = [turn.finish for t in episodes for turn in t.turns]
+    count = max(len(episodes), 1)
+    return {
+        "tokens": sum(tokens),
+        "turns": sum(turns) / count,
+        "turns_max": max(turns, default=0),
+        "response_length/mean": sum(tokens) / count,
+        "response_length/max": max(tokens, default=0),
+        "response_length/cut": ends.count("length") / len(ends) if ends else None,
+        "truncated": sum(t.truncated for t in episodes) / count,
+    }
+
+
+def _given(episodes: Sequence[Trajectory]) -> Row:
+    """Gold calls that an episode was given, if any was given some."""
+    calls = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
+    return {"given": sum(calls) / len(calls)} if any(calls) else {}
+
+
+def _tools(episodes: Sequence[Trajectory]) -> tuple[list[int], Row]:
+    """The places of the episodes that called tools, and how these calls went."""
+    wrong = [[result.error is not None for turn in t.turns for result in turn.results] for t in episodes]
+    every = [error for of in wrong for error in of]
+    rates = {
+        "tool_calls": sum(len(turn.message.tool_calls) for t in episodes for turn in t.turns) / max(len(episodes), 1),
+        "tool_error_rate": sum(every) / len(every) if every else None,
+    }
+    return [place for place, of in enumerate(wrong) if of], rates
+
+
+def _mean(known: Mapping[int, float]) -> float | None:
+    return sum(known.values()) / len(known) if known else None
+
+
+# The curve
+
+TRAIN, EVALUATED = ("train",), ("before", "eval", "after")
+
+
+def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw success per step (on sampled training tasks, and on held-out tasks at evaluations) into a PNG; of several environments
+    a pair of lines each, and the mean of the evaluations. Where tasks differ in their number of calls, a panel below has a pair
+    of lines for each number."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = env_names(rows)
+    envs: list[str | None] = [*names] if names else [None]
+    panels = {env: labels for env in envs if len(labels := _labels(rows, env)) > 1}
+    figure = Figure(figsize=(8, 4.5 * (1 + len(panels))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, *below = figure.subplots(1 + len(panels), 1, squeeze=False)[:, 0]
+    _draw_all(axes, rows, names, title)
+    for part, (env, labels) in zip(below, panels.items(), strict=True):
+        _draw_horizons(part, rows, env, labels)
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    temporary.replace(path)  # a viewer never reads half an image
+
+
+def _draw_all(axes: Axes, rows: Sequence[Mapping[str, Any]], names: Sequence[str], title: str) -> None:
+    train, held = points(rows, TRAIN, "success"), points(rows, EVALUATED, "success")
+    if train and not names:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label="training tasks, sampled")
+    for number, name in enumerate(names):
+        color, key = f"C{number % 10}", f"env/{name}/success"
+        if sampled := points(rows, TRAIN, key):
+            axes.plot(*zip(*sampled, strict=True), color=color, linewidth=0.8, alpha=0.6)
+        if found := points(rows, EVALUATED, key):
+            axes.plot(*zip(*found, strict=True), "o--", color=color, label=f"{name}, held-out tasks")
+    if held:
+        color, label = ("black", "mean, held-out tasks") if names else ("tab:orange", "held-out tasks")
+        axes.plot(*zip(*held, strict=True), "o--", color=color, label=label)
+    axes.set(title=title, xlabel="update", ylabel="success rate", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if train or held:
+        axes.legend(loc="lower right")
+
+
+def _draw_horizons(axes: Axes, rows: Sequence[Mapping[str, Any]], env: str | None, labels: Sequence[str]) -> None:
+    """Success by the number of calls: held-out tasks with dots, training tasks thin; from dark (short) to light (long)."""
+    from matplotlib import colormaps
+
+    for number, label in enumerate(labels):
+        color = colormaps["viridis"](0.9 * number / (len(labels) - 1))
+        if sampled := points(rows, TRAIN, key_of(label, "success", env)):
+            axes.plot(*zip(*sampled, strict=True), color=color, linewidth=0.7, alpha=0.5)
+        found = points(rows, EVALUATED, key_of(label, "success", env))
+        axes.plot(*zip(*found, strict=True), "o--", color=color, label=label) if found else axes.plot(
+            [], color=color, label=label
+        )
+    of = "" if env is None else f"{env}: "
+    axes.set(title=f"{of}by calls of the solution; dots: held-out tasks, thin: training tasks, sampled", xlabel="update")
+    axes.set(ylabel="success rate", ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(title="calls", loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _labels(rows: Sequence[Mapping[str, Any]], env: str | None) -> list[str]:
+    drawn = (*TRAIN, *EVALUATED)
+    return sorted({label for row in rows if row["phase"] in drawn for label in labels_of(row, env)}, key=order)
+
+
+def points(rows: Sequence[Mapping[str, Any]], phases: Sequence[str], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows of these phases in which the key is known."""
+    return [(row["step"], row[key]) for row in rows if row["phase"] in phases and row.get(key) is not None]

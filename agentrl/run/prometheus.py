@@ -1,0 +1,271 @@
+"""`[prometheus]`: what Prometheus scrapes while a run goes on, by its conventions: base units, and `_total` of counters.
+
+agentrl_row_*          the values of the last row of each phase, by the names of run/metrics.py; what these have in <> are labels
+agentrl_*_total        counters of this process: they begin at 0 again after a resume
+all others             gauges of this moment
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from agentrl.config import TrainConfig
+from agentrl.config.schema import PrometheusConfig
+from agentrl.rollout.engine import EngineStats
+from agentrl.run.metrics import info_of
+from agentrl.run.trackers import Outlet
+from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
+from agentrl.utils.network import ThreadServer
+
+if TYPE_CHECKING:
+    from agentrl.run.session import Session
+
+STATS_S = 1.0
+"""Seconds in which the engine must answer a scrape; else its last answer is given."""
+MAX_BODY = 1 << 10
+"""Bytes of a request's body: a scrape has none."""
+PARTS = ("rollout", "batch", "update", "publish")
+UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/s": ("_per_s", "_per_second", 1.0)}
+"""Units that Prometheus spells otherwise: how a name ends, how it does there, and by what its values are multiplied."""
+Labels = tuple[tuple[str, str], ...]
+
+
+def check_prometheus(config: TrainConfig) -> None:
+    """Raise a UserError if the endpoint is asked for and cannot be opened.
+
+    Reads: prometheus.
+    """
+    if config.prometheus is None:
+        return
+    if find_spec("prometheus_client") is None:
+        raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
+    family, address = _bindable(config.prometheus)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as problem:
+            raise _taken(config.prometheus, problem) from None
+
+
+def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
+    """The family and address to listen at. Raises ConfigError for a host that is none."""
+    try:
+        found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as problem:
+        raise ConfigError(f"prometheus.host = {cfg.host!r}: not an address of this machine ({problem})") from None
+    return found[0], found[4]
+
+
+class MetricsEndpoint:
+    """Serves from its making to `close`. Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
+
+    def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
+        """Raises ResourceError if the port is taken."""
+        from prometheus_client import CollectorRegistry
+
+        self._lock, self._trackers = threading.Lock(), trackers
+        self._rows: dict[str, tuple[int, dict[str, float | None]]] = {}
+        self._counts: Counter[tuple[str, Labels]] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._session: Session | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            family, address = _bindable(cfg)
+            listener = socket.create_server(address, family=family)
+        except OSError as problem:
+            raise _taken(cfg, problem) from None
+        name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
+        self.url = f"http://{name}:{listener.getsockname()[1]}/metrics"
+        self._server = ThreadServer(_app(registry), cfg.host, listener, max_body=MAX_BODY)
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+        self._server.close()
+
+    def watch(self, session: Session | None) -> None:
+        """From now on a scrape also reads this session, of the caller's event loop; None: it is over."""
+        if session is not None and self._session is None and self._loop is not None:
+            self.count("restarts")
+        self._session = session
+        if session is not None:
+            self._loop = asyncio.get_running_loop()
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        """A row was written."""
+        known = {key: float(value) for key, value in values.items() if value is not None}
+        with self._lock:
+            self._rows[phase] = (step, dict(values))
+        for key, value in known.items():
+            kind, _, cause = key.partition("/")
+            if kind in ("unscored", "faults") and cause:
+                self.count(f"episodes_{'unscored' if kind == 'unscored' else 'faulty'}", value, cause=cause, phase=phase)
+        if "scored" in known:
+            self.count("episodes", known["scored"] + known.get("unscored", 0.0), phase=phase)
+            self.count("tokens_sampled", known.get("tokens_sampled", known.get("tokens", 0.0)), phase=phase)
+        if phase == "train":
+            self.count("updates")
+            self.count("tokens_trained", known.get("tokens_trained", 0.0))
+            self.count("step_seconds", sum(known.get(f"time/{part}_s", 0.0) for part in PARTS))
+
+    def count(self, name: str, by: float = 1.0, **labels: str) -> None:
+        """Raise a counter."""
+        with self._lock:
+            self._counts[name, tuple(sorted(labels.items()))] += by  # type: ignore[assignment]
+
+    # -- a scrape ----------------------------------------------------------------------------------
+
+    def collect(self) -> Iterable[Any]:
+        """The families, for prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily
+
+        with self._lock:
+            rows, counts = dict(self._rows), dict(self._counts)
+        yield from _counters(counts)
+        yield from _gauges(rows)
+        losses = CounterMetricFamily("agentrl_tracker_losses", "rows, tables and pictures not written", labels=["tracker"])
+        for tracker in self._trackers:
+            losses.add_metric([tracker.name], tracker.lost)
+        yield losses
+        yield from self._now()
+
+    def _now(self) -> Iterable[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        session = self._session
+        if session is None:
+            return
+        progress, stats = session.collector.progress, self._asked(session)
+        for name, value in (("episodes", progress.episodes), ("turns", progress.turns), ("tokens", progress.tokens)):
+            yield CounterMetricFamily(f"agentrl_rollout_{name}", f"{name} of rollouts, also of the update in progress", value)
+        yield GaugeMetricFamily("agentrl_weights_version", "updates done: the version of the weights", session.collector.version)
+        requests = GaugeMetricFamily("agentrl_engine_requests", "requests at the engine", labels=["state"])
+        if stats is not None:
+            requests.add_metric(["running"], stats.running)
+            requests.add_metric(["waiting"], stats.waiting)
+        groups = GaugeMetricFamily("agentrl_groups", "groups by state", labels=["state"])
+        for state, count in session.collector.ledger.counts().items():
+            groups.add_metric([state], count)
+        yield requests
+        yield groups
+
+    def _asked(self, session: Session) -> EngineStats | None:
+        loop = self._loop
+        if loop is not None and loop.is_running():
+            asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)
+            try:
+                return asked.result(STATS_S)
+            except Exception:  # it is busy, or closing: a scrape waits for nobody, and has no number of it
+                asked.cancel()
+        return None
+
+
+def _app(registry: Any) -> Any:
+    """Answers GET and HEAD of /metrics, as prometheus_client writes what it is asked for. One scrape at a time: others wait, and
+    the loop goes on."""
+    from prometheus_client.exposition import choose_encoder
+
+    one = asyncio.Lock()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, body, kind = 200, b"", "text/plain; charset=utf-8"
+        if scope["path"] not in ("/", "/metrics"):
+            status, body = 404, b"the metrics are at /metrics\n"
+        elif scope["method"] not in ("GET", "HEAD"):
+            status, body = 405, b"only GET and HEAD\n"
+        else:
+            accept = b",".join(value for name, value in scope["headers"] if name == b"accept")
+            encode, kind = choose_encoder(accept.decode("latin-1"))
+            async with one:
+                body = await asyncio.to_thread(encode, registry)
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if status == 405:
+            headers.append((b"allow", b"GET, HEAD"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return app
+
+
+COUNTERS: Mapping[str, str] = {
+    "episodes": "episodes of finished rows: of updates, and of evaluations",
+    "episodes_unscored": "of these, those without a reward, by cause",
+    "episodes_faulty": "attempts at an episode that came to no score, by cause, also those that were tried again",
+    "tokens_sampled": "sampled tokens of these episodes",
+    "tokens_trained": "tokens that updates were computed over",
+    "updates": "updates",
+    "step_seconds": "seconds of the updates' steps, without evaluations and checkpoints",
+    "restarts": "times that the run began again after a process was lost",
+}
+
+
+def _counters(counts: Mapping[tuple[str, Labels], float]) -> Iterable[Any]:
+    from prometheus_client.core import CounterMetricFamily
+
+    for name, about in COUNTERS.items():
+        found = [(labels, value) for (of, labels), value in counts.items() if of == name]
+        names = [key for key, _ in found[0][0]] if found else []
+        family = CounterMetricFamily(f"agentrl_{name}", about, labels=names)
+        for labels, value in found:
+            family.add_metric([text for _, text in labels], value)
+        if not found and name in ("updates", "restarts", "step_seconds", "tokens_trained"):
+            family.add_metric([], 0.0)
+        yield family
+
+
+def _gauges(rows: Mapping[str, tuple[int, Mapping[str, float | None]]]) -> Iterable[Any]:
+    """The last rows' values: one family for each name of the table, with its placeholders as labels."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    families: dict[str, Any] = {}
+    steps = GaugeMetricFamily("agentrl_row_step", "updates done at the last row of each phase", labels=["phase"])
+    for phase, (step, values) in rows.items():
+        steps.add_metric([phase], step)
+        for key, value in values.items():
+            name, labels, scale, about = named(key)
+            labels = {"phase": phase, **labels}
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, about, labels=list(labels))
+            if value is not None:
+                families[name].add_metric(list(labels.values()), value * scale)
+    yield steps
+    yield from families.values()
+
+
+def named(key: str) -> tuple[str, dict[str, str], float, str]:
+    """Of a row's key: the family's name, its labels, by what a value is multiplied, and what it means.
+
+    Of several environments each is a label `env`, "" for all together."""
+    info, env, plain = info_of(key), "", key
+    pattern = key if info is None else info.name
+    if found := re.fullmatch(r"env/([^/]+)/(.+)", key):
+        env, plain = found[1], found[2]
+        pattern = plain if info is None else pattern.removeprefix("env/<name>/")
+    parts = re.split(r"(<\w+>)", pattern)
+    match = re.fullmatch("".join("(.+)" if part.startswith("<") else re.escape(part) for part in parts), plain)
+    values = match.groups() if match is not None else ()
+    labels = {"env": env} | {part[1:-1]: text for part, text in zip(parts[1::2], values, strict=True)}
+    stem = re.sub(r"\W+|_{2,}", "_", "".join(parts[::2])).strip("_")
+    stem = re.sub(r"_{2,}", "_", stem)
+    if info is None:
+        return f"agentrl_row_{stem}", labels, 1.0, key
+    ending, base, scale = UNITS.get(info.unit, ("", "", 1.0))
+    stem = stem.removesuffix(ending) + base
+    return f"agentrl_row_{stem}", labels, scale, f"{info.meaning} [{info.unit}]"
+
+
+def _taken(cfg: PrometheusConfig, problem: OSError) -> ResourceError:
+    return ResourceError(
+        f"prometheus.port = {cfg.port}: {cfg.host}:{cfg.port} cannot be listened at ({problem.strerror or problem}); set another "
+        "port, or 0 for any that is free"
+    )

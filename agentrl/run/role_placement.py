@@ -1,0 +1,532 @@
+"""Placement of a run's roles: pools and processes, and the memory of each role on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from agentrl.cluster.group import WorkerGroup
+from agentrl.cluster.launch import launch_roles
+from agentrl.cluster.ray_cluster import ray_of
+from agentrl.cluster.resources import (
+    WORKER_CPUS,
+    Location,
+    Unpooled,
+    assign,
+    driver_card,
+    has_gpus,
+    is_planned,
+    joined,
+    keys_of_roles,
+    locations,
+    need,
+    nodes_of,
+    pools_of_roles,
+)
+from agentrl.config import TrainConfig
+from agentrl.config.envs import other_models, trained, widest
+from agentrl.config.schema import OptimConfig
+from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
+from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
+from agentrl.run.engine_choice import engine_name as engine_of_run
+from agentrl.run.judges import ROLE as JUDGE
+from agentrl.run.judges import judge_config, judge_maker, judge_processes, place_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.attention import varlen_takes_groups
+from agentrl.trainer.language_model import Role
+from agentrl.trainer.memory import RoleMemory, numbers, shell, token_bytes, width
+from agentrl.trainer.optim import optims_of
+from agentrl.trainer.pretrained import model_context
+from agentrl.trainer.train_engine import TRAIN_ENGINES, mesh_of, rests, separate_reference
+from agentrl.utils.errors import AgentrlError, ConfigError, ModelError, ResourceError
+from agentrl.utils.processor import usable_memory
+
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+
+
+# Places
+
+
+def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
+    """The roles of this run that have processes, by their names in `cluster.roles`."""
+    present = {
+        "actor": True,
+        "rollout": maker_of(engine_name, config).processes() is not None,
+        "reference": separate_reference(config),
+        "critic": config.critic is not None,
+        "reward_model": config.reward_model is not None,
+        "teacher": config.algorithm.distillation is not None,
+        JUDGE: bool(judge_processes(config)),
+    }
+    return [role for role, used in present.items() if used]
+
+
+def pooled_roles(config: TrainConfig, engine_name: str) -> list[str]:
+    """The run's roles that have a pool."""
+    return [role for role in roles_of(config, engine_name) if role in {str(name) for name in config.cluster.roles}]
+
+
+def unpooled_roles(config: TrainConfig, engine_name: str) -> dict[str, Unpooled]:
+    """The run's roles without a pool whose processes have GPUs of their own: every actor takes one GPU, a process of the
+    engine as many as it computes on. Empty on nodes without GPUs: there Ray places the processes, by CPU slots alone."""
+    # The actors come first: the search gives the fewest nodes to the first role, and they are the ones that exchange gradients.
+    cluster, found = config.cluster, {}
+    if cluster.backend != "ray":
+        return {}
+    engine, colocated = maker_of(engine_name, config).processes(), beside(config, engine_name)
+    if "actor" not in cluster.roles and has_gpus(cluster, "actor"):
+        block = engine.gpus if engine is not None and colocated else 1
+        key = engine.gpus_key if engine is not None else ""
+        found["actor"] = Unpooled("cluster.actors", cluster.actors, 1.0, 1.0, block, key)
+    if engine is not None and "rollout" not in {*cluster.roles, *colocated} and has_gpus(cluster, "rollout"):
+        found["rollout"] = Unpooled(engine.count_key, engine.count, 0.0, engine.gpus, 1, engine.gpus_key)
+    if JUDGE not in cluster.roles and has_gpus(cluster, JUDGE):
+        for name, own in judge_processes(config).items():
+            at = f"reward.judge.engines.{name}."
+            found[place_of(name)] = Unpooled(at + own.count_key, own.count, 0.0, own.gpus, 1, at + own.gpus_key)
+    return found
+
+
+def beside(config: TrainConfig, engine_name: str) -> dict[str, str]:
+    """With `rollout.colocate`, an engine that has processes of its own uses the actors' GPUs: {"rollout": "actor"}."""
+    own = maker_of(engine_name, config).processes() is not None
+    return {"rollout": "actor"} if config.rollout.colocate and own and config.cluster.backend == "ray" else {}
+
+
+def check_room(config: TrainConfig, engine_name: str) -> None:
+    """Raise ResourceError, with a table, if the cluster's nodes have no room for the run's pools and its processes with GPUs,
+    even when nothing else runs there."""
+    pools = pools_of_roles(config.cluster, pooled_roles(config, engine_name))
+    unpooled = unpooled_roles(config, engine_name)
+    if config.cluster.backend == "ray" and (pools or unpooled):
+        assign(dict(pools.values()), list(unpooled.values()), nodes_of(config.cluster, "actor"))
+
+
+def check_worker_room(config: TrainConfig, trains: bool) -> None:
+    """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` beside the run's other processes; `trains`:
+    whether there are any."""
+    workers = workers_apart(config)
+    slots = sum(node.cpus for node in nodes_of(config.cluster, "actor"))
+    taken = taken_slots(config, engine_of_run(config)) if trains else 0.0
+    if workers * WORKER_CPUS > slots - taken:
+        raise ResourceError(
+            f"rollout.workers = {workers}: each takes {WORKER_CPUS:g} CPU slots, and of {slots:g} the run's other processes take "
+            f"{taken:g}; lower rollout.workers to {max(int((slots - taken) / WORKER_CPUS), 0)}, or add nodes"
+        )
+
+
+def taken_slots(config: TrainConfig, engine: str) -> float:
+    """The CPU slots of the processes of a training run, other than rollout workers."""
+    pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine)), unpooled_roles(config, engine)
+    taken = sum(need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
+    taken += sum(one.cpus * one.count for one in unpooled.values())
+    # Without GPUs too each actor takes a slot of its own.
+    return taken + (0 if "actor" in {*pools, *unpooled} else config.cluster.actors)
+
+
+def worker_lines(config: TrainConfig) -> list[str]:
+    """What a run's workers take, in words; none without workers."""
+    workers, nodes = workers_apart(config), nodes_of(config.cluster, "actor")
+    if config.rollout.workers and not workers:
+        return [f"rollout.workers: {config.rollout.workers}, in the processes of the {engine_of_run(config)} engine"]
+    if not workers:
+        return []
+    room = f"of {sum(node.cpus for node in nodes):g} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    return [
+        f"rollout.workers: {workers} processes of {WORKER_CPUS:g} CPU slots ({room}) and about {PROCESS_MIB} MiB each, spread "
+        "over the nodes"
+    ]
+
+
+def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
+    """Reserve the run's places: of its roles with a pool, and of the actors and the engine's processes if they use GPUs.
+    None if there is nothing to reserve, and with backend "inline".
+
+    Raises ResourceError, with a table of demand and supply, if they do not fit. Ray must be up.
+    """
+    roles, unpooled = pooled_roles(config, engine_name), unpooled_roles(config, engine_name)
+    if config.cluster.backend != "ray" or not (roles or unpooled):
+        return None
+    from agentrl.cluster.placement import Pools
+
+    return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
+
+
+def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] | None = None) -> WorkerGroup[Any]:
+    """The actor's processes, in its pool if it has one; `role`: what learns in them, if it is no actor."""
+    role = role or Actor
+    mesh = mesh_of(config)
+    if pools is None or "actor" not in pools:
+        # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.
+        groups = launch_roles(
+            config.cluster.model_copy(update={"roles": {}}), {"actor": role}, {"actor": mesh}, config.cluster.call_timeout
+        )
+        return groups["actor"]
+    try:
+        return pools.launch("actor", role, mesh)
+    except AgentrlError:
+        pools.close()
+        raise
+
+
+def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Location]]:
+    """Where each process of each role would be: its node and its GPUs, by role and rank, as Ray reserves them now (and
+    releases again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the
+    processes by CPU slots alone.
+
+    Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
+    """
+    if config.cluster.backend != "ray":
+        [node, *_] = nodes_of(config.cluster, "actor")
+        one = Location(node.name, "", ("0",))
+        return (
+            {role: [one] for role in dict.fromkeys(["actor", "rollout", *roles_of(config, engine_name)])} if is_planned() else {}
+        )
+    if not (pooled_roles(config, engine_name) or unpooled_roles(config, engine_name)):
+        return {}
+    judges = [place_of(name) for name in judge_processes(config)]
+    roles = [*roles_of(config, engine_name), *judges]
+    own = (_assigned if is_planned() else _reserved)(config, engine_name, roles)
+    # A role without processes of its own uses the actors' processes.
+    shared = own.get("actor", [])
+    elsewhere = {"rollout", JUDGE, *judges}
+    return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
+
+
+def _assigned(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+    """The places of the roles that have some, on the nodes of a plan."""
+    pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine_name)), unpooled_roles(config, engine_name)
+    by_name, others = dict(pools.values()), beside(config, engine_name)
+    shares = assign(by_name, list(unpooled.values()), nodes_of(config.cluster, "actor"))
+    gpus = {name: pool.gpus for name, pool in by_name.items()} | {one.key: one.gpus for one in unpooled.values()}
+    places, keys = locations(shares, gpus), keys_of_roles(pools, unpooled, others)
+    engine = maker_of(engine_name, config).processes()
+    size = engine.gpus if engine is not None else 0
+    return {
+        role: joined(places[key], size) if role in others and gpus[key] else places[key]
+        for role, key in keys.items()
+        if role in roles
+    }
+
+
+def _reserved(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+    """The places of the roles that have some, on the cluster's nodes."""
+    engine = maker_of(engine_name, config).processes()
+    with ray_of(config.cluster):
+        pools = open_pools(config, engine_name)
+        assert pools is not None
+        try:
+            gpus = engine.gpus if engine is not None else 0
+            return {role: pools.locations(role, gpus) for role in roles if role in pools}
+        finally:
+            pools.close()
+
+
+def placement_table(locations: Mapping[str, Sequence[Location]]) -> str:
+    """The locations of every role, one row for each node: ranks, node, and the GPUs of each rank."""
+    rows = [("role", "ranks", "node", "GPUs of each")]
+    for role, of_role in locations.items():
+        first = 0
+        for (node, address), part in groupby(of_role, key=lambda location: (location.node, location.address)):
+            cards = [",".join(location.cards) or "-" for location in part]
+            last = first + len(cards) - 1
+            at = f"{address} ({node[:8]})" if node else address
+            rows.append((role, f"{first}-{last}" if last > first else str(first), at, " ".join(cards)))
+            first = last + 1
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+# Memory
+
+GIB = 1 << 30
+MODULE_OF: dict[str, Role] = {
+    "actor": "policy",
+    "reference": "policy",
+    "critic": "value",
+    "reward_model": "score",
+    "teacher": "policy",
+}
+PUBLISH = "publish"
+HOST = "host memory"
+FILL = 0.85
+"""Of a GPU's memory that an engine with the trait "fills" plans with; a step computes in the rest."""
+COLUMNS = ("weights", "optimizer", "gradients", "gathered", "activations", "working", "cache")
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlacement:
+    """A role on a device: its part of the memory there. `device`: the pool or the role whose processes it uses; `rests`: whether
+    it gives its memory back between its turns; `lower`: the config key that makes an engine's cache smaller."""
+
+    role: str
+    device: str
+    ranks: int
+    memory: RoleMemory
+    rests: bool
+    lower: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a device must hold: `size` bytes of `limit`, in the turn of `role`, or in a publish."""
+
+    device: str
+    role: str
+    size: int
+    limit: int
+
+
+def waiting(placed: list[RolePlacement]) -> list[str]:
+    """What roles keep in host memory, between their turns or always, a line each."""
+    between = [
+        f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
+        for one in placed
+        if one.rests and one.role != "rollout"
+    ]
+    always = [
+        f"{one.role}: {one.memory.host / GIB:.1f} GiB of host memory a rank (model.cpu_offload)"
+        for one in placed
+        if one.memory.host
+    ]
+    return between + always
+
+
+def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
+    """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
+    config = _typed(config, card)
+    found = _others(config, card, trains=True)
+    try:
+        maker, taken = _engine(config, found, card)
+    except ResourceError:
+        check_fits(config, found, card)  # first, if the other roles alone do not fit: with the table
+        raise
+    if taken is not None:
+        processes = maker.processes()
+        ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
+        memory = RoleMemory(weights=taken.weights, cache=taken.cache)
+        own = processes is not None and not config.rollout.colocate
+        found.append(
+            RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
+        )
+    return found
+
+
+def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
+    """What the engine alone takes of a device: of a card of `card` bytes, or of host memory. Raises UserError if that holds no
+    episode."""
+    config = _typed(config, card)
+    counted = _card_of_engine(config, card) is not None and "kv_cache_mib" not in config.engine_args
+    return _engine(config, _counted(config, card, trains=True) if counted else [], card)[1]
+
+
+def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
+    """Who makes the engine, and what it takes beside the roles `others`."""
+    maker, dtype = maker_of(engine_name(config), config), config.model.dtype
+    maker.room = _left(config, others, _card_of_engine(config, card))
+    model = shell(config.model.model_copy(update={"lora": None}))
+    assert dtype is not None
+    return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
+
+
+def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
+    """Bytes of this process's GPU that the run's other roles leave to its engine; None if the engine does not ask, or there is no
+    GPU. `trains`: whether the run has more roles than its engine and judges.
+
+    Raises UserError as `memory_of`."""
+    if "kv_cache_mib" in config.engine_args or (card := _card_of_engine(config, None)) is None:
+        return None
+    config = _typed(config, card)
+    return _left(config, _counted(config, card, trains=trains), card)
+
+
+def _counted(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
+    """As `_others`, for the size of the engine's cache."""
+    try:
+        return _others(config, card, trains)
+    except (ConfigError, ModelError) as problem:
+        raise type(problem)(
+            f"engine_args.kv_cache_mib: it is not set, and what the trainer leaves of the GPU is not known ({problem}). Set it"
+        ) from problem
+
+
+def _card_of_engine(config: TrainConfig, card: int | None) -> int | None:
+    """Bytes of the GPU that the engine fills, which is in this process: of `card` in a plan for another machine."""
+    if "fills" not in engine_of(config).traits:
+        return None
+    return card if is_planned() else driver_card()
+
+
+def _typed(config: TrainConfig, card: int | None) -> TrainConfig:
+    dtype = config.model.computes_in(card is not None)
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def _others(config: TrainConfig, card: int | None, trains: bool) -> list[RolePlacement]:
+    """All roles but the engine of the policy."""
+    # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
+    grouped = card is not None and config.model.dtype != "float32" and varlen_takes_groups()
+    roles = roles_of(config, engine_name(config)) if trains else []
+    found = [_trained(config, role, grouped) for role in roles if role not in ("rollout", JUDGE)]
+    return found + [_judge(config, name, card) for name in config.reward.judge.engines]
+
+
+def _left(config: TrainConfig, found: list[RolePlacement], card: int | None) -> int | None:
+    """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
+    if card is None:
+        return None
+    beside = [one for one in found if one.device == _device(config, "rollout")]
+    held = sum(one.memory.held for one in beside if not one.rests)
+    turns = [] if config.rollout.colocate else [turn_of(one, beside) for one in beside]
+    return int(FILL * card) - max([held, *turns])
+
+
+def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
+    device = _device(config, role)
+    pool = config.cluster.pools.get(device)
+    ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
+    paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
+    path = other_models(config).get(paths.get(role, ""))
+    # What is frozen has no adapters; a reward model has no shared tokens either (train/reward_model.py).
+    plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
+    model = config.model.model_copy(update=plain)
+    module = shell(model, MODULE_OF[role], path, grouped=grouped)
+    engine = TRAIN_ENGINES.entry(model.engine).make
+    memory = engine.memory(module, model, ranks, _tokens(config), _optims(config, role))
+    return RolePlacement(role, device, ranks, memory, rests(config, role))
+
+
+def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
+    """A judge on an engine of its own, which always holds its memory."""
+    positions = model_context(config.reward.judge.engines[name].path, config.model.trust_remote_code)
+    maker, own = judge_maker(config, name, positions), judge_config(config, name)
+    dtype, processes = own.model.computes_in(card is not None), maker.processes()
+    model = shell(own.model)
+    taken = maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
+    memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
+    ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
+    # A pool is all judges'; without one each that has processes has places of its own.
+    device = _device(config, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
+    lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
+    if processes is not None and taken is not None:
+        lower = f"reward.judge.engines.{name}.{taken.lower}"
+    return RolePlacement(place_of(name), device, ranks, memory, False, lower)
+
+
+def _optims(config: TrainConfig, role: str) -> list[OptimConfig]:
+    """The optimizers of a role: a warm start has one of its own before that of the updates."""
+    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
+    return [optim for section, optim in optims_of(config).items() if section in sections]
+
+
+def _tokens(config: TrainConfig) -> int:
+    """The most tokens of a micro-batch: its cap, or with one row a pass the longest row."""
+    # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
+    if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
+        return config.optim.micro_tokens
+    return min(config.optim.micro_tokens, widest(config, trained(config)).rollout.max_episode_tokens)
+
+
+def _device(config: TrainConfig, role: str, own: bool = False) -> str:
+    """The pool of a role; else the processes of the actor, or its `own`."""
+    if config.cluster.backend == "inline":
+        return "actor"
+    pools = {str(name): pool for name, pool in config.cluster.roles.items()}
+    return pools.get(role) or (role if own else pools.get("actor", "actor"))
+
+
+def peaks(placed: list[RolePlacement], card: int | None) -> list[Peak]:
+    """Each device's peak. Without cards there is one device, this machine's memory, for all ranks together."""
+    devices = {name: [one for one in placed if one.device == name] for name in dict.fromkeys(one.device for one in placed)}
+    turns = {
+        name: max([*((turn_of(one, beside), one.role) for one in beside), *publish_of(beside)])
+        for name, beside in devices.items()
+    }
+    if card is not None:
+        return [Peak(name, role, size, card) for name, (size, role) in turns.items()]
+    ranks = {name: max(one.ranks for one in beside) for name, beside in devices.items()}
+    # The peaks of different roles' processes may fall together, and all ranks are on this machine.
+    total = sum(size * ranks[name] for name, (size, _) in turns.items())
+    # `free` and not `total`: what other programs hold will not be there.
+    return [Peak(HOST, max(turns.values())[1], total, usable_memory().free)]
+
+
+def check_fits(config: TrainConfig, placed: list[RolePlacement], card: int | None) -> None:
+    """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
+    for peak in peaks(placed, card):
+        if peak.size > peak.limit:
+            raise ResourceError(f"{told(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
+
+
+def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
+    """Bytes on a device in the turn of one of its roles: its own, and what those hold that do not give their memory back."""
+    return one.memory.held + one.memory.turn + sum(o.memory.held for o in beside if o is not one and not o.rests)
+
+
+def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
+    """Bytes on a device while the actor sends new weights to a colocated engine, which has no cache yet."""
+    parts = {one.role: one for one in beside}
+    if "actor" not in parts or "rollout" not in parts or not parts["rollout"].rests:
+        return []
+    actor, engine = parts["actor"], parts["rollout"]
+    others = sum(one.memory.held for one in beside if one.role not in ("actor", "rollout") and not one.rests)
+    return [(actor.memory.held + actor.memory.gathered + engine.memory.weights + others, PUBLISH)]
+
+
+def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
+    """Which keys make a device's peak smaller, largest part first."""
+    beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
+    # In a publish the weights and gathered layers are the actor's.
+    [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]
+    memory, ways = one.memory, []
+    if memory.activations + memory.working and peak.role != PUBLISH:
+        thin = "" if memory.checkpoints else "set model.activation_checkpointing = true, "
+        ways.append((memory.activations + memory.working, f"{thin}lower optim.micro_tokens = {config.optim.micro_tokens}"))
+    if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
+        ways.append((memory.gradients, "set model.shard_gradients = true"))
+    if memory.optimizer:
+        ways.append((memory.weights + memory.optimizer, _smaller(config, one, peak)))
+    if memory.cache:
+        ways.append((memory.cache, f"lower {one.lower}"))
+    waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
+    if waiting:
+        engine = "rollout.colocate = true, " if any(o.role == "rollout" and not o.rests for o in beside) else ""
+        ways.append((waiting, f'set {engine}model.offload = "idle", or give roles pools of their own (cluster.roles)'))
+    if peak.device == HOST:
+        ways.append((0, "this machine has no GPU: for a run on cards of another one add --gpu-memory GIB"))
+    return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
+
+
+def _smaller(config: TrainConfig, one: RolePlacement, peak: Peak) -> str:
+    """The ways to less weights and optimizer on a rank that this run has not taken; in host memory more ranks save nothing."""
+    cards = peak.device != HOST
+    ways = (
+        (config.model.replicas > 1, f"lower model.replicas = {config.model.replicas}"),
+        (cards and config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
+        (config.model.lora is None, "train adapters ([model.lora])"),
+        (cards and not config.model.cpu_offload and config.model.offload == "never", "set model.cpu_offload = true"),
+        (
+            peak.role == PUBLISH and config.model.offload == "idle",
+            'set model.cpu_offload = true instead of model.offload = "idle"',
+        ),
+    )
+    return ", or ".join(text for fits, text in ways if fits)
+
+
+def table_of(placed: list[RolePlacement]) -> str:
+    """The memory of every role on one of its devices, in GiB; `all`: in its turn, without other roles."""
+    rows: list[tuple[str, ...]] = [("device", "role", "ranks", *COLUMNS, "all")]
+    for one in placed:
+        sizes = [*(getattr(one.memory, column) for column in COLUMNS), one.memory.held + one.memory.turn]
+        rows.append((one.device, one.role, str(one.ranks), *(f"{size / GIB:.2f}" for size in sizes)))
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["memory on each device, GiB", *lines])
+
+
+def told(peak: Peak) -> str:
+    when = "a publish" if peak.role == PUBLISH else f"the turn of {peak.role}"
+    return f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {when}"

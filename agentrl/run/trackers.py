@@ -1,0 +1,400 @@
+"""Trackers: where the metrics of a run go in addition to metrics.jsonl.
+
+The contract and its registry, the thread of a tracker, samples of episodes, then `jsonl` and `tensorboard`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any, Literal
+
+from agentrl.config import Choice, TrainConfig
+from agentrl.config.identity import without_secrets
+from agentrl.data.trajectory import Message, Trajectory
+from agentrl.run.folder import RunFolder
+from agentrl.utils.parsing import json_text
+from agentrl.utils.redaction import resolved
+from agentrl.utils.registry import Registry
+
+# The contract
+
+Status = Literal["done", "failed", "interrupted"]
+Cell = str | float | None
+
+REPEATED = ("sft", "gate")
+"""Phases of the warm start, whose rows no resume takes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run that a tracker is opened for. `config` is the resolved one; `resumed`: the run goes on from a checkpoint, and what
+    it wrote before is in `folder`."""
+
+    folder: RunFolder
+    config: TrainConfig
+    resumed: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the config calls the run."""
+        return self.config.name
+
+
+class Tracker(ABC):
+    """Made for one run; its arguments after `run` are the config's. All methods are called in one thread, in order.
+
+    What a method raises is told to the user once, and the run goes on.
+    """
+
+    @abstractmethod
+    def __init__(self, run: TrackedRun) -> None:
+        """Start, or continue what this run has begun there before."""
+
+    @classmethod
+    def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
+        """Raise a UserError if this cannot work: a package or a login is missing. Called before a run, in its main thread; `args`
+        are all arguments."""
+        return None
+
+    @abstractmethod
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        """The numbers of one row, after `step` updates; `phase` is "train", "eval", "before", ... None: not known."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from `step` (-1: from its start; -2: its warm start too comes
+        again). Rows of later steps, and those of the phase "after", come again
+        (`voided`): take them back, or take none of them twice (`given.GivenRows`)."""
+        return None
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        """Some episodes of an evaluation: rows with the same keys."""
+        return None
+
+    def picture(self, name: str, path: Path) -> None:
+        """A picture that the run has written; one of the same name takes the place of the one before."""
+        return None
+
+    @abstractmethod
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Called after the last row: how the run ended, and what is in summary.json."""
+
+    def look(self) -> str | None:
+        """The command or address that shows them, if there is one."""
+        return None
+
+
+TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
+
+
+def voided(phase: str, step: int, to: int) -> bool:
+    """Whether a row comes again if the run goes on from step `to`."""
+    return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise a UserError for an unknown tracker or argument, and if one cannot work.
+
+    Reads: trackers.
+    """
+    for choice in config.trackers:
+        args = TRACKERS.arguments(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
+        make = TRACKERS.entry(choice.name).make
+        if isinstance(make, type) and issubclass(make, Tracker):
+            make.check(config, args)
+
+
+def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callable[[], Tracker]]]:
+    """The trackers of a run by name, in order, each yet to be made."""
+
+    def maker(choice: Choice) -> Callable[[], Tracker]:
+        bound = TRACKERS.bind(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
+        return lambda: bound(run)
+
+    return [(choice.name, maker(choice)) for choice in choices]
+
+
+# The thread of a tracker
+
+log = logging.getLogger(__name__)
+
+QUEUE = 1024
+"""Calls that wait at most; more are lost, and counted."""
+LARGE = 32
+"""Calls that may wait for one more with episodes or a picture, which are large, to be taken."""
+FLUSH_S = 60.0
+"""Seconds that a tracker has, at the end of the run, to write what it was given."""
+
+Call = Callable[[Tracker], None]
+
+
+class Outlet:
+    """Gives a tracker what the run has for it. `say`: told what the user must see; may be called in the tracker's thread.
+
+    `lost`: rows, pictures and tables that did not arrive. `look`: how to see the others, once it is open.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None], *, most: int = QUEUE) -> None:
+        self.name, self._make, self._say = name, make, say
+        self.lost = 0
+        self.look: str | None = None
+        self._told: set[str] = set()
+        self._queue: Queue[Call | None] = Queue(most)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._closing: tuple[Status, Mapping[str, Any]] | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"agentrl-tracker {name}", daemon=True)
+        self._thread.start()
+
+    # -- the run's side ----------------------------------------------------------------------------
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        self._give(lambda tracker: tracker.row(phase, step, values))
+
+    def rewind(self, step: int) -> None:
+        self._give(lambda tracker: tracker.rewind(step))
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        self._give(lambda tracker: tracker.episodes(phase, step, rows), large=True)
+
+    def picture(self, name: str, path: Path) -> None:
+        self._give(lambda tracker: tracker.picture(name, path), large=True)
+
+    def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
+        """Nothing more comes: it writes what waits, and is closed. See `join`."""
+        self._closing = (status, summary)
+        self._over.set()
+        with suppress(Full):  # then the thread sees `_over` once it has written what waits
+            self._queue.put_nowait(None)
+
+    def join(self, limit: float = FLUSH_S) -> None:
+        """Wait until it is closed; after `limit` seconds the rest is given up."""
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            waiting = self._queue.qsize()
+            with self._lock:
+                self.lost += waiting
+            self._say(f"tracker {self.name}: it did not end within {limit:g} s and is given up, with {waiting} calls unwritten")
+        elif self.lost:
+            self._say(f"tracker {self.name}: {self.lost} rows, tables or pictures were not written; metrics.jsonl has all rows")
+
+    def _give(self, call: Call, *, large: bool = False) -> None:
+        try:
+            if large and self._queue.qsize() > LARGE:
+                raise Full
+            self._queue.put_nowait(call)
+        except Full:
+            self._lose("queue", f"it is too slow: {self._queue.qsize()} calls wait, and more are lost")
+
+    # -- its thread --------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = self._make()
+            self.look = tracker.look()
+        except BaseException as fault:  # of any kind: a library may exit
+            self._lose("open", f"it cannot be opened, and the run goes on without it: {_text(fault)}", fault, count=0)
+        while (call := self._next()) is not None:
+            if tracker is None:
+                self._lose("open", "")
+                continue
+            try:
+                call(tracker)
+            except BaseException as fault:
+                self._lose("write", f"it failed, and the run goes on: {_text(fault)}", fault)
+        if tracker is not None and self._closing is not None:
+            try:
+                tracker.close(*self._closing)
+                self.look = tracker.look()
+            except BaseException as fault:
+                self._lose("close", f"its end failed: {_text(fault)}", fault, count=0)
+
+    def _next(self) -> Call | None:
+        while True:
+            try:
+                return self._queue.get(timeout=1.0)
+            except Empty:
+                if self._over.is_set():
+                    return None
+
+    def _lose(self, kind: str, text: str, fault: BaseException | None = None, *, count: int = 1) -> None:
+        with self._lock:
+            self.lost += count
+            first = kind not in self._told
+            self._told.add(kind)
+        if first:
+            log.error("tracker %s: %s", self.name, text, exc_info=fault)
+            self._say(f"tracker {self.name}: {text}")
+
+
+def _text(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
+
+
+# Samples of episodes
+
+EPISODES = 16
+"""Episodes of an evaluation that trackers get."""
+CHARACTERS = 4000
+"""The longest transcript in a table; of a longer one the middle is left out."""
+
+
+def sampled_rows(trajectories: Sequence[Trajectory], most: int = EPISODES) -> list[dict[str, Cell]]:
+    """At most `most` episodes, evenly spaced, so that evaluations of the same tasks show the same ones. Unknown values are
+    None."""
+    step = max(len(trajectories) / most, 1.0)
+    chosen = [trajectories[int(place * step)] for place in range(min(most, len(trajectories)))]
+    return [_row(trajectory) for trajectory in chosen]
+
+
+def _row(trajectory: Trajectory) -> dict[str, Cell]:
+    return {
+        "env": trajectory.env,
+        "task": trajectory.task.id,
+        "reward": trajectory.reward,
+        "success": None if trajectory.success is None else float(trajectory.success),
+        "stop": trajectory.stop.value,
+        "turns": float(len(trajectory.turns)),
+        "tokens": float(trajectory.sampled_tokens),
+        "transcript": _cut("\n".join(map(_said, trajectory.messages))),
+    }
+
+
+def _said(message: Message) -> str:
+    calls = [f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls]
+    return f"{message.role}: {' '.join([message.content, *calls]).strip()}"
+
+
+def _cut(text: str) -> str:
+    half = CHARACTERS // 2
+    return text if len(text) <= CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
+
+
+# jsonl
+
+
+@TRACKERS.register("jsonl")
+class EventLines(Tracker):
+    """`path` is in the run folder, or whole. Each line has `event` (start, row, rewind, episodes, picture, end), `run` and
+    `time`, seconds since 1970; after a `rewind`, rows of later steps come again, and the last of them counts."""
+
+    def __init__(self, run: TrackedRun, *, path: str = "events.jsonl") -> None:
+        self._run = run
+        self._path = run.folder.path / path
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._write("start", resumed=run.resumed, config=without_secrets(run.config))
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        self._write("row", phase=phase, step=step, values=dict(values))
+
+    def rewind(self, step: int) -> None:
+        self._write("rewind", step=step)
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        self._write("episodes", phase=phase, step=step, episodes=[dict(row) for row in rows])
+
+    def picture(self, name: str, path: Path) -> None:
+        self._write("picture", name=name, path=str(path))
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self._write("end", status=status, summary=dict(summary))
+        self._file.close()
+
+    def look(self) -> str:
+        return f"tail {self._path}"
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._file.write(json_text({"event": event, "run": self._run.name, "time": time.time(), **fields}) + "\n")
+        self._file.flush()
+
+
+# tensorboard
+
+
+@TRACKERS.register("tensorboard")
+class TensorBoard(Tracker):
+    """One scalar per number, called PHASE/KEY; sampled episodes as text, pictures as images."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._folder = run.folder.tensorboard
+        self._last = 0
+        self._open()
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._events = SummaryWriter(str(self._folder))
+
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        for key, value in values.items():
+            if value is not None:
+                self._events.add_scalar(f"{phase}/{key}", value, step)
+        self._last = step
+        self._events.flush()
+
+    def rewind(self, step: int) -> None:
+        # Not by SummaryWriter's purge_step, which also hides what other phases have at later steps: a warm start may take
+        # hundreds of them, and is not done again.
+        self._events.close()
+        for file in sorted(self._folder.glob("events.out.tfevents.*")):
+            _take_back(file, step)
+        self._open()
+
+    def episodes(self, phase: str, step: int, rows: Sequence[Mapping[str, Cell]]) -> None:
+        if not rows:
+            return
+        head = list(rows[0])
+        lines = [head, ["---"] * len(head), *([_cell(row[key]) for key in head] for row in rows)]
+        self._events.add_text(f"{phase}/episodes", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        self._events.flush()
+
+    def picture(self, name: str, path: Path) -> None:
+        from matplotlib.image import imread
+
+        self._events.add_image(name, imread(path)[:, :, :3], self._last, dataformats="HWC")
+        self._events.flush()
+
+    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+        self._events.close()
+
+    def look(self) -> str:
+        return f"tensorboard --logdir {shlex.quote(str(self._folder))}"
+
+
+def _cell(value: Cell) -> str:
+    """As a cell of a Markdown table, which ends at a bar or a newline."""
+    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _take_back(file: Path, step: int) -> None:
+    """Write the file again without the values that come again after a rewind to `step`; with none, it stays as it is."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    kept: list[bytes] = []
+    lost = False
+    for record in RawEventFileLoader(str(file)).Load():
+        event = Event.FromString(record)
+        void = [v.tag for v in event.summary.value if voided(v.tag.partition("/")[0], event.step, step)]
+        lost |= bool(void)
+        if not void:
+            kept.append(record)
+    if lost:
+        aside = file.with_name(f".{file.name}")
+        with aside.open("wb") as out:
+            writer = RecordWriter(out)
+            for record in kept:
+                writer.write(record)
+        aside.replace(file)

@@ -1,0 +1,215 @@
+"""A program in a process group of its own: fed, read, watched, and killed with its children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agentrl.sandbox.base import End, ExecResult
+from agentrl.utils.errors import SandboxError
+from agentrl.utils.threads import in_thread
+
+START_SECONDS = 60.0
+LOOK = 0.05
+"""Seconds between two looks at a running program's limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Limits of one run, looked at from outside. `wall` in seconds, from the program's first line; `output`: bytes of each
+    stream that are kept (a run that writes 64 times as much is stopped); `used`: the bytes on disk now, and `disk` how many they
+    may be; `crowded`: whether more than `pids` processes descend from the program's."""
+
+    wall: float
+    output: int
+    disk: int | None = None
+    used: Callable[[], int] = lambda: 0
+    pids: int | None = None
+    crowded: Callable[[int, int], bool] = lambda leader, pids: False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process group ended; `status`: the bytes that it wrote to its status pipe."""
+
+    stdout: bytes
+    stderr: bytes
+    cut: int
+    end: End
+    code: int
+    status: bytes
+    seconds: float
+
+    def result(self, end: End | None = None) -> ExecResult:
+        out, err = self.stdout.decode("utf-8", "replace"), self.stderr.decode("utf-8", "replace")
+        return ExecResult(self.code, out, err, self.seconds, end or self.end, self.cut)
+
+
+async def run_group(
+    command: Sequence[str],
+    stdin: bytes,
+    watched: Watched,
+    *,
+    env: Mapping[str, str] | None = None,
+    merge: bool = True,
+    status: bool = True,
+) -> Ended:
+    """Run a program in its own session and clean up everything after it.
+
+    With `status`, the file descriptor of a pipe is appended to the command, and the time limit starts with the first byte that
+    the program writes to it. The whole group is killed at a limit, on cancellation, and also after a normal end. `env`: its
+    variables, by default none but PYTHONHASHSEED=0. Raises SandboxError if the program is not there.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)  # polled from the event loop
+    began = time.monotonic()
+    process: asyncio.subprocess.Process | None = None
+    try:
+        process = await _start([*command, str(writer)] if status else command, env, merge, writer if status else None)
+        attended = _Attended(reader, watched, waits=status, leader=process.pid)
+        await _attend(process, stdin, attended)
+        code = process.returncode if process.returncode is not None else -1
+        end = attended.stopped or _end_of(code)
+        seconds = time.monotonic() - began
+        out, err = attended.kept
+        return Ended(bytes(out), bytes(err), attended.cut, end, code, attended.status, seconds)
+    finally:
+        os.close(reader)
+        os.close(writer)
+        if process is not None:
+            kill_group(process.pid)
+            await asyncio.shield(_reap(process))
+
+
+async def _start(
+    command: Sequence[str], env: Mapping[str, str] | None, merge: bool, writer: int | None
+) -> asyncio.subprocess.Process:
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT if merge else asyncio.subprocess.PIPE,
+            env={"PYTHONHASHSEED": "0"} if env is None else env,
+            cwd="/",
+            pass_fds=() if writer is None else (writer,),
+            start_new_session=True,
+        )
+    except OSError as problem:
+        raise SandboxError(f"{command[0]} does not start: {problem}") from problem
+
+
+class _Attended:
+    """The state of a running process. Its time limit starts when its code starts, which it reports by its
+    status, so that a slow process start does not count against the policy."""
+
+    def __init__(self, reader: int, watched: Watched, waits: bool, leader: int) -> None:
+        self.kept = (bytearray(), bytearray())
+        self.cut = 0
+        self.stopped: End | None = None
+        self.status = b""
+        self._reader, self._watched, self._leader = reader, watched, leader
+        self._deadline = time.monotonic() + (START_SECONDS if waits else watched.wall)
+
+    def take(self, stream: int, chunk: bytes) -> None:
+        """Keep as much of a chunk of output as fits."""
+        kept = self.kept[stream]
+        room = self._watched.output - len(kept)
+        kept.extend(chunk[:room])
+        self.cut += max(0, len(chunk) - room)
+        if self.cut > 63 * self._watched.output and self.stopped is None:
+            self.stopped = "output"
+
+    async def look(self, *, running: bool) -> None:
+        """Read the status, and check the limits."""
+        self.read_status()
+        if running and self.stopped is None:
+            if time.monotonic() > self._deadline:
+                self.stopped = "wall"
+            elif self._watched.disk is not None or self._watched.pids is not None:
+                self.stopped = await in_thread("sandbox", self._full)
+
+    def read_status(self) -> None:
+        if status := _drain(self._reader):
+            if not self.status:
+                self._deadline = time.monotonic() + self._watched.wall
+            self.status += status
+            if status.endswith(b"p") and self.status.startswith(b"+"):
+                self.stopped = "processes"
+
+    def _full(self) -> End | None:
+        """The limit that files or processes exceed. Blocks."""
+        watched = self._watched
+        if watched.disk is not None and watched.used() > watched.disk:
+            return "disk"
+        return "processes" if watched.pids is not None and watched.crowded(self._leader, watched.pids) else None
+
+
+async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _Attended) -> None:
+    """Write to, read from and await the process; kill its group at a limit."""
+
+    async def read(number: int, stream: asyncio.StreamReader | None) -> None:
+        while stream is not None and (chunk := await stream.read(1 << 16)):
+            attended.take(number, chunk)
+            if attended.stopped is not None:
+                kill_group(process.pid)
+
+    # The exit is awaited too, because code may close its output and keep running.
+    streams = read(0, process.stdout), read(1, process.stderr)
+    finished = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), *streams, process.wait()))
+    # Looked at even if nobody awaits it any more, or asyncio would report that, whenever the garbage collector comes by.
+    finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
+    try:
+        while not finished.done():
+            await asyncio.wait([finished], timeout=LOOK)
+            await attended.look(running=process.returncode is None)
+            if attended.stopped is not None or process.returncode is not None:
+                # Also after a normal end: remaining processes of the group would keep the output open.
+                kill_group(process.pid)
+        finished.result()
+        attended.read_status()  # what came during the last look
+    finally:
+        finished.cancel()
+
+
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(stdin)
+        await process.stdin.drain()
+        process.stdin.close()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it died first, which its status pipe shows
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Read a killed process's output to the end and collect its exit status, so that nothing stays open."""
+    for stream in (process.stdout, process.stderr):
+        with suppress(RuntimeError):  # another reader, which is being cancelled, still has the stream
+            while stream is not None and await stream.read(1 << 16):
+                pass
+    await process.wait()
+
+
+def _end_of(code: int) -> End:
+    """SIGXCPU is the CPU limit; SIGKILL, if it was not sent from here, is the hard CPU limit."""
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "cpu"
+    return "ok" if code == 0 else "killed" if code < 0 else "error"
+
+
+def kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _drain(reader: int) -> bytes:
+    try:
+        return os.read(reader, 4096)
+    except BlockingIOError:
+        return b""

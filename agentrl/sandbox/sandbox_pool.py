@@ -1,0 +1,428 @@
+"""Choose a sandbox provider, limit the sandboxes of a process, and hold one per environment."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import platform
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from pydantic import ValidationError
+
+from agentrl.config.schema import SandboxConfig
+from agentrl.sandbox import bubblewrap
+from agentrl.sandbox.base import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
+from agentrl.sandbox.local import require_kernel
+from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hinted
+from agentrl.utils.redaction import resolved
+
+# Choose a provider
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def settled(config: SandboxConfig) -> SandboxConfig:
+    """The config with a provider in place of "auto": bubblewrap where it works and keeps all that docs/sandboxes.md says of it,
+    else the local one, which is refused where the kernel has too little for it. With arguments it is the local one, whose they
+    are."""
+    if config.provider != AUTO:
+        return config
+    return config.model_copy(update={"provider": "local" if config.args else preferred()})
+
+
+@cache
+def preferred() -> str:
+    """Asked of the machine once a process, and said once in the log."""
+    reason = bubblewrap.unavailable() or bubblewrap.lacking()
+    if reason is None:
+        log.info('sandboxes: "bubblewrap", which works here; env.sandbox.provider = "local" chooses the other one')
+        return bubblewrap.BubblewrapProvider.name
+    log.info('sandboxes: "local" (no bubblewrap: %s)', reason)
+    return "local"
+
+
+# The pool
+
+
+class SandboxPool:
+    """Sandboxes of one provider on one event loop: at most `limit` at a time, of which up to `warm` are ahead of demand.
+
+    Warm ones have no files yet and are of the kind (`SandboxSpec.key`) that was asked for last; one that is in the way of
+    another kind is stopped. Taking one costs what writing the task's files costs.
+    """
+
+    def __init__(self, provider: SandboxProvider, warm: int, limit: int) -> None:
+        self.provider, self.warm, self.limit = provider, warm, limit
+        self.running = 0
+        """Sandboxes that are started or being started: those held, and the warm ones."""
+        self.started = 0
+        """Sandboxes that the provider has been asked for so far."""
+        self._idle: deque[tuple[str, Sandbox]] = deque()
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._refills: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        # Those that are warm when the loop is gone or the process ends.
+        weakref.finalize(self, _abandon_all, self._idle)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    async def acquire(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
+        """A started sandbox with the spec's files (or a snapshot's), to be given back with `release`. Raises SandboxError if
+        it does not start."""
+        key = spec.key
+        taken = self._take(key) if snapshot is None else None
+        if taken is None:
+            await self._slot()
+            try:
+                self.started += 1
+                taken = await self.provider.start(spec, snapshot)
+            except BaseException:
+                self._free()
+                raise
+        elif spec.files:
+            try:
+                await taken.write(spec.files)
+            except BaseException:
+                await asyncio.shield(self.release(taken))
+                raise
+        self._refill(key, spec.empty())
+        return taken
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Stop a sandbox, and let the next one start."""
+        try:
+            await sandbox.stop()
+        finally:
+            self._free()
+
+    def lost(self, sandbox: Sandbox) -> None:
+        """A sandbox that nobody holds any more, told from any thread."""
+        sandbox.abandon()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._free)
+
+    async def close(self) -> None:
+        """Stop the warm ones."""
+        for task in list(self._refills):
+            task.cancel()
+        await asyncio.gather(*self._refills, return_exceptions=True)
+        while self._idle:
+            await self.release(self._idle.pop()[1])
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take(self, key: str) -> Sandbox | None:
+        for place, (kind, sandbox) in enumerate(self._idle):
+            if kind == key:
+                del self._idle[place]
+                return sandbox
+        return None
+
+    async def _slot(self) -> None:
+        """Wait until one more may run; a warm one of another kind makes room."""
+        if self.running < self.limit:
+            self.running += 1
+            return
+        if self._idle:
+            # Its slot is taken over: `running` stays as it is.
+            _, sandbox = self._idle.popleft()
+            await sandbox.stop()
+            return
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._free()  # the slot came together with the cancellation
+            else:
+                self._queue.remove(turn)
+            raise
+
+    def _free(self) -> None:
+        """A slot is free: it goes to who waits longest."""
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.running -= 1
+
+    def _refill(self, key: str, spec: SandboxSpec) -> None:
+        """Start what is missing in the background."""
+        there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
+        for _ in range(min(self.warm - there, self.limit - self.running)):
+            if self._queue:
+                return
+            self.running += 1
+            task = self._loop.create_task(self._start_ahead(key, spec))
+            self._refills.add(task)
+            task.add_done_callback(self._refills.discard)
+
+    async def _start_ahead(self, key: str, spec: SandboxSpec) -> None:
+        try:
+            self.started += 1
+            sandbox = await self.provider.start(spec)
+        except EnvError as fault:
+            self._free()
+            log.warning("no sandbox could be started ahead: %s", fault)
+            return
+        except BaseException:
+            self._free()
+            raise
+        if self._queue:  # somebody has begun to wait meanwhile, maybe for another kind
+            await self.release(sandbox)
+            return
+        self._idle.append((key, sandbox))
+        while len(self._idle) > self.warm:
+            await self.release(self._idle.popleft()[1])
+
+
+_BY_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, SandboxPool]] = WeakKeyDictionary()
+
+
+def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
+    """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError if it
+    is none."""
+    if config is None or isinstance(config, SandboxConfig):
+        return settled(config or SandboxConfig())
+    try:
+        return settled(SandboxConfig.model_validate(dict(config)))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        known = list(SandboxConfig.model_fields)
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"sandbox.{key}: {first['msg']}{hinted(key, known)}; known: {', '.join(known)}") from None
+
+
+def provider_of(config: SandboxConfig) -> SandboxProvider:
+    """The config's provider. Raises ConfigError for an unknown name or argument."""
+    config = settled(config)
+    make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolved(config.args, "env.sandbox.args"))
+    return make()
+
+
+def require(config: SandboxConfig) -> SandboxProvider:
+    """The provider, there on this machine. Raises ConfigError as `provider_of`, ResourceError if it is not to be had."""
+    config = settled(config)
+    provider = provider_of(config)
+    if reason := provider.unavailable():
+        raise ResourceError(f"env.sandbox.provider = {config.provider!r}: {reason}")
+    return provider
+
+
+def pool_of(config: SandboxConfig) -> SandboxPool:
+    """The pool of the running event loop that all environments with this config share."""
+    pools = _BY_LOOP.setdefault(asyncio.get_running_loop(), {})
+    key = json.dumps(config.model_dump(), sort_keys=True)
+    if key not in pools:
+        pools[key] = SandboxPool(provider_of(config), config.warm, config.limit)
+    return pools[key]
+
+
+async def close_pools() -> None:
+    """Stop the warm sandboxes of the running event loop."""
+    for pool in _BY_LOOP.pop(asyncio.get_running_loop(), {}).values():
+        await pool.close()
+
+
+def _abandon_all(idle: deque[tuple[str, Sandbox]]) -> None:
+    while idle:
+        idle.pop()[1].abandon()
+
+
+# A held sandbox
+
+Answer = TypeVar("Answer")
+
+
+class Saved:
+    """The files of a sandbox at one moment. The snapshot is taken when it is first needed: before the sandbox changes, or
+    when a copy of it starts. If nobody needs it, none is taken."""
+
+    def __init__(self, held: HeldSandbox) -> None:
+        self._held: HeldSandbox | None = held
+        self._id: str | None = None
+        self._one = asyncio.Lock()
+
+    async def id(self) -> str:
+        async with self._one:
+            if self._id is None:
+                assert self._held is not None
+                sandbox, provider = self._held.live, self._held.provider
+                self._id = await sandbox.snapshot()
+                weakref.finalize(self, provider.forget, self._id)
+                self._held = None
+            return self._id
+
+    @property
+    def taken(self) -> bool:
+        return self._id is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Saved:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a snapshot with a live sandbox stays in the process that has the sandbox")
+
+
+class HeldSandbox:
+    """The sandbox of one episode. `copy.deepcopy` gives one with the same files, which part ways from there on; it is started
+    when it is first used."""
+
+    def __init__(self, config: SandboxConfig, spec: SandboxSpec) -> None:
+        """Starts nothing. Raises ConfigError for what the provider cannot give."""
+        self.config, self.spec = config, spec
+        self.provider: SandboxProvider = provider_of(config)
+        self.provider.check(spec)
+        self._sandbox: Sandbox | None = None
+        self._begins: Saved | None = None
+        self._saved: weakref.ref[Saved] | None = None
+        self._dropped: Callable[[], object] | None = None
+        self._one = asyncio.Lock()
+        self._ended = False
+        self._queued_since: float | None = None
+
+    @property
+    def live(self) -> Sandbox:
+        """Raises SandboxError if it is not started or has ended."""
+        if self._sandbox is None:
+            raise SandboxError("the sandbox has ended" if self._ended else "the sandbox is not started")
+        return self._sandbox
+
+    @property
+    def queued(self) -> str:
+        """What this waits for if it does not run yet, for messages; "" if it waits for nothing."""
+        if self._queued_since is None:
+            return ""
+        waited = time.monotonic() - self._queued_since
+        return f"a {self.config.provider} sandbox for {waited:.0f} s ({self.config.limit} run: env.sandbox.limit)"
+
+    async def start(self) -> Sandbox:
+        """The started sandbox."""
+        async with self._one:
+            if self._ended:
+                raise SandboxError("the sandbox has ended")
+            if self._sandbox is None:
+                begins = None if self._begins is None else await self._begins.id()
+                pool = pool_of(self.config)
+                self._queued_since = time.monotonic() if pool.running >= pool.limit and not pool.idle else None
+                try:
+                    self._sandbox = sandbox = await pool.acquire(self.spec, begins)
+                finally:
+                    self._queued_since = None
+                self._dropped = weakref.finalize(self, pool.lost, sandbox)
+                self._begins = None
+            return self._sandbox
+
+    async def use(self, work: Callable[[Sandbox], Awaitable[Answer]], changes: bool = True) -> Answer:
+        """What the work does with the started sandbox; `changes`: it may change files."""
+        sandbox = await self.start()
+        if changes:
+            await self._save_if_needed()
+        return await work(sandbox)
+
+    async def _save_if_needed(self) -> None:
+        saved = self._saved() if self._saved is not None else None
+        if saved is not None and not saved.taken:
+            await saved.id()
+        self._saved = None
+
+    async def stop(self) -> None:
+        """Give it back; copies keep what they need."""
+        async with self._one:
+            self._ended, self._begins = True, None
+            if self._sandbox is None:
+                return
+            pool = pool_of(self.config)
+            try:
+                await self._save_if_needed()
+            finally:
+                sandbox, self._sandbox = self._sandbox, None
+                if isinstance(self._dropped, weakref.finalize):
+                    self._dropped.detach()
+                await pool.release(sandbox)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldSandbox:
+        other = HeldSandbox(self.config, self.spec)
+        other._ended = self._ended
+        other._begins = self._begins if self._sandbox is None else self._moment()
+        return other
+
+    def _moment(self) -> Saved:
+        """The files as they are now; the same for all copies made before the next change."""
+        saved = self._saved() if self._saved is not None else None
+        if saved is None:
+            saved = Saved(self)
+            self._saved = weakref.ref(saved)
+        return saved
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a live sandbox cannot be pickled")
+
+
+# What this machine allows
+
+LACKS = {
+    2: "files cannot be moved between folders",
+    3: "truncate by path is refused",
+    4: "TCP is forbidden by the system-call filter alone",
+    6: "a command's processes cannot signal each other",
+}
+"""What commands of the local sandbox do without, by the version of Landlock that brings it (docs/sandboxes.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """`landlock`: its version, 0 without it. `local`, `bubblewrap`: None if that sandbox keeps here what docs/sandboxes.md says,
+    else why not."""
+
+    kernel: str
+    landlock: int
+    local: str | None
+    bubblewrap: str | None
+
+    def said(self) -> str:
+        """All of it as a sentence."""
+        lacks = "; ".join(what for version, what in LACKS.items() if self.landlock < version)
+        local = f"local works{f' ({lacks})' if lacks else ''}" if self.local is None else "local is refused"
+        inside = (
+            f"bubblewrap works (namespaces: {NAMESPACES})" if self.bubblewrap is None else f"no bubblewrap: {self.bubblewrap}"
+        )
+        return f"Linux {self.kernel}, {f'Landlock {self.landlock}' if self.landlock else 'no Landlock'}; {local}; {inside}"
+
+
+NAMESPACES = "user, mount, pid, ipc, net, uts, cgroup"
+
+
+@cache
+def reach() -> Reach:
+    """Of this machine; asked once."""
+    version = 0
+    if sys.platform.startswith("linux"):
+        version = max(int(ctypes.CDLL(None).syscall(444, None, 0, 1)), 0)  # landlock_create_ruleset, version query
+    local = None
+    try:
+        require_kernel(True)
+    except ResourceError as problem:
+        local = str(problem)
+    return Reach(platform.release(), version, local, bubblewrap.unavailable())

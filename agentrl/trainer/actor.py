@@ -1,0 +1,481 @@
+"""The actor: the role that holds the policy's weights and trains them.
+
+Its end of a publish, supervised steps, steps on preference pairs, and the role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from agentrl.cluster.machine import reachable_address
+from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
+from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
+from agentrl.data.ragged import row_ids
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import plan_micro_batches
+from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, Silent, Stream, make_sender
+from agentrl.engines.weights.host_routes import Joined, join
+from agentrl.engines.weights.parameters import Saving
+from agentrl.trainer.algorithms.losses import bradley_terry, dpo
+from agentrl.trainer.minibatch import SOURCE, LogRatios, RowsShard, StepsShard, UpdateShard, Visits, counts_of, minibatches
+from agentrl.trainer.optim import optim_of, rate, sft_optim
+from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
+from agentrl.trainer.train_engine import BaseEngine
+from agentrl.trainer.update import (
+    Gradients,
+    Meter,
+    Pack,
+    Steps,
+    UpdateSettings,
+    add_gradients,
+    check_algorithm,
+    compute_logprobs,
+    update_policy,
+)
+from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
+
+# The trainer's end of a publish
+
+
+class WeightSource:
+    """Streams an engine's weights over one route; all ranks call the same methods in the same order."""
+
+    def __init__(self, engine: BaseEngine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+        self._sender: Sender | None = None
+        self._tensors: Iterator[Named] | None = None
+        self._stream: Stream | None = None
+        self._saving: Saving | None = None
+        self._joined: Joined | None = None
+
+    def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str, saved: bool = False) -> Offer:
+        """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
+        `saved`: tensors are sent as checkpoints have them, not as the model's modules do.
+
+        Raises ConfigError if this machine cannot serve the route."""
+        self.close()
+        largest = self._engine.largest()
+        self._saving = self._engine.saving() if saved else None
+        if self._saving is not None:
+            largest = self._saving.largest()
+        sender = make_sender(route, cfg, largest, receivers, host)
+        lent = self._lendable(sender)
+        # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
+        self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
+        self._sender.lend(lent)
+        return self._sender.open()
+
+    def _lendable(self, sender: Sender) -> list[Tensor]:
+        """What receivers may read where it is. Shards of several ranks are joined once a route asks for it, and stay so."""
+        if self._joined is None and sender.joins and (shards := self._engine.shards()):
+            self._joined = join(shards, self._rank, dist.get_world_size())
+            self._engine.use_joined(self._joined.whole)
+        return self._engine.resident() if self._joined is None else [self._joined.flat]
+
+    def attached(self) -> None:
+        """Called when all receivers have attached."""
+        self._ready().attached()
+
+    def send(self, first: bool) -> Bucket | None:
+        """The next bucket; None at the end. `first` starts a new stream, whatever the state of the previous one."""
+        if first:
+            self._abandon()
+            held = self._engine.tensors()
+            self._tensors = held if self._saving is None else self._saving.tensors(held)
+            self._stream = Stream(self._tensors)
+        if self._stream is None:
+            return None
+        bucket = self._ready().send(self._stream)
+        # Ranks without buckets reach the end one call before rank 0 does: on that last call they must not start again.
+        if self._stream.done and bucket is None:
+            self._abandon()
+        return bucket
+
+    def close(self) -> None:
+        """Free the channel; idempotent."""
+        self._abandon()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _abandon(self) -> None:
+        self._stream = self._tensors = None  # dropping the generator reshards its current layer
+
+    def _ready(self) -> Sender:
+        if self._sender is None:
+            raise ConfigError("no route for weights is open: call open_route first")
+        return self._sender
+
+
+# Supervised steps
+
+FLOOR = 0.1
+"""The cosine falls to this share of the learning rate at step `sft.min_steps`, and stays there."""
+
+
+def sft_rate(step: int, cfg: SftConfig) -> float:
+    """The learning rates at `step` (from 0) as a fraction of their base."""
+    return rate(step, cfg.warmup, "cosine", cfg.min_steps, floor=FLOOR)
+
+
+def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float], first: int, cap: int) -> list[dict[str, float]]:
+    """One optimizer step per minibatch, numbered from `first`, at the share `rate_at(number)` of the learning rates; every rank
+    calls it with its own rows. Returns the metrics of each step.
+
+    The loss of a step is the mean over its assistant tokens (column `sampled`) on all ranks. Raises NonFiniteError if
+    the weights are not finite after a step.
+    """
+    micros = plan_micro_batches(view, minibatches(view), cap, engine)
+    counts, found = counts_of(view), list[dict[str, float]]()
+    for number, bins in enumerate(micros):
+        meter, step = Meter(), Steps(engine, view, f"supervised steps from {first}")
+        engine.set_rate(rate_at(first + number))
+
+        def loss(rows: list[int], tokens: float = max(counts[number].tokens, 1.0), meter: Meter = meter) -> Tensor:
+            logprobs, _ = engine.logprobs(Pack(view, rows, engine.device).micro, 1.0, False)
+            share = -logprobs.sum() / tokens
+            meter.add("loss", share)
+            return share
+
+        step.take(number, bins, loss)
+        step.check()
+        sums, _ = meter.totals(engine)
+        own = {"loss": sums["loss"], "tokens_trained": counts[number].tokens, "lr_factor": rate_at(first + number)}
+        found.append(step.metrics() | own)
+    return found
+
+
+# Optimizer steps of losses over pairs of episodes (agentrl/trainer/algorithms/losses.py).
+#
+# Such a loss depends on an episode only through one number: the sum of its tokens' log probabilities, or its score. So a step
+# first computes these numbers for all episodes, without gradient, and adds them up over rows and ranks; then the loss and its
+# derivative by each number, d; and then, micro-batch by micro-batch, the gradient of d times the number. By the chain rule that is
+# the gradient of the loss. The rows of a pair may therefore be in different micro-batches and on different ranks, for one more
+# forward pass.
+
+RowValues = Callable[[BaseEngine, Pack], Tensor]
+"""One number a row, float32 [N] (of a dummy without rows: [1]), with gradient if grad mode is on."""
+
+
+class PairLoss(Protocol):
+    """`totals` float64 [P, 2]: what the chosen and the rejected episode of each pair came to; `reference`: the same of the column
+    of that name. Returns the losses [P], and metrics."""
+
+    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dpo:
+    """`dpo` at its `beta`. Metrics: `accuracy` (pairs of which the chosen one's implicit reward is higher), and the rewards,
+    beta (log pi - log ref)."""
+
+    beta: float
+
+    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = dpo(totals[:, 0], totals[:, 1], reference[:, 0], reference[:, 1], self.beta)
+        return losses, _compared(self.beta * (totals.detach() - reference))
+
+
+@dataclass(frozen=True, slots=True)
+class BradleyTerry:
+    """`bradley_terry`. Metrics: `accuracy` (pairs of which the chosen one has the higher score), and the scores."""
+
+    def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return bradley_terry(*totals.unbind(1)), _compared(totals.detach())
+
+
+def _compared(rewards: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = rewards.unbind(1)
+    return {
+        "accuracy": (chosen > rejected).double(),
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "reward_margin": chosen - rejected,
+    }
+
+
+def means(losses: Tensor, found: dict[str, Tensor]) -> dict[str, float]:
+    """The mean over pairs of the loss and of each metric."""
+    return {"loss": float(losses.detach().mean()), **{name: float(values.mean()) for name, values in found.items()}}
+
+
+def policy_totals(engine: BaseEngine, piece: Pack) -> Tensor:
+    """The sum of the log probabilities of each row's sampled tokens."""
+    logprobs, _ = engine.logprobs(piece.micro, 1.0, False)
+    rows = row_ids(piece.compact).to(logprobs.device)
+    return torch.zeros(len(piece.compact) - 1, device=logprobs.device).index_add(0, rows, logprobs)
+
+
+def scores(engine: BaseEngine, piece: Pack) -> Tensor:
+    """The score of each row."""
+    return engine.scores(piece.micro)
+
+
+def pair_step(engine: BaseEngine, view: Ragged, cap: int, pairs: int, values: RowValues, loss: PairLoss) -> dict[str, float]:
+    """One optimizer step over the mean of `loss`; every rank calls it with its own rows. Row columns: `trajectory` (2 i: chosen,
+    2 i + 1: rejected), `reference`, and `whole` (bool: whether the row's number is part of its episode's).
+
+    Raises NonFiniteError if the weights are not finite afterwards.
+    """
+    [micros] = plan_micro_batches(view, minibatches(view), cap, engine)
+    place, part = view.row("trajectory"), view.row("whole").double()
+    with torch.no_grad():
+        own = [values(engine, Pack(view, rows, engine.device)).double().cpu() for rows in micros]
+    totals, reference = torch.zeros(2 * pairs, dtype=torch.float64), torch.zeros(2 * pairs, dtype=torch.float64)
+    for rows, numbers in zip(micros, own, strict=True):
+        if rows:
+            totals.index_add_(0, place[rows], numbers * part[rows])
+    totals = engine.reduce(totals, "sum").view(pairs, 2).requires_grad_(True)
+    every = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in micros])
+    reference.index_add_(0, place[every], (view.row("reference").double() * part)[every])
+    reference = engine.reduce(reference, "sum").view(pairs, 2)
+    losses, found = loss(totals, reference)
+    [slopes] = torch.autograd.grad(losses.mean(), totals)
+    by_row = slopes.flatten()[place] * part
+
+    def share(rows: list[int]) -> Tensor:
+        now = values(engine, Pack(view, rows, engine.device))
+        weights = by_row[rows] if rows else torch.zeros(len(now), dtype=torch.float64)
+        return (now * weights.to(now)).sum()
+
+    steps = Steps(engine, view, "a step of pairs")
+    steps.take(0, micros, share)
+    steps.check()
+    return {**steps.metrics(), **means(losses, found)}
+
+
+# The role
+
+
+class Actor(TrainedRole):
+    """One rank of the policy. All ranks run every method together."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "show": Broadcast(),
+        "compute_logprob": RowsShard(),
+        "compute_reference": RowsShard(),
+        "update": UpdateShard(collect="metrics", balance="column"),
+        "visited": Broadcast(),
+        "forward_backward": UpdateShard(collect="metrics", balance="column"),
+        "optim_step": Broadcast(),
+        "drop_gradients": Broadcast(),
+        "end_update": Broadcast(),
+        "begin_sft": Broadcast(),
+        "sft_steps": StepsShard(collect="metrics", balance="column"),
+        "end_sft": Broadcast(),
+        "supervise": StepsShard(collect="metrics", balance="column"),
+        "prefer": StepsShard(collect="metrics", balance="column"),
+        "open_route": Broadcast(),
+        "route_attached": Broadcast(),
+        "next_bucket": Broadcast(),
+        "close_route": Broadcast(),
+        "export_adapter": Broadcast(),
+        "export_hf": Broadcast(),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._source: WeightSource | None = None
+        self._sft: SftConfig | None = None
+        self._sft_done = 0
+        self._waiting: Gradients | None = None
+        self._stepped = False
+        self._visits: Visits | None = None
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
+        """Load the policy from a folder or hub name. `total_steps`: length of the run, for the schedule.
+
+        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
+        """
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)  # raises now rather than at the end of the warm-up
+        self._optim, self._total_steps = optim_of(optim, model), total_steps
+        self._engine = open_engine(self, path, model, optim.max_grad_norm)
+        self._engine.use_optimizer(self._optim)
+
+    def show(self, name: str) -> None:
+        """Let a reference in this process follow the policy, under `name`."""
+        POLICIES[name] = self._made()
+
+    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._optim.micro_tokens, replay=True)
+
+    def compute_reference(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """`compute_logprob` of the frozen base, without the adapter. Raises ConfigError without `model.lora`."""
+        engine = self._ready()
+        if engine.cfg.lora is None:
+            raise ConfigError("compute_reference: all weights are trained, so there is no frozen base (model.lora)")
+        with engine.frozen_base():
+            return compute_logprobs(engine, Ragged.of(batch), temperature, self._optim.micro_tokens)
+
+    def update(
+        self,
+        batch: TensorDict,
+        algorithm: AlgorithmConfig,
+        step: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
+        kl_coef: float | None = None,
+    ) -> dict[str, float]:
+        """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
+
+        Needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
+        (from `compute_logprob` before the update) if the proximal policy is to be recomputed.
+        `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
+        """
+        engine = self._ready()
+        check_algorithm(algorithm)
+        factor = self._set_rate()
+        coef = algorithm.kl.coef if kl_coef is None else kl_coef
+        # Greedy sampling (temperature 0) has no distribution to train: its logprobs are those at temperature 1.
+        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
+        self._visits = Visits() if SOURCE in batch.keys() else None  # noqa: SIM118 - `in` of a batch asks for an item
+        metrics = update_policy(engine, Ragged.of(batch), algorithm, settings, self._visits)
+        self._updates += 1
+        return {**metrics, "lr": factor * self._lr}
+
+    def visited(self) -> LogRatios:
+        """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
+        visits, self._visits = self._visits, None
+        return {} if visits is None else visits.taken()
+
+    # -- a training step, piece by piece ---------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        batch: TensorDict,
+        algorithm: AlgorithmConfig,
+        step: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
+        kl_coef: float | None = None,
+        part: int = 0,
+    ) -> dict[str, float]:
+        """The gradients of one minibatch (`part`) of those into which `update` with the same arguments cuts the batch, added to
+        those that wait for `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
+        engine = self._ready()
+        check_algorithm(algorithm)
+        coef = algorithm.kl.coef if kl_coef is None else kl_coef
+        settings = UpdateSettings(temperature or 1.0, self._optim.micro_tokens, seed, step, coef)
+        given = engine, Ragged.of(batch), algorithm, settings, part, self._waiting
+        metrics, self._waiting = add_gradients(*given, first=not self._stepped)
+        return metrics
+
+    def optim_step(self, lr: float | None = None) -> dict[str, float]:
+        """One optimizer step with the gradients that wait, clipped as those of `update`; at the rate of the run's schedule, or
+        `lr`. `optimizer_steps` is 0 if something was not finite: then weights and optimizer stay as they are.
+
+        Raises AgentrlError without gradients, NonFiniteError if the weights are not finite afterwards.
+        """
+        if self._waiting is None:
+            raise AgentrlError("optim_step: no gradients wait; call forward_backward first")
+        engine, waiting = self._ready(), self._waiting
+        if lr is None:
+            lr = self._set_rate() * self._lr
+        else:
+            engine.set_rate(lr / self._lr)
+        norm = engine.step(waiting.sound)
+        self._waiting, self._stepped = None, True
+        if not engine.finite():
+            raise NonFiniteError("optim_step: the weights are no longer finite; they are neither published nor saved")
+        taken = waiting.sound and math.isfinite(norm)
+        return {"grad_norm": norm, "lr": lr, "optimizer_steps": float(taken)}
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients that wait."""
+        optimizers = self._ready().optimizers
+        assert optimizers is not None
+        optimizers.drop()
+        self._waiting = None
+
+    def end_update(self) -> None:
+        """The optimizer steps since the last call were one training step, for the schedule."""
+        self._updates += self._stepped
+        self._stepped = False
+
+    def begin_sft(self, cfg: SftConfig) -> None:
+        """Start a supervised phase with its own optimizer."""
+        engine = self._ready()
+        self._sft, self._sft_done = cfg, 0
+        engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
+
+    def sft_steps(self, batch: TensorDict, count: int) -> list[dict[str, float]]:
+        """`count` supervised optimizer steps over equal parts of the rows, in order: the metrics of each."""
+        if self._sft is None:
+            raise AgentrlError("sft_steps: call begin_sft first")
+        rate_at = partial(sft_rate, cfg=self._sft)
+        metrics = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._sft_done, self._optim.micro_tokens)
+        self._sft_done += count
+        return metrics
+
+    def end_sft(self, folder: str) -> None:
+        """Write the model to `folder` and switch to a fresh optimizer for reinforcement learning."""
+        engine = self._ready()
+        engine.export(Path(folder))
+        self._sft = None
+        engine.use_optimizer(self._optim)
+
+    # -- data that is there already --------------------------------------------------------------------
+
+    def supervise(self, batch: TensorDict, count: int) -> dict[str, float]:
+        """One supervised optimizer step (`count` is 1), with the optimizer and the schedule of [optim]."""
+        [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
+        self._updates += count
+        return {**metrics, "lr": metrics["lr_factor"] * self._lr}
+
+    def prefer(self, batch: TensorDict, count: int, pairs: int, loss: Dpo) -> dict[str, float]:
+        """One optimizer step (`count` is 1) of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
+        column `trajectory`, with the row column `reference` (train/pairs.py)."""
+        engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
+        metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
+        self._updates += count
+        return {**metrics, "lr": factor * self._lr}
+
+    def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:
+        """Create a channel for weights to `receivers` processes; `saved`: as checkpoints name and cut them. Raises ConfigError
+        if this machine cannot serve the route."""
+        if self._source is None:
+            self._source = WeightSource(self._ready(), self.rank)
+        # Asked each time, and not taken from the group's rendezvous: the engine's processes may be on other nodes than the
+        # group, and on nodes that joined the cluster later.
+        return self._source.open(route, cfg, receivers, reachable_address(), saved)
+
+    def route_attached(self) -> None:
+        """Called when all receivers have attached to what `open_route` offered."""
+        self._sending().attached()
+
+    def next_bucket(self, first: bool) -> Bucket | None:
+        """Send the next bucket of weights, or the `first` one of a new publish; None after the last."""
+        return self._sending().send(first)
+
+    def close_route(self) -> None:
+        """Free the channel; idempotent."""
+        if self._source is not None:
+            self._source.close()
+
+    def export_adapter(self) -> Adapter:
+        """Only the low-rank adapter, on the host. Raises ConfigError without `model.lora`."""
+        engine = self._ready()
+        if engine.cfg.lora is None:
+            raise ConfigError("export_adapter: the model has no adapter (model.lora)")
+        return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter())
+
+    def export_hf(self, folder: str) -> None:
+        """Write a folder that plain transformers and vLLM can load."""
+        self._ready().export(Path(folder))
+
+    def _sending(self) -> WeightSource:
+        if self._source is None:
+            raise ConfigError("no route for weights is open: call open_route first")
+        return self._source

@@ -1,0 +1,485 @@
+"""Advantage estimators: pure functions from an update's rewards to one advantage per sampled token.
+
+What an estimator needs besides rewards is declared where it is registered."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import comb
+from statistics import fmean
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from agentrl.data.ragged import discounted, following, on_mask, spread, whiten, zscores
+from agentrl.trainer.algorithms.base import (
+    AdvantageInput,
+    AdvantageOutput,
+    Episodes,
+    deviation,
+    episode_tokens,
+    episodes,
+    normalized,
+    row_advantages,
+    scored_mask,
+    standardized,
+    turns_of,
+)
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.registry import Registry
+
+ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
+    "algorithm.advantage",
+    "ADVANTAGES",
+    "agentrl.trainer.algorithms.advantages",
+    given=1,
+    needs={
+        "group": "two episodes of a task or more, to compare",
+        "group_over_k": "more episodes of a task than its argument k",
+        "values": "a critic's value of each token",
+        "baseline": "the reward of a greedy episode of each task",
+        "terms": "the nodes of the reward spec that its argument `terms` names, each by itself",
+        "anchors": "which turns were taken in the same state",
+    },
+    traits={"branches": "is right for members of a group that share their beginnings (`rollout.branch`)"},
+)
+
+
+# Baselines of a group
+
+
+@ADVANTAGES.register("grpo", needs={"group"})
+def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
+    """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or if all rewards are equal.
+
+    std is unbiased and eps 1e-6; the paper specifies neither.
+    """
+    rows = row_advantages(batch, lambda e: e.standardized(eps))
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+
+
+@ADVANTAGES.register("dr_grpo", needs={"group"})
+def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
+    """R - mean on every sampled token. The paper's other change, a sum over tokens that is not divided by a length, is
+    `algorithm.aggregate`."""
+    rows = row_advantages(batch, Episodes.centered)
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+
+
+@ADVANTAGES.register("rloo", needs={"group"})
+def rloo(batch: AdvantageInput) -> AdvantageOutput:
+    """R - mean of the other rewards = n / (n - 1) (R - mean) on every sampled token; 0 in a group of one."""
+    return AdvantageOutput(on_mask(row_advantages(batch, _leave_one_out), batch.mask, batch.offsets))
+
+
+def _leave_one_out(e: Episodes) -> Tensor:
+    n = e.size()
+    return e.centered() * n / (n - 1).clamp(min=1)
+
+
+@ADVANTAGES.register("opo", needs={"group"})
+def opo(batch: AdvantageInput) -> AdvantageOutput:
+    """R - sum(l R) / sum(l) over the group, l = sampled tokens of an episode over all its ledgers.
+
+    The length stands for the squared norm of the score function, as in the paper's simplification.
+    """
+    rows = row_advantages(batch, lambda e: e.centered(weights=e.tokens))
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+
+
+@ADVANTAGES.register("gpg", needs={"group"})
+def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -> AdvantageOutput:
+    """alpha (R - mean) / f_norm, alpha = B / (B - M): of B scored episodes, M are in groups whose rewards are all equal.
+
+    alpha makes up for the M in the denominators of the loss, which therefore must count them. The paper's
+    F_norm is 1 or the group's standard deviation; here it is a constant (for the standard deviation see `grpo`).
+    The paper's threshold, below which groups are sampled again, is `rollout.filter_zero_variance`.
+    """
+
+    def scaled(e: Episodes) -> Tensor:
+        teaching = max(int((e.std() > 0).sum()), 1)  # B - M
+        return e.centered() * len(e.reward) / teaching / f_norm
+
+    return AdvantageOutput(on_mask(row_advantages(batch, scaled), batch.mask, batch.offsets))
+
+
+@ADVANTAGES.register("pass_at_k", needs={"group", "group_over_k"})
+def pass_at_k(
+    batch: AdvantageInput,
+    *,
+    k: Annotated[int, Field(ge=1)] = 4,
+    eps: Annotated[float, Field(ge=0)] = 1e-6,
+) -> AdvantageOutput:
+    """Advantages of the pass@k objective, (mean with it - mean) / (std + eps).
+
+    A group of at most k episodes has only one subset, so its advantages are 0: groups must be larger than k.
+    """
+
+    def rule(e: Episodes) -> Tensor:
+        out = torch.zeros_like(e.reward)
+        for group in range(e.groups):
+            members = (e.group == group).nonzero().squeeze(1)
+            out[members] = subset_advantages(e.reward[members], k, eps)
+        return out
+
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
+
+
+def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
+    """Advantages of one group's rewards, [n] -> float64 [n]; exactly 0 if all are equal, or n <= k."""
+    n = len(rewards)
+    if n <= k:
+        return torch.zeros(n, dtype=torch.float64)
+    ordered, order = torch.sort(rewards.double(), stable=True)
+    # A shift cancels in exact arithmetic. Here it makes equal rewards exactly 0: the probabilities sum to 1 only up to rounding.
+    above = ordered - ordered[0]
+    mean = (_largest(n, k) * above).sum()
+    std = (_largest(n, k) * (above - mean).square()).sum().sqrt()
+    if std == 0:
+        return torch.zeros(n, dtype=torch.float64)
+    # If i is in the subset, its other members are a (k-1)-subset of the remaining n-1, and the larger of the two maxima counts.
+    inside = torch.empty_like(above)
+    for i in range(n):
+        rest = torch.cat([above[:i], above[i + 1 :]])
+        inside[i] = above[i] if k == 1 else (_largest(n - 1, k - 1) * torch.clamp(rest, min=float(above[i]))).sum()
+    out = torch.empty_like(above)
+    out[order] = (inside - mean) / (std + eps)
+    return out
+
+
+def _largest(n: int, k: int) -> Tensor:
+    """The probability that item j of n, in ascending order, is the largest of a random k-subset, float64 [n]."""
+    return torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
+
+
+@ADVANTAGES.register("multi_reward", needs={"group", "terms"})
+def multi_reward(
+    batch: AdvantageInput,
+    *,
+    terms: Annotated[list[str], Field(min_length=1)],
+    weights: list[float] | None = None,
+    eps: Annotated[float, Field(ge=0)] = 1e-6,
+    whitened: bool = True,
+) -> AdvantageOutput:
+    """A = sum over terms of weight * (term - mean) / (std + eps), then A / (std of A + eps), on every sampled token.
+
+    Mean and std of a term are those of the group's known values; an unknown one (NaN) adds 0. The last std
+    (`whitened`) is over all scored episodes, each once, as in the paper (verl takes it over tokens);
+    the mean of A over them is 0 by construction.
+
+    `terms` names the columns of `batch.terms`: ids of nodes of the reward spec. Raises ConfigError if the batch
+    has no such columns, or if the number of weights differs from that of terms.
+    """
+    columns = batch.terms
+    if columns is None or columns.shape[1] != len(terms):
+        raise ConfigError(f'algorithm.advantage "multi_reward" needs a column for each of its terms {terms}')
+    scale = weights if weights is not None else [1.0] * len(terms)
+    if len(scale) != len(terms):
+        raise ConfigError(f"algorithm.advantage.args.weights has {len(scale)} entries for {len(terms)} terms")
+
+    def rule(e: Episodes) -> Tensor:
+        total = torch.zeros_like(e.reward)
+        for number, factor in enumerate(scale):
+            total = total + factor * _normalized(e, columns[e.first, number].double(), eps)
+        if not whitened:
+            return total
+        std = deviation(total, torch.zeros_like(e.group), 1) + eps  # all episodes as one group
+        return total / torch.where(std > 0, std, 1.0)
+
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
+
+
+def _normalized(e: Episodes, values: Tensor, eps: float) -> Tensor:
+    known = ~torch.isnan(values)
+    out = torch.zeros_like(values)
+    out[known] = standardized(values[known], e.group[known], e.groups, eps)
+    return out
+
+
+@ADVANTAGES.register("remax", needs={"baseline"})
+def remax(batch: AdvantageInput) -> AdvantageOutput:
+    """R - R(greedy) on every sampled token. Raises ConfigError without greedy rewards (`baseline`)."""
+    baseline = batch.baseline
+    if baseline is None:
+        raise ConfigError('algorithm.advantage "remax" needs the reward of a greedy rollout of each task')
+    rows = row_advantages(batch, lambda e: e.reward - baseline[e.first].double())
+    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+
+
+# Baselines of a batch
+
+
+@ADVANTAGES.register("reinforce_pp")
+def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0) -> AdvantageOutput:
+    """G_t = r_t + gamma G_(t+1), then (G - mean) / std over the sampled tokens of all scored episodes.
+
+    A step goes from one sampled token to the next, across all ledgers of an episode. The paper has gamma = 1 and
+    subtracts beta times the k1 estimate of the KL from each token's reward: `algorithm.kl.where = "reward"`.
+    """
+    dtype, tokens = batch.reward.dtype, episode_tokens(batch)
+    returns = discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma)
+    return AdvantageOutput(tokens.put(zscores(returns), dtype), tokens.put(returns, dtype))
+
+
+@ADVANTAGES.register("reinforce_pp_baseline", needs={"group"})
+def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
+    """R - group mean, then (A - mean) / std over the sampled tokens of all scored episodes.
+
+    A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
+    """
+    rows = row_advantages(batch, Episodes.centered)
+    return AdvantageOutput(whiten(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))
+
+
+# Critics
+
+
+@ADVANTAGES.register("gae", needs={"values"})
+def gae(
+    batch: AdvantageInput,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    whitened: bool = True,
+) -> AdvantageOutput:
+    """delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1), over the sampled tokens of an episode.
+
+    A step goes from one sampled token to the next, across all ledgers of an episode: tool results and a
+    rewritten context are not discounted, and V and A are 0 only after the episode's last sampled token.
+    `returns` = advantage + value, taken before whitening (over the sampled tokens of scored episodes).
+    Raises ConfigError without a critic's values.
+    """
+    if batch.values is None:
+        raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
+    dtype, tokens = batch.reward.dtype, episode_tokens(batch)
+    values = batch.values[tokens.indices].double()
+    delta = tokens.earned(batch.token_rewards) + gamma * following(values, tokens.compact) - values
+    raw = discounted(delta, tokens.compact, gamma * lam)
+    returns = batch.values.to(dtype) * batch.mask
+    returns[tokens.indices] = (raw + values).to(dtype)
+    return AdvantageOutput(tokens.put(zscores(raw) if whitened else raw, dtype), returns)
+
+
+@ADVANTAGES.register("gae_turns", needs={"values"})
+def gae_turns(
+    batch: AdvantageInput,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    whitened: bool = True,
+) -> AdvantageOutput:
+    """delta_k = r_k + gamma V_(k+1) - V_k and A_k = delta_k + gamma lam A_(k+1), over the turns of an episode, all ledgers.
+
+    r_k is the sum of the rewards of a turn's tokens. V_k is the critic's value at the turn's first sampled token: that of the
+    state that the turn answers, before any of it was written. All sampled tokens of a turn have A_k, whitened as those of
+    `gae`, and `returns` A_k + V_k, taken before: the value of a token within a turn is what the turn will turn out to be worth,
+    given its beginning. (The paper's critic has one value a turn; here the value loss has more tokens than starts to learn
+    from, whose mean given the start is the start's own target.) Raises ConfigError without a critic's values.
+    """
+    if batch.values is None:
+        raise ConfigError('algorithm.advantage "gae_turns" needs a critic: add a [critic] section to the config')
+    turns, dtype = turns_of(batch), batch.reward.dtype
+    values = batch.values[turns.first].double()
+    delta = turns.reward + gamma * following(values, turns.offsets) - values
+    raw = discounted(delta, turns.offsets, gamma * lam)
+    returns = batch.values.to(dtype) * batch.mask
+    returns[turns.tokens.indices] = (raw + values)[turns.segment].to(dtype)
+    per_token = raw[turns.segment]
+    return AdvantageOutput(turns.tokens.put(zscores(per_token) if whitened else per_token, dtype), returns)
+
+
+# Credit to turns
+
+
+@ADVANTAGES.register("turn_returns", needs={"group"})
+def turn_returns(
+    batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, le=1)] = 1.0, divide: bool = True
+) -> AdvantageOutput:
+    """(G - mean) / (std + 1e-6), G = discounted sum of the turn rewards from this turn on, over all ledgers of
+    the episode; mean and unbiased std over the turns with the same index in the group. A turn that no other
+    member reached gets 0."""
+    turns = turns_of(batch)
+    returns = turns.returns(gamma)
+    advantages = normalized(returns, torch.stack([turns.group, turns.index], dim=1), divide)
+    dtype = batch.reward.dtype
+    return AdvantageOutput(turns.put(advantages, dtype), turns.put(returns, dtype))
+
+
+EPS = 1e-6
+
+
+@ADVANTAGES.register("gigpo", needs={"group", "anchors"})
+def gigpo(
+    batch: AdvantageInput,
+    *,
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95,
+    weight: Annotated[float, Field(ge=0)] = 1.0,
+    divide: bool = True,
+) -> AdvantageOutput:
+    """A(episode) + weight * A(turn), each (value - mean) / F; weight is the paper's omega.
+
+    A(episode) compares the rewards of the group. A(turn) compares the discounted rewards-to-go of all turns
+    of the group that were taken in the same state (equal `anchors`), including several turns of one episode;
+    a turn whose state no other turn shares has A(turn) = 0. F is the unbiased std + 1e-6, or 1 without `divide`:
+    the paper's two choices of F_norm. Raises ConfigError without anchors.
+    """
+    if batch.anchors is None:
+        raise ConfigError('algorithm.advantage "gigpo" needs the states of turns (column `anchors`)')
+    turns = turns_of(batch)
+    keys = torch.stack([turns.group, batch.anchors[turns.first].to(torch.int64)], 1)
+    steps = turns.put(normalized(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
+
+    def rule(e: Episodes) -> Tensor:
+        return e.standardized(EPS) if divide else e.centered()
+
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets) + weight * steps)
+
+
+# Credit to single turns from trees of episodes (`rollout.branch`): what followed from a turn, against what followed otherwise.
+#
+# A *segment* is what one member of a group sampled between two places at which others branched off it. At a *place* several
+# segments begin: the member's own next one and those of its branches; at the group's place, all that begin at the task's prompt.
+#
+# V(place)   = the mean of V over the segments that begin there
+# V(segment) = V of the place at its end; at the end of an episode its reward
+#
+# This estimator is our own, derived in docs/howto/branching.md: segments that begin at one place are draws of the policy from one
+# history, so their mean estimates what it is worth; by place and not by leaf, so that a history does not count more because what
+# followed was long enough to branch once more. That a segment is compared with all and with its siblings is as in TreeRL (Hou et
+# al. 2025, arXiv:2506.11902) and Tree-GRPO (Ji et al. 2025, arXiv:2509.21240); departures: values by place, the two mixed as one
+# baseline, and one scale, that of the group, so that a group without branches is exactly GRPO's.
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@ADVANTAGES.register("tree", needs={"group"}, traits={"branches"})
+def tree(
+    batch: AdvantageInput, *, local: Share = 0.5, share: Share = 0.0, eps: Annotated[float, Field(ge=0)] = 1e-6
+) -> AdvantageOutput:
+    """m(s)^share (V(s) - (1 - local) V(group) - local V(p(s))) / (std + eps) on the tokens of segment s, which begins at p(s).
+
+    m(s) is its share of its tree: 1 / (segments that begin there) over all places on its way, the group's left out. With `share`
+    = 1 a tree weighs as much as an episode without branches; with 0 each sampled token counts alike, and turns after a
+    branching count once for each time they were played. std is the unbiased one of the rewards of the scored members. Exactly
+    `grpo` without branches, and 0 if all rewards are equal. What an unscored member sampled has advantage 0 and is in no mean;
+    what branched off it is. Raises ConfigError for branches without turn numbers.
+    """
+    units = episodes(batch)
+    above, std = _above(units), units.std() + eps
+    scale = torch.where(std > 0, std, 1.0)
+    out = torch.zeros(len(batch.mask), dtype=batch.reward.dtype)
+    for group in range(units.groups):
+        members = (units.group == group).nonzero().reshape(-1).tolist()
+        forest = _Forest(batch, units, members, above)
+        for unit in members:
+            starts, values = forest.advantages(_member(batch, units, unit), local, share)
+            _put(out, batch, units.episode == unit, starts, [value / scale[unit].item() for value in values])
+    return AdvantageOutput(out)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A member: its reward (None if unscored), where it begins, and what branched off it, by turn."""
+
+    reward: float | None = None
+    parent: int = -1
+    start: int = 0
+    branches: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Forest:
+    """The members of one group by number, also those of whom nothing is known but that others branched off them."""
+
+    def __init__(self, batch: AdvantageInput, units: Episodes, members: list[int], above: Tensor) -> None:
+        self._nodes: defaultdict[int, _Node] = defaultdict(_Node)
+        for unit in members:
+            number, row = _member(batch, units, unit), int(units.first[unit])
+            self._nodes[number].reward = above[unit].item()
+            if batch.parent is not None and batch.branch_turn is not None and int(batch.parent[row]) >= 0:
+                self._nodes[number].parent, self._nodes[number].start = int(batch.parent[row]), int(batch.branch_turn[row])
+        for number, node in list(self._nodes.items()):
+            if node.parent >= 0:
+                self._nodes[node.parent].branches[node.start].append(number)
+        self._whole = _mean(self._value(number, node.start) for number, node in self._nodes.items() if node.parent < 0)
+
+    def advantages(self, number: int, local: float, share: float) -> tuple[list[int], list[float]]:
+        """The turns at which a member's segments begin, and their advantages before they are scaled."""
+        node = self._nodes[number]
+        starts = sorted({node.start, *node.branches})
+        values = []
+        for start in starts:
+            value, whole = self._value(number, start), self._whole
+            if value is None or whole is None:  # nothing that followed is scored
+                values.append(0.0)
+                continue
+            place = self._begins(number, start)
+            parent = whole if place is None else self._place(*place)
+            assert parent is not None
+            # In this form exactly V - V(group) where the place is the group's.
+            values.append(self._portion(number, start) ** share * (value - whole + local * (whole - parent)))
+        return starts, values
+
+    def _begins(self, number: int, start: int) -> tuple[int, int] | None:
+        """The place where a member's segment begins: whose, and before which turn; None is the group's."""
+        node = self._nodes[number]
+        if start > node.start:
+            return number, start
+        return None if node.parent < 0 else (node.parent, node.start)
+
+    def _value(self, number: int, start: int) -> float | None:
+        """V of a member's segment that begins at turn `start`; None if nothing that followed is scored."""
+        node = self._nodes[number]
+        following = min((turn for turn in node.branches if turn > start), default=None)
+        return node.reward if following is None else self._place(number, following)
+
+    def _values(self, number: int, turn: int) -> list[float]:
+        """V of each segment that begins before `turn` of a member, its own first; without those that have none."""
+        found = [self._value(number, turn), *(self._value(branch, turn) for branch in self._nodes[number].branches[turn])]
+        return [value for value in found if value is not None]
+
+    def _place(self, number: int, turn: int) -> float | None:
+        return _mean(self._values(number, turn))
+
+    def _portion(self, number: int, start: int) -> float:
+        """m of a member's segment that begins at turn `start`."""
+        place, found = self._begins(number, start), 1.0
+        while place is not None:
+            member, turn = place
+            found /= len(self._values(member, turn))
+            node = self._nodes[member]
+            place = self._begins(member, max((at for at in (node.start, *node.branches) if at < turn), default=node.start))
+        return found
+
+
+def _put(out: Tensor, batch: AdvantageInput, rows: Tensor, starts: list[int], values: list[float]) -> None:
+    """Each segment's advantage on its sampled tokens, in the rows of one episode."""
+    tokens = batch.mask & spread(rows, batch.offsets, len(batch.mask))
+    if len(starts) == 1:
+        out[tokens] = values[0]
+        return
+    if batch.turns is None:
+        raise ConfigError('algorithm.advantage "tree" needs the column `turns` for episodes that others branched off')
+    turns = batch.turns[tokens].tolist()
+    out[tokens] = torch.tensor([values[max(bisect_right(starts, turn) - 1, 0)] for turn in turns], dtype=out.dtype)
+
+
+def _above(units: Episodes) -> Tensor:
+    """Rewards above the smallest of their group: if all are equal, every mean below is exactly 0."""
+    least = units.reward.new_full((units.groups,), torch.inf).scatter_reduce(0, units.group, units.reward, "amin")
+    return units.reward - least[units.group]
+
+
+def _member(batch: AdvantageInput, units: Episodes, unit: int) -> int:
+    row = int(units.first[unit])
+    return row if batch.member is None else int(batch.member[row])
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

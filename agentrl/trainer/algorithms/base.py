@@ -1,0 +1,411 @@
+"""Inputs and outputs of advantage estimators and losses, on flat ragged columns.
+
+The types and how token losses become one number (`aggregate`), then the groups of episodes, the
+turns of an episode, and numbers for equal states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from agentrl.data.ragged import credit, discounted, row_counts, row_ids, row_sum, sampled_offsets, spread
+from agentrl.utils.errors import ConfigError
+
+Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInput:
+    """One whole batch, on the driver.
+
+    Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T]
+    if there is a critic. `member` [N] is the episode of the group that a row belongs to (an episode may
+    have several ledgers and still counts once in its group); without it every row is an episode. The rows
+    of an episode are in the order of its ledgers (as `batch.collate` puts them), possibly with rows of others
+    between them: recursions over time run through them in that order. `reward`, the same on all rows of an
+    episode, is NaN if it could not be scored: such an episode takes part in no baseline, no recursion and
+    no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task
+    (ReMax). `terms` [N, K] are reward terms that are normalized one by one; NaN is a term that could
+    not be scored. `anchors` [T] identifies the state in which a token's turn was taken; equal numbers are
+    equal states (turn-level credit). `parent` and `branch_turn` [N] int64: of a branch (`rollout.branch`), the member that it was
+    forked from, and the turn before which; the tokens before are that member's. -1 and 0 of all others.
+
+    Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
+    """
+
+    token_rewards: Tensor
+    mask: Tensor
+    offsets: Tensor
+    group: Tensor
+    reward: Tensor
+    values: Tensor | None = None
+    turns: Tensor | None = None
+    member: Tensor | None = None
+    baseline: Tensor | None = None
+    terms: Tensor | None = None
+    anchors: Tensor | None = None
+    parent: Tensor | None = None
+    branch_turn: Tensor | None = None
+
+    def of(self, rows: Tensor, terms: int) -> tuple[AdvantageInput, Tensor]:
+        """The input of the rows that `rows` (bool [N]) marks, with the first `terms` of the terms, and where its tokens are in
+        this one (bool [T])."""
+        tokens = spread(rows, self.offsets, len(self.mask))
+        lengths = self.offsets.diff()[rows]
+
+        def part(column: Tensor | None, where: Tensor) -> Tensor | None:
+            return None if column is None else column[where]
+
+        kept = AdvantageInput(
+            token_rewards=self.token_rewards[tokens],
+            mask=self.mask[tokens],
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            group=self.group[rows],
+            reward=self.reward[rows],
+            values=part(self.values, tokens),
+            turns=part(self.turns, tokens),
+            member=part(self.member, rows),
+            baseline=part(self.baseline, rows),
+            terms=None if self.terms is None or not terms else self.terms[rows][:, :terms],
+            anchors=part(self.anchors, tokens),
+            parent=part(self.parent, rows),
+            branch_turn=part(self.branch_turn, rows),
+        )
+        return kept, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageOutput:
+    """`advantages` [T], 0 on tokens that were not sampled; `returns` [T] if the estimator defines a value target.
+
+    On the tokens of an unscored episode `gae` and `gae_turns` return the values themselves (no error to learn from), others 0.
+    """
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+    def metrics(self, mask: Tensor) -> dict[str, float]:
+        """Over the sampled tokens (`mask` [T]): `advantage_abs`, the mean of |A|, and `advantage_zero`, the share of those with
+        an A of exactly 0, from which nothing is learned. Nothing if there are none."""
+        found = self.advantages[mask].double()
+        if not len(found):
+            return {}
+        return {"advantage_abs": float(found.abs().mean()), "advantage_zero": float((found == 0).double().mean())}
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """One micro-batch. All [T] but `offsets` [N + 1].
+
+    `logprobs` are log pi under the current weights (with gradient); `old_logprobs` those of the proximal policy (the
+    weights at the start of the update); `behaviour_logprobs` those of the policy that sampled the token. `picked`
+    marks tokens that a loss treats differently (see `loss/covariance.py`).
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    offsets: Tensor
+    picked: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """`loss` [T] per token, before any mean; `metrics` [T] each, averaged over sampled tokens."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Global counts of one optimizer step over all ranks: trained tokens, and episodes that have any.
+
+    A token is trained if the policy sampled it and no off-policy correction rejects it; an episode counts once,
+    however many ledgers it has, and whether or not its advantages differ from 0. `length`: the constant number of
+    tokens of `seq_mean_token_sum_norm`.
+    """
+
+    tokens: float
+    episodes: float
+    length: float = 1.0
+
+
+def aggregate(
+    loss: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    mode: Mode,
+    denominators: Denominators,
+    episode_tokens: Tensor | None = None,
+) -> Tensor:
+    """This part's share of the global mean, a scalar; the shares of all parts add up to it.
+
+    `loss` [T], `mask` [T], `offsets` [N + 1]; `denominators` count the whole optimizer step. With E episodes of n_e
+    masked tokens each, over all of an episode's rows:
+
+    - token_mean: sum / all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476);
+    - seq_mean_token_mean: 1/E sum_e (1/n_e sum over the episode's tokens) (GRPO, Shao et al. 2024, arXiv:2402.03300);
+    - seq_mean_token_sum: 1/E sum_e sum;
+    - seq_mean_token_sum_norm: the same / `denominators.length`, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+
+    `episode_tokens` [N]: n_e of each row's episode; without it every row is an episode. Raises ConfigError for an
+    unknown mode.
+    """
+    # Not a product: a token outside the mask may have an infinite or undefined loss, and 0 x NaN is NaN.
+    kept = torch.where(mask, loss, torch.zeros_like(loss))
+    # With no trained token at all the sum is 0, and must not become 0 / 0.
+    tokens, episodes = max(denominators.tokens, 1.0), max(denominators.episodes, 1.0)
+    if mode == "token_mean":
+        return kept.sum() / tokens
+    if mode == "seq_mean_token_sum":
+        return kept.sum() / episodes
+    if mode == "seq_mean_token_sum_norm":
+        return kept.sum() / (episodes * denominators.length)
+    if mode == "seq_mean_token_mean":
+        count = row_sum(mask.to(loss.dtype), offsets) if episode_tokens is None else episode_tokens.to(loss.dtype)
+        return (row_sum(kept, offsets) / count.clamp(min=1)).sum() / episodes
+    raise ConfigError(f"algorithm.aggregate = {mode!r}: expected one of {', '.join(get_args(Mode))}")
+
+
+# Groups and episodes
+
+
+def group_total(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Sum over each group: [S], int64 [S] -> [G]."""
+    return values.new_zeros(groups).index_add(0, group, values)
+
+
+def centered(values: Tensor, group: Tensor, groups: int, weights: Tensor | None = None) -> Tensor:
+    """Values minus the (weighted) mean of their group, float64 [S]; exactly 0 if all values of the group are equal."""
+    values = values.double()
+    least = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
+    above = values - least[group]
+    scale = torch.ones_like(above) if weights is None else weights.double()
+    total = group_total(scale, group, groups)
+    mean = group_total(scale * above, group, groups) / torch.where(total > 0, total, 1.0)
+    return above - mean[group]
+
+
+def deviation(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Unbiased standard deviation of the group of each value, float64 [S]; 0 in a group of one."""
+    count = group_total(torch.ones_like(values, dtype=torch.float64), group, groups)
+    squares = group_total(centered(values, group, groups).square(), group, groups)
+    return (squares / (count - 1).clamp(min=1)).sqrt()[group]
+
+
+def standardized(values: Tensor, group: Tensor, groups: int, eps: float) -> Tensor:
+    """(value - mean) / (std + eps) within each group, float64 [S]; exactly 0 if all are equal, even with eps = 0."""
+    scale = deviation(values, group, groups) + eps
+    return centered(values, group, groups) / torch.where(scale > 0, scale, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """The U scored episodes of a batch in G groups, in order of (group, member).
+
+    `reward` (float64), `group` (0..G-1), `tokens` (sampled tokens over all ledgers, float64) and `first` (a
+    row of the episode) are [U]; `episode` [N] maps a row to its episode, -1 if that is unscored.
+    """
+
+    reward: Tensor
+    group: Tensor
+    groups: int
+    tokens: Tensor
+    first: Tensor
+    episode: Tensor
+
+    def centered(self, weights: Tensor | None = None) -> Tensor:
+        """Rewards minus their group's (weighted) mean, [U]."""
+        return centered(self.reward, self.group, self.groups, weights)
+
+    def standardized(self, eps: float) -> Tensor:
+        """(reward - mean) / (std + eps) within each group, [U]."""
+        return standardized(self.reward, self.group, self.groups, eps)
+
+    def std(self) -> Tensor:
+        """Unbiased standard deviation of the rewards in the group of each episode, [U]; 0 in a group of one."""
+        return deviation(self.reward, self.group, self.groups)
+
+    def size(self) -> Tensor:
+        """Scored episodes in the group of each episode, float64 [U]."""
+        return group_total(torch.ones_like(self.reward), self.group, self.groups)[self.group]
+
+
+def episodes(batch: AdvantageInput) -> Episodes:
+    """The scored episodes of a batch."""
+    rows = len(batch.group)
+    scored = ~torch.isnan(batch.reward)
+    # Keys are unique over (group, member), so an episode of several ledgers counts once in its group's mean.
+    unique, index = torch.unique(_keys(batch)[scored], dim=0, return_inverse=True)
+    scored_rows = torch.arange(rows)[scored]
+    first = torch.full((len(unique),), rows).scatter_reduce(0, index, scored_rows, reduce="amin")
+    sampled = row_counts(batch.mask, batch.offsets)[scored]
+    tokens = torch.zeros(len(unique), dtype=torch.int64).index_add(0, index, sampled)
+    names, group = torch.unique(unique[:, 0], return_inverse=True)
+    episode = torch.full((rows,), -1)
+    episode[scored] = index
+    return Episodes(batch.reward[first].double(), group, len(names), tokens.double(), first, episode)
+
+
+def row_advantages(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> Tensor:
+    """A rule's value per episode, on that episode's rows: [N]; 0 on unscored rows."""
+    units = episodes(batch)
+    per_row = torch.zeros_like(batch.reward)
+    scored = units.episode >= 0
+    if units.groups:
+        per_row[scored] = rule(units)[units.episode[scored]].to(per_row.dtype)
+    return per_row
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTokens:
+    """The tokens of a batch, episode by episode: the rows of an episode are joined in their batch order (ledger order).
+
+    `order` int64 [T] is the position of each token in the batch; `mask` [T], in that order, is true on the
+    sampled tokens of scored episodes (M of them); `offsets` int64 [E + 1] cut all tokens by episode,
+    `compact` int64 [E + 1] cut the M sampled ones.
+    """
+
+    order: Tensor
+    mask: Tensor
+    offsets: Tensor
+    compact: Tensor
+
+    @property
+    def indices(self) -> Tensor:
+        """Positions of the M tokens in the batch, int64 [M]."""
+        return self.order[self.mask]
+
+    def earned(self, token_rewards: Tensor) -> Tensor:
+        """The reward of each of the M tokens, float64 [M]; none is lost (see `ragged.credit`)."""
+        return credit(token_rewards[self.order].double(), self.mask, self.offsets)
+
+    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """[M] -> [T] in the batch's own order, 0 elsewhere."""
+        full = torch.zeros(len(self.order), dtype=dtype, device=values.device)
+        full[self.indices] = values.to(dtype)
+        return full
+
+
+def episode_tokens(batch: AdvantageInput) -> EpisodeTokens:
+    """The tokens of a batch in the order of its episodes; rows of one episode need not be adjacent in the batch."""
+    _, episode = torch.unique(_keys(batch), dim=0, return_inverse=True)
+    rows = torch.argsort(episode, stable=True)  # stable: the rows of an episode keep their ledger order
+    lengths = batch.offsets.diff()[rows]
+    ends = lengths.cumsum(0)
+    shift = torch.repeat_interleave(batch.offsets[:-1][rows] - (ends - lengths), lengths)
+    order = shift + torch.arange(len(shift))
+    # bincount sums in floating point: float64 is exact up to 2^53 tokens.
+    stops = torch.bincount(episode, weights=batch.offsets.diff().double()).to(torch.int64).cumsum(0)
+    offsets = torch.cat([stops.new_zeros(1), stops])
+    mask = scored_mask(batch)[order]
+    return EpisodeTokens(order, mask, offsets, sampled_offsets(mask, offsets))
+
+
+def scored_mask(batch: AdvantageInput) -> Tensor:
+    """True on the sampled tokens of scored episodes, bool [T]."""
+    return batch.mask & spread(~torch.isnan(batch.reward), batch.offsets)
+
+
+def _keys(batch: AdvantageInput) -> Tensor:
+    """(group, member) of each row, int64 [N, 2]."""
+    member = batch.member if batch.member is not None else torch.arange(len(batch.group))
+    return torch.stack([batch.group.to(torch.int64), member.to(torch.int64)], dim=1)
+
+
+# Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The S turns of the scored episodes, episode by episode.
+
+    `group`, `index` (number of the turn), `reward` (float64) and `first` (position of the turn's first sampled token in the
+    batch) are [S]; `offsets` int64 [E + 1] cut them by episode, `segment` int64 [M] maps each of the
+    M sampled tokens of `tokens` to its turn.
+    """
+
+    group: Tensor
+    index: Tensor
+    reward: Tensor
+    first: Tensor
+    offsets: Tensor
+    segment: Tensor
+    tokens: EpisodeTokens
+
+    def returns(self, gamma: float) -> Tensor:
+        """Reward-to-go from turn to turn, over all ledgers of the episode, float64 [S]."""
+        return discounted(self.reward, self.offsets, gamma)
+
+    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A turn's value on each of its sampled tokens: [S] -> [T], 0 elsewhere."""
+        return self.tokens.put(values[self.segment], dtype)
+
+
+def turns_of(batch: AdvantageInput) -> Turns:
+    """The turns of a batch: consecutive sampled tokens of an episode with the same turn number.
+
+    A turn may continue from one ledger into the next. A summary that the policy writes is at the end of the old ledger, under
+    the number of the turn that it makes room for: the environment does not change between the two, so they are
+    one turn, with one reward-to-go and no discount between them, taken in the state in which the
+    summary was requested. Raises ConfigError if the batch has no turn numbers.
+    """
+    if batch.turns is None:
+        raise ConfigError("turn-level advantages need the column `turns`")
+    tokens = episode_tokens(batch)
+    indices = tokens.indices
+    episode, turns = row_ids(tokens.compact), batch.turns[indices].to(torch.int64)
+    fresh = torch.ones(len(indices), dtype=torch.bool)
+    fresh[1:] = (episode[1:] != episode[:-1]) | (turns[1:] != turns[:-1])
+    segment = fresh.to(torch.int64).cumsum(0) - 1
+    # A reward on a tool result belongs to the turn that called the tool, so it is moved to a sampled token first.
+    earned = tokens.earned(batch.token_rewards)
+    reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
+    counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    first = indices[fresh]
+    group = batch.group.to(torch.int64)[torch.searchsorted(batch.offsets, first, right=True) - 1]
+    return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)
+
+
+def normalized(values: Tensor, keys: Tensor, divide: bool, eps: float = 1e-6) -> Tensor:
+    """Values [S] minus the mean of those with the same key, with `divide` in unbiased standard deviations, float64.
+
+    `keys` int64 [S, K]. A value that is the only one of its key, or equal to all others, becomes exactly 0.
+    """
+    _, group = torch.unique(keys, dim=0, return_inverse=True)
+    size = int(group.max()) + 1 if len(group) else 0
+    return standardized(values, group, size, eps) if divide else centered(values, group, size)
+
+
+# States
+
+# A hash of our own: Python's differs between processes, and every run and rank must give a state the same number.
+_PRIME, _MODULUS = 1_000_003, (1 << 31) - 1
+
+
+def anchors_of(token_ids: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """A hash of the context tokens since the last turn (the answer of the tools or the user), int64 [T].
+
+    All tokens of a turn share it. `token_ids`, `mask` (true where sampled) are [T].
+    """
+    out = torch.zeros(len(token_ids), dtype=torch.int64)
+    ids, sampled = token_ids.tolist(), mask.tolist()
+    values = out.tolist()
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        state, fresh = 0, True
+        for place in range(start, stop):
+            if not sampled[place]:
+                state = (0 if fresh else state) * _PRIME % _MODULUS + ids[place] + 1
+                fresh = False
+            else:
+                fresh = True
+            values[place] = state
+    return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,362 @@
+"""Losses on sampled tokens: policy losses, the critic's, those of preference pairs; off-policy corrections; KL estimators.
+
+Pure functions; what a loss needs besides log probabilities and advantages is declared where it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from agentrl.data.ragged import row_mean, row_sum, spread
+from agentrl.trainer.algorithms.base import LossInput, LossOutput
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.registry import Registry
+
+# Importance ratios
+
+LIMIT = 20.0
+
+
+def log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """log(pi_new / pi_old) of each token, clamped to +-20 so that its exponential stays finite in float32.
+
+    No paper has this bound; beyond it the gradient is 0.
+    """
+    return bounded(new - old)
+
+
+def bounded(exponent: Tensor) -> Tensor:
+    """An exponent clamped to +-20. Sums and means over a row are clamped after they are taken, not token by token."""
+    return torch.clamp(exponent, -LIMIT, LIMIT)
+
+
+# Policy losses
+
+POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
+    "algorithm.loss",
+    "POLICY_LOSSES",
+    "agentrl.trainer.algorithms.losses",
+    given=1,
+    needs={
+        "picked": "tokens of the minibatch chosen by covariance, as its arguments share, low and high say",
+        "proximal": "recomputed logprobs of the proximal policy",
+    },
+    traits={
+        "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
+        "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
+        "own_samples": "has no ratio of policies: right only for tokens of the weights that are trained",
+    },
+)
+
+
+@POLICY_LOSSES.register("reinforce", traits={"own_samples"})
+def reinforce(batch: LossInput) -> LossOutput:
+    """-A log pi; exact if the tokens were sampled with the weights that are being trained."""
+    return LossOutput(-batch.advantages * batch.logprobs)
+
+
+Clip = Annotated[float, Field(ge=0)]
+DualClip = Annotated[float, Field(gt=1)]
+
+
+@POLICY_LOSSES.register("ppo_clip")
+def ppo_clip(batch: LossInput, *, clip_low: Clip = 0.2, clip_high: Clip = 0.2, dual_clip: DualClip | None = 3.0) -> LossOutput:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -dual_clip * A if A < 0; r = theta / old."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> LossOutput:
+    """The surrogate of a given ratio [T]; metrics: the ratio and the fraction of tokens that each bound clipped."""
+    plain = -advantages * ratio
+    clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    # The larger of the two losses: clipping takes away the gain of moving on, and never hides the loss of having moved too far.
+    loss = torch.maximum(plain, clipped)
+    metrics = {"ratio": ratio.detach(), "clip_fraction": (clipped > plain).float()}
+    if dual_clip is not None:
+        # With A < 0 nothing above bounds r, and one token with a large ratio would outweigh the whole batch.
+        floor = -advantages * dual_clip
+        bounded = (advantages < 0) & (floor < loss)
+        metrics["dual_clip_fraction"] = bounded.float()
+        loss = torch.where(bounded, floor, loss)
+    return LossOutput(loss, metrics)
+
+
+@POLICY_LOSSES.register("decoupled_ppo", needs={"proximal"}, traits={"importance_weighted"})
+def decoupled_ppo(
+    batch: LossInput,
+    *,
+    clip_low: Clip = 0.2,
+    clip_high: Clip = 0.2,
+    dual_clip: DualClip | None = 3.0,
+    weight_cap: DualClip | None = None,
+) -> LossOutput:
+    """PPO clip on theta / proximal, times the detached weight proximal / behavior (at most `weight_cap`)."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    weight = torch.exp(log_ratio(batch.old_logprobs, batch.behaviour_logprobs)).detach()
+    if weight_cap is not None:
+        weight = weight.clamp(max=weight_cap)
+    return replace(out, loss=out.loss * weight, metrics={**out.metrics, "behaviour_weight": weight})
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 0.28) -> LossOutput:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi. With low = 1 (the default) there is no lower bound."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs)).detach()
+    weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    metrics = {"ratio": ratio, "clip_fraction": (weight != ratio).float()}
+    return LossOutput(-weight * batch.advantages * batch.logprobs, metrics)
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> LossOutput:
+    """PPO clip on s = exp(mean log-ratio of the sequence); use with `aggregate = "seq_mean_token_mean"`.
+
+    The value of every token's ratio is s; its gradient flows through that token alone (the paper's GSPO-token
+    form), which equals the gradient of s if the sequence has one advantage. A sequence is one ledger, which is what
+    the model saw as one context: the paper's bounds of 3e-4 are meant for means over the length of one context. How
+    much an episode of several ledgers counts is up to the aggregate.
+    """
+    mean = row_mean(batch.logprobs.detach() - batch.old_logprobs, batch.mask, batch.offsets)
+    # The detached mean gives the value; the difference, 0 up to rounding, gives the gradient.
+    ratio = torch.exp(bounded(spread(mean, batch.offsets, len(batch.mask)) + batch.logprobs - batch.logprobs.detach()))
+    return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, None)
+
+
+@POLICY_LOSSES.register("gmpo")
+def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
+    """-A (product of the row's clipped token ratios)^(1 / length) on every token of the row; use with
+    `aggregate = "seq_mean_token_mean"`.
+
+    A token's log-ratio is clipped to [-low, high] on the side that PPO clips for the sign of A. A is the row's
+    advantage; if its tokens differ (turn-level estimators, which the paper does not have), A is their
+    mean. A row is one ledger, as in `gspo`. The paper's 0.4 is the exponent of its bounds exp(-0.4) and exp(0.4).
+    """
+    delta = batch.logprobs - batch.old_logprobs
+    tokens = len(batch.mask)
+    advantage = spread(row_mean(batch.advantages, batch.mask, batch.offsets), batch.offsets, tokens)
+    clamped = torch.clamp(delta, -clip_low, clip_high)
+    # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
+    chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
+    ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
+    metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}
+    return LossOutput(-advantage * ratio, metrics)
+
+
+Sharpness = Annotated[float, Field(gt=0)]
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(batch: LossInput, *, tau_positive: Sharpness = 1.0, tau_negative: Sharpness = 1.05) -> LossOutput:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, with a separate tau for A <= 0; at r = 1 its gradient equals PPO's."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return LossOutput(-gate * batch.advantages, {"ratio": ratio.detach()})
+
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Coefficient = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tokens of a minibatch to pick: `share` of all tokens, at random among those whose covariance
+    is in (low, high), or (if `low` is None) those with the largest covariance."""
+
+    share: float
+    low: float | None = None
+    high: float | None = None
+
+
+@POLICY_LOSSES.register("clip_cov", needs={"picked"})
+def clip_cov(
+    batch: LossInput,
+    *,
+    share: Share = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    clip_low: Clip = 0.2,
+    clip_high: Clip = 0.2,
+    dual_clip: DualClip | None = 3.0,
+) -> LossOutput:
+    """PPO clip, without the loss of the picked tokens."""
+    ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
+    out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    picked = _picked(batch)
+    # Their loss is dropped, not their place in the mean: the denominators were settled before anything was picked.
+    loss = torch.where(picked, torch.zeros_like(out.loss), out.loss)
+    return LossOutput(loss, {**out.metrics, "picked": picked.float()})
+
+
+@POLICY_LOSSES.register("kl_cov", needs={"picked"}, traits={"moves_picked"})
+def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 1.0) -> LossOutput:
+    """-A r, plus coefficient * |log r| on the picked tokens."""
+    delta = log_ratio(batch.logprobs, batch.old_logprobs)
+    ratio = torch.exp(delta)
+    picked = _picked(batch)
+    penalty = torch.where(picked, coefficient * delta.abs(), torch.zeros_like(delta))
+    return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
+
+
+def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
+    """Which tokens the loss of that name and arguments needs picked, or None."""
+    if "picked" not in POLICY_LOSSES.entry(name).needs:
+        return None
+    given = POLICY_LOSSES.arguments(name, args)
+    return Selection(given["share"], given.get("low"), given.get("high"))
+
+
+def _picked(batch: LossInput) -> torch.Tensor:
+    if batch.picked is None:
+        raise ConfigError("clip_cov and kl_cov need the picked tokens of the minibatch")
+    return batch.picked
+
+
+# The critic
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """1/2 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) per token, [T]."""
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain
+    near = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * torch.maximum(plain, (near - returns).square())
+
+
+# Preference pairs
+
+
+def dpo(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
+    """-log sigmoid(m) with m = beta ((log pi - log ref)(chosen) - (log pi - log ref)(rejected)): Rafailov et al. 2023,
+    arXiv:2305.18290, eq. 7."""
+    return -logsigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log sigmoid(score(chosen) - score(rejected)): Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1."""
+    return -logsigmoid(chosen - rejected)
+
+
+# Off-policy corrections
+
+Cap = Annotated[float, Field(gt=0)]
+Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
+    "algorithm.correction",
+    "CORRECTIONS",
+    "agentrl.trainer.algorithms.losses",
+    given=4,
+    traits={"importance_weighted": "weights tokens by proximal / behavior instead of only rejecting some"},
+)
+
+
+@CORRECTIONS.register("truncated", traits={"importance_weighted"})
+def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Truncated importance sampling per token: min(exp(d), cap)."""
+    return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
+
+
+@CORRECTIONS.register("truncated_sequence", traits={"importance_weighted"})
+def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Truncated importance sampling per row: min(exp(sum d), cap) on each of its tokens."""
+    return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
+
+
+@CORRECTIONS.register("masked", traits={"importance_weighted"})
+def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
+    return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
+
+
+@CORRECTIONS.register("masked_sequence", traits={"importance_weighted"})
+def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+    """Masked importance sampling per row: exp(sum d) if it is at most cap, else the row is rejected."""
+    return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
+
+
+@CORRECTIONS.register("icepop", traits={"importance_weighted"})
+def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0) -> Tensor:
+    """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) if it is within [low, high], else the token is rejected."""
+    return _within(torch.exp(log_ratio(prox, behave)), low, high)
+
+
+@CORRECTIONS.register("reject_sequence")
+def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01) -> Tensor:
+    """Reject rows whose geometric mean ratio is outside [low, high]; the others keep weight 1."""
+    mean = torch.exp(spread(bounded(row_mean(prox - behave, mask, offsets)), offsets))
+    return ((mean >= low) & (mean <= high)).to(prox.dtype)
+
+
+def correction(name: str, args: Mapping[str, Any]) -> Correction:
+    """(proximal [T], behavior [T], mask [T], offsets [N + 1]) -> weights [T]; 0 rejects the token.
+
+    Raises ConfigError for an unknown name or argument.
+    """
+    return CORRECTIONS.bind(name, args)
+
+
+def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    # Clamped once, as a sum: clamping each token first would change the product of a long row.
+    delta = torch.where(mask, prox - behave, torch.zeros_like(prox))
+    return spread(bounded(row_sum(delta, offsets)), offsets)
+
+
+def _within(ratio: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+
+
+# KL estimators
+
+KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "kl",
+    "KL",
+    "agentrl.trainer.algorithms.losses",
+    given=2,
+    traits={"idle_gradient": "its gradient has mean 0, so as a loss it does not restrain the policy"},
+)
+
+
+@KL.register("k1", traits={"idle_gradient"})
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d = log pi - log ref: unbiased in value."""
+    return logprobs - reference
+
+
+@KL.register("k2")
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d^2 / 2: biased in value, and its gradient is that of the KL."""
+    return 0.5 * (logprobs - reference).square()
+
+
+@KL.register("k3")
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased in value and never negative; d is clamped to +-20.
+
+    Computed by expm1: in float32, exp(-d) - 1 + d loses a d^2 / 2 below 1e-7 to rounding, and can be negative.
+    """
+    d = log_ratio(logprobs, reference)
+    return torch.expm1(-d) + d
+
+
+def kl_estimate(name: str, logprobs: Tensor, reference: Tensor, straight_through: bool = False) -> Tensor:
+    """The estimator `name` on [T] columns; with `straight_through`, its value with the gradient of k2.
+
+    Raises ConfigError for an unknown name.
+    """
+    value = KL.entry(name).make(logprobs, reference)
+    if not straight_through:
+        return value
+    proxy = k2(logprobs, reference)
+    return value.detach() + proxy - proxy.detach()  # the proxy cancels in the value, up to rounding, and leaves its gradient

@@ -1,0 +1,608 @@
+"""Attention over packed rows: no padding reaches the model, and no row sees another.
+
+FlashAttention over packed rows, attention over shared prefixes, the attention function itself, and
+row boundaries for recurrent layers and short convolutions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from agentrl.data.rows import on_device
+from agentrl.engines.exact_attention import NOT_GIVEN, AttentionForm, NotGiven, attention_form, exact_attention
+from agentrl.trainer.parallel import Ulysses, layout
+from agentrl.trainer.prefix_attention import SuffixBlock, attend_into, fused_attention, same_width, suffix_blocks
+from agentrl.utils.errors import ModelError
+
+# FlashAttention
+
+
+def varlen_takes(width: int) -> bool:
+    """Whether the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for blocks
+    do."""
+    return width % 8 == 0 and width <= 256
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, form: AttentionForm) -> Tensor:
+    """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E] within the rows that `cu` int32 [N + 1] delimits, of at most `longest` tokens.
+    The form has no cap."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    wide = v.shape[2]
+    q, k, v = same_width(q, k, v)
+    grouped: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if varlen_takes_groups():
+            grouped = {"enable_gqa": True}
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    # The kernel counts how far back a query looks, itself not included; -1: any distance. None ahead, which is causal.
+    back = -1 if form.window is None or form.window >= longest else form.window - 1
+    if form.sinks is None:
+        out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=form.scale, window_size=(back, 0), **grouped)
+        assert isinstance(out, Tensor)
+        return out[..., :wide]
+    call: Callable[..., Tensor] = WithSinks.apply
+    return call(q, k, v, form.sinks, _kernel(cu, longest, form.scale, back, grouped))[..., :wide]
+
+
+@cache
+def varlen_takes_groups() -> bool:
+    """Whether this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel's two passes: (q, k, v) -> out [T, H, D] and the lse of the scores, float32 [H, T]; and (gradient of out, q, k, v,
+    out, lse) -> the gradients of q, k and v."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class WithSinks(torch.autograd.Function):
+    """Attention whose softmax has a sink s a head: out' = out e^(lse - lse'), lse' = log(e^lse + e^s).
+
+    A kernel's backward pass takes p = e^(score - lse) and do . o from what it is given, so that with out' and lse' in their
+    place it computes the gradients of attention with sinks. Those of the sinks are - sum of e^(s - lse') (do . o').
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
+        plain, lse = kernel.forward(q, k, v)
+        total = torch.logaddexp(lse, sinks.float()[:, None])
+        out = (plain * torch.exp(lse - total).t().unsqueeze(-1)).to(plain.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, total)
+        drop = (grad.float() * out.float()).sum(-1).t()
+        d_sinks = -(torch.exp(sinks.float()[:, None] - total) * drop).sum(1)
+        return dq, dk, dv, d_sinks.to(sinks.dtype), None
+
+
+def _kernel(cu: Tensor, longest: int, scale: float, back: int, grouped: dict[str, Any]) -> Kernel:
+    """The two passes of torch's kernel as the operators that `varlen_attn` is made of, which alone give and take lse."""
+    rows: dict[str, Any] = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": longest, "max_k": longest}
+    seen: dict[str, Any] = {"is_causal": back == -1, "scale": scale, "window_size": [back, 0]}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.ops.torch_attn._varlen_attn(q, k, v, **rows, **seen, **grouped)
+        return found[0], found[1]
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+        op = torch.ops.torch_attn._varlen_attn_backward
+        found: tuple[Tensor, Tensor, Tensor] = op(grad, q, k, v, out, lse, **rows, **seen, rng_state=state)
+        return found
+
+    return Kernel(forward, backward)
+
+
+# Shared prefixes
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of similar length, computed in one call: `gather` [n * width] maps a cell of the padded block to its token
+    (a cell past a row's end repeats the row's last token), `cells` [tokens] are the cells that are not padding,
+    `tokens` [tokens] the positions of their results, and `exact` says that no cell is padding."""
+
+    rows: int
+    width: int
+    gather: Tensor
+    cells: Tensor
+    tokens: Tensor
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """`blocks`: all spans, prefixes among them, each causal over itself. `after`: (first, last, start, stop); the tokens
+    [start, stop) also see all of the prefix [first, last)."""
+
+    blocks: tuple[Block, ...]
+    after: tuple[tuple[int, int, int, int], ...]
+
+
+def runs_after(spans: Tensor) -> tuple[tuple[int, int, int, int], ...]:
+    """Of `spans` int64 [S, 4] (SharedPack), the suffixes, those that follow each other behind one prefix as one run."""
+    runs: list[tuple[int, int, int, int]] = []
+    for first, last, start, stop in spans.tolist():
+        if first == last:
+            continue
+        if runs and runs[-1][:2] == (first, last) and runs[-1][3] == start:
+            runs[-1] = (first, last, runs[-1][2], stop)
+        else:
+            runs.append((first, last, start, stop))
+    return tuple(runs)
+
+
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
+    """[T, H, D], [T, H, D], [T, H, D] -> [T, H, D], on a CPU."""
+    out: Tensor = _Shared.apply(q, k, v, spans, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Shared(torch.autograd.Function):
+    """See the module."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
+        sums_in = torch.float64 if q.dtype == torch.float64 else torch.float32  # as the kernel has them
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=sums_in)
+        for block in spans.blocks:
+            found, sums = _FORWARD(*(_cells(tensor, block) for tensor in (q, k, v)), 0.0, True, scale=scale)
+            out.index_copy_(0, block.tokens, _tokens(found.transpose(1, 2), block))
+            lse.index_copy_(0, block.tokens, _tokens(sums.transpose(1, 2), block))
+        for first, last, start, stop in spans.after:
+            rest, sums = _FORWARD(_one(q[start:stop]), _one(k[first:last]), _one(v[first:last]), 0.0, False, scale=scale)
+            before = lse[start:stop]
+            joined = torch.logaddexp(before, sums[0].transpose(0, 1))
+            part = out[start:stop]
+            share = (before - joined).exp().unsqueeze(-1).to(out.dtype)
+            # Shares add up to one: out + (rest - out) * share of the rest.
+            part.lerp_(rest[0].transpose(0, 1), 1 - share)
+            before.copy_(joined)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spans, ctx.scale = spans, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        found = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
+        for block in ctx.spans.blocks:
+            given = [_cells(tensor, block) for tensor in (grad, q, k, v, out)]
+            if not block.exact:  # the padding repeats a token, whose gradient must count once
+                keep = torch.zeros(block.rows * block.width, dtype=given[0].dtype).index_fill_(0, block.cells, 1)
+                given[0] = given[0] * keep.view(block.rows, 1, block.width, 1)
+            parts = _BACKWARD(*given, _cells(lse, block), 0.0, True, scale=ctx.scale)
+            for whole, part in zip(found, parts, strict=True):
+                whole.index_copy_(0, block.tokens, _tokens(part.transpose(1, 2), block))
+        for first, last, start, stop in ctx.spans.after:
+            prefix = [_one(tensor[first:last]) for tensor in (k, v)]
+            own = [_one(tensor[start:stop]) for tensor in (grad, q, out, lse)]
+            parts = _BACKWARD(own[0], own[1], *prefix, own[2], own[3], 0.0, False, scale=ctx.scale)
+            where: Sequence[slice] = (slice(start, stop), slice(first, last), slice(first, last))
+            for whole, at, part in zip(found, where, parts, strict=True):
+                whole[at] += part[0].transpose(0, 1)
+        return (*found, None, None)  # type: ignore[return-value]
+
+
+def _cells(tensor: Tensor, block: Block) -> Tensor:
+    """[T, H, ...] -> [rows, H, width, ...]: the block's tokens, each row's last one repeated up to the width."""
+    cells = tensor.index_select(0, block.gather)
+    return cells.view(block.rows, block.width, *tensor.shape[1:]).transpose(1, 2)
+
+
+def _tokens(cells: Tensor, block: Block) -> Tensor:
+    """[rows, width, H, ...] -> [tokens, H, ...]: without padding."""
+    flat = cells.flatten(0, 1)
+    return flat if block.exact else flat.index_select(0, block.cells)
+
+
+def _one(tensor: Tensor) -> Tensor:
+    """[n, H, ...] -> [1, H, n, ...]."""
+    return tensor.transpose(0, 1)[None]
+
+
+# The attention function
+
+PACKED = "agentrl_packed"
+WASTE = 1.25
+"""The most cells of a block of rows, padding included, as a multiple of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """The layout of the rows: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
+    of ranks that shares the tokens, if there is one.
+
+    If rows share prefixes (`spans` of batch/prefix.py), the blocks hold the spans without a prefix before them,
+    which include the prefixes themselves, and `suffixes` the suffixes after them; on a CPU, `parts` has all of it for
+    `shared_attention`. `experts`: where routers are to send the
+    tokens of this rank (Micro.experts)."""
+
+    cu_seqlens: Tensor
+    longest: int
+    blocks: tuple[Block, ...]
+    ulysses: Ulysses | None = None
+    suffixes: tuple[SuffixBlock, ...] = ()
+    spans: Tensor | None = None
+    parts: Spans | None = None
+    experts: Tensor | None = None
+    _cut: dict[int, PackedSequences] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each token in its row, which counts a shared prefix: int64 [T]."""
+        counts = self.cu_seqlens.diff().to(torch.int64)
+        before = self.cu_seqlens[:-1].to(torch.int64)
+        if self.spans is not None:
+            before = before - on_device(self.spans[:, 1] - self.spans[:, 0], before.device)
+        total = int(self.cu_seqlens[-1])
+        steps = torch.arange(total, device=before.device)
+        return steps - before.repeat_interleave(counts, output_size=total)
+
+    def cut(self, chunk: int) -> PackedSequences:
+        """The layout in which each run of `chunk` tokens of a row, counted from its start, is a row of its own: attention
+        within runs."""
+        if chunk not in self._cut:  # made once for all layers
+            device = self.cu_seqlens.device
+            if self.spans is None:
+                self._cut[chunk] = packed_rows(_cut_rows(self.cu_seqlens.tolist(), chunk), device)
+            else:
+                self._cut[chunk] = packed_trees(_cut_spans(self.spans.tolist(), chunk), chunk, device)
+        return self._cut[chunk]
+
+
+def packed_rows(offsets: Tensor, device: torch.device | None = None) -> PackedSequences:
+    """The layout of the rows that `offsets` int64 [N + 1] delimit."""
+    place = device or offsets.device
+    blocks = _blocks(offsets[:-1], offsets[1:], place)
+    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return PackedSequences(on_device(offsets.to(torch.int32), place), longest, blocks)
+
+
+def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSequences:
+    """The layout of rows with shared prefixes; `longest` counts a row's prefix."""
+    alone = spans[:, 0] == spans[:, 1]
+    blocks = _blocks(spans[alone, 2], spans[alone, 3], device)
+    ends = on_device(torch.cat([spans.new_zeros(1), spans[:, 3]]).to(torch.int32), device)
+    parts = None
+    if device.type == "cpu":
+        parts = Spans(_blocks(spans[:, 2], spans[:, 3], device), runs_after(spans))
+    suffixes = tuple(suffix_blocks(spans[~alone], device))
+    return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
+
+
+def padded(packed: PackedSequences, missing: int) -> PackedSequences:
+    """The layout with one more row, of `missing` tokens, which no other row sees."""
+    if packed.spans is not None:
+        end = int(packed.spans[-1, 3])
+        pad = packed.spans.new_tensor([[end, end, end, end + missing]])
+        spans = torch.cat([packed.spans, pad]) if missing else packed.spans
+        return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
+    offsets = packed.cu_seqlens.to(torch.int64)
+    return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
+
+
+def _cut_rows(offsets: list[int], chunk: int) -> Tensor:
+    """Offsets int64 of the runs of `chunk` tokens of the rows that `offsets` delimit."""
+    ends = [end for first, last in pairwise(offsets) for end in (*range(first + chunk, last, chunk), last)]
+    return torch.tensor([0, *ends])
+
+
+def _cut_spans(spans: list[list[int]], chunk: int) -> Tensor:
+    """Spans of the runs of `chunk` tokens: the first run after a prefix sees the prefix's last, unfinished run."""
+    found = []
+    for first, last, start, stop in spans:
+        over = (last - first) % chunk
+        edges = [start, *range(start + chunk - over, stop, chunk), stop]
+        for at, (begin, end) in enumerate(pairwise(edges)):
+            found.append([last - over, last, begin, end] if at == 0 and over else [begin, begin, begin, end])
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def _blocks(starts: Tensor, stops: Tensor, device: torch.device) -> tuple[Block, ...]:
+    # On the host, because block sizes become shapes: reading them from a GPU would synchronize with it for each block.
+    starts, stops = starts.cpu(), stops.cpu()
+    return tuple(_block(starts[rows], stops[rows], device) for rows in similar((stops - starts).tolist()))
+
+
+def similar(lengths: list[int]) -> list[list[int]]:
+    """Rows grouped, in order of length, into blocks with little padding."""
+    # Longest first: a block is then as wide as its first row, so each further row's padding is known when it is considered.
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    used = 0
+    for row in order:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= WASTE * (used + lengths[row]):
+            groups[-1].append(row)
+            used += lengths[row]
+        else:
+            groups.append([row])
+            used = lengths[row]
+    return [sorted(group) for group in groups]
+
+
+def _block(starts: Tensor, ends: Tensor, device: torch.device) -> Block:
+    width = int((ends - starts).max())
+    steps = torch.arange(width)
+    positions = starts[:, None] + steps[None, :]
+    valid = positions < ends[:, None]
+    gather = torch.minimum(positions, ends[:, None] - 1).reshape(-1)
+    cells = valid.reshape(-1).nonzero().squeeze(1)
+    at, used, tokens = (on_device(part, device) for part in (gather, cells, gather[cells]))
+    return Block(len(starts), width, at, used, tokens, bool(valid.all()))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedSequences | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | NotGiven | None = NOT_GIVEN,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each row. Shapes as in transformers: query [1, H, T, D], value [1, G, T, E] -> [1, T, H, E].
+
+    Exact with sliding windows, chunks, soft-capped scores, sinks, and values of another width than keys, also after shared
+    prefixes and with heads split over ranks. Raises ModelError for whatever else a layer asks for (`attention_form`).
+    """
+    packed = packed or layout()
+    if packed is None:
+        raise ModelError("packed attention: the layout of the rows is not known")
+    form = attention_form(
+        module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    group = packed.ulysses
+    if form.tuning is not None:
+        own = slice(None) if group is None else group.slice_of(len(q) * group.size)
+        q = form.at_positions(q, packed.positions[own])
+    if form.chunk is not None and form.chunk < packed.longest:
+        packed = packed.cut(form.chunk)
+    if group is None:
+        return _attention(q, k, v, packed, form)[None], None
+    # During attention the group's ranks split the heads. If they cannot split the key heads evenly, these are first
+    # repeated to the number of query heads.
+    if k.shape[1] % group.size:
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    q, k, v = group.to_heads(q), group.to_heads(k), group.to_heads(v)
+    if form.sinks is not None:
+        form = replace(form, sinks=form.sinks[group.slice_of(len(form.sinks))])
+    return group.to_tokens(_attention(q, k, v, packed, form))[None], None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+    """[T, H, D], [T, G, D], [T, G, E] -> [T, H, E]."""
+    # The varlen kernel needs half precision on a GPU and supports neither a prefix that several rows share nor a cap.
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    wide = max(q.shape[2], v.shape[2])
+    if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(wide):
+        return _varlen(q, k, v, packed, form)
+    return _blockwise(q, k, v, packed, form)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+    return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
+
+
+def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+    """Right-padded blocks under a causal mask: a real token never attends to the padding after it."""
+    if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
+        return _attend(q, k, v, packed.blocks[0], form)
+    if packed.parts is not None and form.plain_up_to(packed.longest):
+        return _shared(q, k, v, packed.parts, form)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    for block in packed.blocks:
+        # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
+        at = block.gather
+        cells = _attend(q.index_select(0, at), k.index_select(0, at), v.index_select(0, at), block, form)
+        out = out.index_copy(0, block.tokens, cells if block.exact else cells.index_select(0, block.cells))
+    return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
+
+
+def _shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: AttentionForm) -> Tensor:
+    wide, heads = v.shape[2], q.shape[1]
+    if k.shape[1] != heads:
+        k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
+    return shared_attention(*same_width(q, k, v), parts, form.scale)[..., :wide]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, form: AttentionForm) -> Tensor:
+    """[n * width, H, D], [n * width, G, D], [n * width, G, E] -> [n * width, H, E]."""
+    q, k, v = (tensor.view(block.rows, block.width, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v))
+    if form.plain_up_to(block.width):
+        out = fused_attention(q, k, v, scale=form.scale, is_causal=True)
+    else:
+        out = exact_attention(q, k, v, form)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def register_packed_attention() -> None:
+    """Make `PACKED` known to transformers; idempotent. Turns off cuDNN's attention for this process."""
+    from transformers import AttentionInterface
+
+    # torch prefers it on Hopper cards, and it prepares itself for each new shape: here every micro-batch has its own.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # No mask function under that name: transformers then makes no mask, and does not search the positions for packed rows.
+    AttentionInterface.register(PACKED, packed_attention)
+
+
+# Other mixers
+
+STATE = frozenset({"cache_params", "past_key_values", "past_key_value", "layer_past", "state"})
+"""Arguments by which a module that mixes tokens is given what it kept of earlier ones."""
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""What the attention of a model reads the attention function from that its config names."""
+
+
+def mixers_of(backbone: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that mix tokens and do not do it through the attention function, by name: those that take a state
+    or have a convolution over tokens, the innermost ones."""
+    parts = dict(backbone.named_modules())
+    attends = {name for name, part in parts.items() if INTERFACE in _names(part)}
+    mixing = {name for name, part in parts.items() if _mixes(part)} - attends
+    outer = {name.rpartition(".")[0] for name in attends | mixing}
+    while any(outer):  # and what those are in
+        above = {name.rpartition(".")[0] for name in outer if name}
+        if above <= outer:
+            break
+        outer |= above
+    # A block around a mixer in one layer and around an MLP in another mixes nothing itself.
+    around = {type(parts[name]) for name in outer}
+    return {name: parts[name] for name in parts if name in mixing - outer and type(parts[name]) not in around}
+
+
+def keep_rows_apart(backbone: nn.Module) -> list[str]:
+    """Have the mixers of a model compute row by row; their names. Parameters keep theirs."""
+    found = mixers_of(backbone)
+    for module in found.values():
+        # On the instance: its class, and with it every other model of this process, stays as it is.
+        module.forward = partial(_by_rows, module.forward)
+    return list(found)
+
+
+def _mixes(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return False
+    convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+    return convolves or bool(STATE & set(inspect.signature(type(module).forward).parameters))
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else tuple(code.co_names)
+
+
+@torch.compiler.disable  # blocks differ from one micro-batch to the next
+def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The module's results on the tokens of the layout, each row by itself."""
+    packed = layout()
+    if packed is None or not (packed.blocks or packed.suffixes):
+        return forward(*args, **kwargs)
+    group = packed.ulysses
+    tokens = _mixer_tokens(args, kwargs)
+    if group is not None:
+        args, kwargs = _each((args, kwargs), tokens, partial(gathered, group=group))
+        tokens *= group.size
+    out = _mixer_blockwise(forward, args, kwargs, tokens, row_blocks(packed))
+    return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
+
+
+def _mixer_blockwise(forward: Callable[..., Any], args: Any, kwargs: Any, tokens: int, blocks: list[Block]) -> Any:
+    results: list[Any] = []
+    for block in blocks:
+
+        def padded(tensor: Tensor, block: Block = block) -> Tensor:
+            return tensor[0].index_select(0, block.gather).view(block.rows, block.width, *tensor.shape[2:])
+
+        inner, named = _each((args, kwargs), tokens, padded)
+        results.append(forward(*inner, **named))
+    return _joined(results, blocks, tokens)
+
+
+def _joined(results: list[Any], blocks: list[Block], tokens: int) -> Any:
+    """The blocks' results as one of [1, T, ...]; what is no tensor over tokens (a state) is left out."""
+    first = results[0]
+    if isinstance(first, tuple):
+        return tuple(_joined([result[place] for result in results], blocks, tokens) for place in range(len(first)))
+    if not isinstance(first, Tensor) or first.shape[:2] != (blocks[0].rows, blocks[0].width):
+        return None
+    out = first.new_zeros(tokens, *first.shape[2:])
+    cells = [
+        r.flatten(0, 1) if b.exact else r.flatten(0, 1).index_select(0, b.cells) for r, b in zip(results, blocks, strict=True)
+    ]
+    return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(cells))[None]
+
+
+def _mixer_tokens(args: Any, kwargs: Any) -> int:
+    """T of the first argument that is a tensor [1, T, ...], the hidden states."""
+    found = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2)
+    return int(found.shape[1])
+
+
+def _each(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments or results with every tensor over tokens, [1, T, ...], changed."""
+    if isinstance(value, Tensor):
+        return change(value) if value.dim() > 1 and value.shape[:2] == (1, tokens) else value
+    if type(value) in (tuple, list):
+        return type(value)(_each(part, tokens, change) for part in value)
+    if type(value) is dict:
+        return {name: _each(part, tokens, change) for name, part in value.items()}
+    return value
+
+
+def row_blocks(packed: PackedSequences) -> list[Block]:
+    """The rows in blocks of similar length: those without a prefix before them, and the suffixes, each behind its prefix."""
+    if packed.spans is None:
+        return list(packed.blocks)
+    device = packed.cu_seqlens.device
+    spans = packed.spans[packed.spans[:, 0] != packed.spans[:, 1]].cpu()
+    lengths = (spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]).tolist()
+    return [*packed.blocks, *(_behind(spans[rows], device) for rows in similar(lengths))]
+
+
+def _behind(spans: Tensor, device: torch.device) -> Block:
+    """A block of suffixes, each behind its prefix, whose cells with results are those of the suffixes."""
+    first, last, start, stop = (spans[:, place, None] for place in range(4))
+    prefix, ends = last - first, last - first + stop - start
+    steps = torch.arange(int(ends.max()))[None]
+    at = torch.where(steps < prefix, first + steps, start + torch.minimum(steps, ends - 1) - prefix).reshape(-1)
+    cells = ((steps >= prefix) & (steps < ends)).reshape(-1).nonzero().squeeze(1)
+    gather, used, tokens = (on_device(part, device) for part in (at, cells, at[cells]))
+    return Block(len(spans), steps.shape[1], gather, used, tokens, False)
+
+
+class _Gathered(torch.autograd.Function):
+    """[1, T / size, ...] of each rank -> [1, T, ...] on all. Each rank uses all of it, so the gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Ulysses) -> Tensor:
+        ctx.group = group
+        given = own[0].contiguous()
+        parts = [torch.empty_like(given) for _ in range(group.size)]
+        dist.all_gather(parts, given, group=group.group)
+        return torch.cat(parts)[None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = [part.contiguous() for part in grads[0][0].chunk(ctx.group.size)]
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter(out, parts, group=ctx.group.group)
+        return out[None], None
+
+
+def gathered(own: Tensor, group: Ulysses) -> Tensor:
+    """All tokens of the group, given this rank's."""
+    call: Callable[..., Tensor] = _Gathered.apply
+    return call(own, group)

@@ -1,0 +1,175 @@
+"""Advantages of an update's rows: the columns that some estimators need in addition to those of `collate`, several estimators in
+one batch, each for the rows of its environments, and what the KL penalty and a teacher add."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from tensordict import TensorDict
+
+from agentrl.config.schema import AlgorithmConfig, Choice
+from agentrl.data.rows import Ragged, select
+from agentrl.data.trajectory import Group, Trajectory
+from agentrl.reward import Scorer
+from agentrl.trainer.algorithms import advantages
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anchors_of
+from agentrl.trainer.minibatch import episode_sums, reward_penalty
+from agentrl.trainer.roles import taught
+from agentrl.utils.errors import ConfigError, did_you_mean
+
+
+def with_advantages(
+    view: Ragged,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    own: Mapping[str, Choice] = MappingProxyType({}),
+    estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
+) -> tuple[Ragged, dict[str, float]]:
+    """The batch with `advantages` (and `returns`, if an estimator defines them), and metrics.
+
+    An estimator of `own` gets the rows of its environment, and `algorithm.advantage` all others together; a function `estimator`
+    gets all rows in their place.
+
+    If `algorithm.kl.where` is "reward", the penalty is first subtracted from the token rewards and the episode
+    rewards. What a teacher says (`algorithm.distillation`) is added last.
+    """
+    mask = view.tokens("sampled")
+    rewards, reward = view.tokens("rewards"), view.row("reward")
+    metrics: dict[str, float] = {}
+    if "ref_logprobs" in view and algorithm.kl.where == "reward":
+        kl = reward_penalty(view, algorithm.kl)
+        metrics["kl_reward"] = float(kl.sum() / mask.sum().clamp(min=1))
+        rewards = rewards - kl_coef * kl
+        reward = reward - kl_coef * episode_sums(kl, view)
+    given = AdvantageInput(
+        token_rewards=rewards,
+        mask=mask,
+        offsets=view.offsets,
+        group=view.row("group"),
+        reward=reward,
+        values=view.tokens("values") if "values" in view else None,
+        turns=view.tokens("turns"),
+        member=view.row("member"),
+        baseline=view.row("baseline") if "baseline" in view else None,
+        terms=view.row("terms") if "terms" in view else None,
+        parent=view.row("parent") if "parent" in view else None,
+        branch_turn=view.row("branch_turn") if "parent" in view else None,
+    )
+    if any("anchors" in ADVANTAGES.entry(choice.name).needs for choice in (algorithm.advantage, *own.values())):
+        given = replace(given, anchors=anchors_of(view.tokens("token_ids"), mask, view.offsets))
+    chosen = algorithm.advantage
+    if estimator is not None:
+        out = estimator(given)
+    else:
+        out = estimated(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
+    view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
+    if algorithm.distillation is not None:
+        view, told = taught(view, algorithm.distillation)
+        metrics |= told
+    return view if out.returns is None else view.with_tokens(returns=out.returns), metrics
+
+
+def with_estimator_inputs(
+    batch: TensorDict, groups: Sequence[Group], advantage: Choice, own: Mapping[str, Choice] = MappingProxyType({})
+) -> TensorDict:
+    """The batch of the scored members of `groups`, in this order, with the columns that their estimators read: that of their
+    environment in `own`, else `advantage`.
+
+    `baseline` float32 [N], the reward of the group's greedy episode, 0 for an estimator that reads none; `terms` float32 [N, K],
+    the values of nodes of the reward spec, NaN if one could not be scored, and after the last that the estimator reads. With
+    `own` also `estimator` int64 [N], the number of the row's estimator in `numbered`. If there are branches, `parent` and
+    `branch_turn` int64 [N], as in `AdvantageInput`."""
+    row = batch.get("trajectory")
+    out: TensorDict = batch.copy()
+    choices, members = numbered(advantage, own), [(group, member) for group in groups for member in group.scored()]
+    which = [list(own).index(group.env) + 1 if group.env in own else 0 for group, _ in members]
+    needs = [ADVANTAGES.entry(choice.name).needs for choice in choices]
+    if own:
+        out["estimator"] = torch.tensor(which, dtype=torch.int64)[row]
+    if any("baseline" in words for words in needs):
+        baseline = [_greedy(group) if "baseline" in needs[n] else 0.0 for n, (group, _) in zip(which, members, strict=True)]
+        out["baseline"] = torch.tensor(baseline)[row]
+    if any("terms" in words for words in needs):
+        names: list[list[str]] = [
+            list(choice.args["terms"]) if "terms" in w else [] for choice, w in zip(choices, needs, strict=True)
+        ]
+        most = max(map(len, names))
+        terms = [_terms(m, names[n]) + [math.nan] * (most - len(names[n])) for n, (_, m) in zip(which, members, strict=True)]
+        out["terms"] = torch.tensor(terms).reshape(len(terms), most)[row]
+    if any(member.parent is not None for _, member in members):
+        out["parent"] = torch.tensor([-1 if m.parent is None else m.parent for _, m in members], dtype=torch.int64)[row]
+        out["branch_turn"] = torch.tensor([m.branch_turn for _, m in members], dtype=torch.int64)[row]
+    return out
+
+
+def estimated(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
+    """Each estimator's output for its rows, which the column `estimator` of `view` tells; with `returns` if there are values."""
+    found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
+    returns = None if given.values is None else torch.zeros_like(found)
+    for number, choice in enumerate(numbered(advantage, own)):
+        rows = view.row("estimator") == number
+        if not bool(rows.any()):
+            continue
+        terms = len(choice.args["terms"]) if "terms" in ADVANTAGES.entry(choice.name).needs else 0
+        part, tokens = given.of(rows, terms)
+        out = advantages(choice.name, choice.args)(part)
+        found[tokens] = out.advantages
+        if returns is not None and out.returns is not None:
+            returns[tokens] = out.returns
+    return AdvantageOutput(found, returns)
+
+
+def valued(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
+    """The rows that a critic learns from: those of estimators that read its values."""
+    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in numbered(advantage, own)])
+    return batch if bool(reads.all()) else select(batch, torch.nonzero(reads[batch.get("estimator")]).reshape(-1))
+
+
+def numbered(advantage: Choice, own: Mapping[str, Choice]) -> list[Choice]:
+    """The estimators of a run: the one that environments share, then those that are an environment's own."""
+    return [advantage, *own.values()]
+
+
+def needs_greedy(advantage: Choice) -> bool:
+    """Whether each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
+    return "baseline" in ADVANTAGES.entry(advantage.name).needs
+
+
+def check_estimator_inputs(advantage: Choice, scorer: Scorer) -> None:
+    """Raise ConfigError if the estimator needs something that the reward spec does not have.
+
+    Reads: algorithm.advantage, env.reward.
+    """
+    needs = ADVANTAGES.entry(advantage.name).needs
+    if "baseline" in needs and scorer.compares:
+        raise ConfigError(
+            f'algorithm.advantage "{advantage.name}" compares each group with a greedy episode, but reward spec {scorer.name!r} '
+            "compares the members of a group with each other, so it cannot score an episode outside of the group"
+        )
+    if "terms" not in needs:
+        return
+    known, terms, weights = scorer.ids, advantage.args["terms"], advantage.args.get("weights")
+    if weights is not None and len(weights) != len(terms):
+        raise ConfigError(
+            f"algorithm.advantage.args.weights: {len(weights)} weights for {len(terms)} terms; expected one per term"
+        )
+    for name in terms:
+        if name not in known:
+            hint = did_you_mean(name, known, f"its ids: {', '.join(known) or 'none'}")
+            raise ConfigError(f"algorithm.advantage.args.terms: reward spec {scorer.name!r} has no node with id {name!r}; {hint}")
+
+
+def _greedy(group: Group) -> float:
+    if group.baseline is None or group.baseline.reward is None:
+        raise ConfigError(f"algorithm.advantage: group {group.index} has no scored greedy episode for a baseline")
+    return group.baseline.reward
+
+
+def _terms(member: Trajectory, names: Sequence[str]) -> list[float]:
+    values = [member.metrics.get(name) for name in names]
+    return [math.nan if value is None else value for value in values]

@@ -1,0 +1,643 @@
+"""Model families: whether packed rows and shared prefixes of a family are computed right, tried on a small cut of the model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.config.envs import widest
+from agentrl.config.schema import InitModelConfig, TrainConfig
+from agentrl.data.rows import Ragged, build, jagged
+from agentrl.data.schedule import Tree, share
+from agentrl.render.vision import takes_images
+from agentrl.trainer.attention import PACKED, keep_rows_apart, packed_rows, packed_trees, register_packed_attention
+from agentrl.trainer.language_model import Micro, PolicyModule, ScoreModule, ValueModule, backbone, layers_of, positions
+from agentrl.trainer.pretrained import architecture, load_model_config
+from agentrl.trainer.train_engine import TRAIN_ENGINES
+from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
+
+# Rotary embeddings
+
+
+def check_lengths(config: TrainConfig, label: str, model: Any) -> None:
+    """Raise ConfigError if rows of the run may be longer than the frequencies of the model at `label` stay the same for.
+
+    Reads: rollout.max_episode_tokens, sft, optim.micro_tokens."""
+    longest, key = widest(config).rollout.max_episode_tokens, "rollout.max_episode_tokens"
+    if config.sft is not None and config.optim.micro_tokens > longest:
+        longest, key = config.optim.micro_tokens, "optim.micro_tokens"
+    for kind, limit in switches(model):
+        if longest > limit:
+            raise ConfigError(
+                f"{key} = {longest}: the rotary embedding of {label} (rope_type {kind!r}) has other frequencies in a pass with "
+                f"a row of more than {limit} tokens than in one without, so a row is sampled in one way and trained in another; "
+                f"set it to at most {limit}, and vllm.max_model_len too, by which vLLM chooses between them"
+            )
+
+
+def switches(model: Any) -> Iterator[tuple[str, int]]:
+    """The rotary embeddings of a model's config that change with the length, each with the length up to which it does not."""
+    text = model.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        kind = str(one.get("rope_type", ""))
+        if kind == "longrope" or "dynamic" in kind:
+            own = one.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+            limit = own or getattr(text, "max_position_embeddings", None)
+            if isinstance(limit, int):
+                yield kind, limit
+
+
+# A cut of a model
+
+VOCABULARY = 96
+POSITIONS = 256
+WIDTH = 32
+"""Of what is inside a layer and nothing else depends on: MLPs, low-rank projections."""
+WINDOW = 8
+EXPERTS = 8
+HEADS = 4
+LEAST = 64
+"""Hidden numbers of a model without heads."""
+KEPT = 2
+"""Layers that are kept at least: what leaks in one layer is mixed by the next."""
+
+_HIDDEN = ("hidden_size", "dim_model", "embedding_dim", "lru_width", "attention_hidden_size", "word_embed_proj_dim")
+_HEADS = (
+    "num_attention_heads",
+    "swa_num_attention_heads",
+    "linear_num_heads",
+    "num_decoder_attention_heads",
+    "num_attention_heads_per_layer",
+)
+_KEY_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups")
+_INNER = (
+    "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "shared_intermediate_size", "dense_intermediate_size", "prefix_dense_intermediate_size", "expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "ffn_hidden_size", "ffn_dim", "dff", "dim_ff", "d_inner", "n_inner", "decoder_ffn_dim",
+    "encoder_ffn_dim", "feed_forward_size", "router_hidden_size", "q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input",
+    "laurel_rank", "adapter_rank", "o_lora_rank",
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+_WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "sliding_window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "floor_scale",
+    "window_size",
+)
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions", "context_length")
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size")
+_DROPPED = ("dropout", "pdrop", "layerdrop", "jitter", "drop_prob")
+_UNUSED = ("classifier", "summary", "hidden_dropout_prob_", "droppath")
+
+
+def cut(config: Any) -> Any:
+    """A copy of a model's config with few and small layers of every kind."""
+    found = copy.deepcopy(config)
+    for part in parts_of(found):
+        _shrink(part)
+    return found
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """The config, and the configs in it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            yield from parts_of(value)
+
+
+def dropouts(config: Any) -> dict[str, float]:
+    """The keys of a config by which activations are dropped, or routers shaken, at random in training."""
+    found = {}
+    for part in parts_of(config):
+        for name, value in vars(part).items():
+            used = any(word in name for word in _DROPPED) and not any(word in name for word in _UNUSED)
+            if used and isinstance(value, float) and value > 0:
+                found[name] = value
+    return found
+
+
+def without_dropout(config: Any) -> Any:
+    """A copy in which nothing is dropped at random."""
+    found = copy.deepcopy(config)
+    for part in parts_of(found):
+        for name in dropouts(part):
+            if name in vars(part):
+                setattr(part, name, 0.0)
+    return found
+
+
+def _shrink(part: Any) -> None:
+    _fix(part, _VOCABULARIES, VOCABULARY)
+    _fix(part, _POSITIONS, POSITIONS)
+    _set(part, _WINDOWS, lambda old: min(old, WINDOW))
+    _set(part, _CHUNKS, lambda old: min(old, WINDOW))
+    _set(part, ("index_topk",), lambda old: min(old, WINDOW))
+    for name, value in list(vars(part).items()):
+        if name.endswith("token_id") and isinstance(value, int) and value >= VOCABULARY:
+            setattr(part, name, 1)
+        if name.endswith("token_id") and isinstance(value, list):
+            setattr(part, name, 1)
+    _shrink_experts(part)
+    _shrink_heads(part)
+    _set(part, _INNER, lambda old: min(old, WIDTH))
+
+
+def _shrink_experts(part: Any) -> None:
+    chosen = next((getattr(part, name) for name in _CHOSEN if isinstance(getattr(part, name, None), int)), 1)
+    groups = getattr(part, "n_group", None) or getattr(part, "num_expert_group", None) or 1
+    if groups > 1:
+        _fix(part, ("n_group", "num_expert_group"), 2)
+        _fix(part, ("topk_group",), 1)
+    _set(part, _CHOSEN, lambda old: min(old, 2))
+    _set(part, _EXPERTS, lambda old: min(old, EXPERTS if chosen > 1 else EXPERTS // 2))
+
+
+def _shrink_heads(part: Any) -> None:
+    heads, hidden = _number(part, "num_attention_heads"), _number(part, "hidden_size")
+    # Whichever of the two a head's size follows from stays in proportion.
+    scale = 1 if not heads or heads <= HEADS else heads // next(n for n in range(HEADS, heads + 1) if heads % n == 0)
+    if not heads and hidden and hidden > LEAST and hidden % LEAST == 0:
+        scale = hidden // LEAST
+    if hidden and scale > 1 and hidden % scale:
+        if not _number(part, "head_dim"):
+            return
+        _fix(part, _HIDDEN[:1], HEADS * LEAST)  # it follows from nothing
+    if scale == 1:
+        return
+    keys = {name: _number(part, name) for name in _KEY_HEADS}
+    _set(part, _HEADS, lambda old: old // scale if old % scale == 0 else old)
+    _set(part, _HIDDEN, lambda old: old // scale if old % scale == 0 else old)
+    now = (heads or 0) // scale
+    for name, old in keys.items():
+        if old and heads:
+            _fix(part, (name,), now if old == heads else 1 if old == 1 else max(now // 2, 1))
+    _shrink_mixers(part, scale)
+
+
+def _shrink_mixers(part: Any, scale: int) -> None:
+    keys, values = _number(part, "linear_num_key_heads"), _number(part, "linear_num_value_heads")
+    if keys and values and values % keys == 0 and keys > 2:
+        _fix(part, ("linear_num_key_heads",), 2)
+        _fix(part, ("linear_num_value_heads",), 2 * (values // keys))
+    hidden = _number(part, "hidden_size") or 0
+    for names in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("mamba_num_heads", "mamba_head_dim"),
+        ("num_heads", "head_dim"),
+        ("n_mamba_heads", "mamba_headdim"),
+    ):
+        heads, width = (_number(part, name) for name in names)
+        expand = next((v for v in (getattr(part, n, None) for n in ("mamba_expand", "expand")) if isinstance(v, int)), None)
+        if heads and width and expand:
+            inner = expand * hidden
+            count = next((n for n in (4, 2, 8, 1) if inner % n == 0), 1)
+            _fix(part, names[:1], count)
+            _fix(part, names[1:], inner // count)
+    _set(part, ("mamba_n_groups", "n_groups", "mamba_ngroups"), lambda old: min(old, 2))
+    _fix(part, ("mamba_d_ssm",), (_number(part, "mamba_n_heads") or 0) * (_number(part, "mamba_d_head") or 0))
+    _set(part, ("time_step_rank", "mamba_dt_rank"), lambda old: min(old, 4))
+
+
+def keep_layers(config: Any, count: int, every: int) -> Any:
+    """A copy with the first `count` of a text config's `every` layers."""
+    found = copy.deepcopy(config)
+    text = found.get_text_config(decoder=True)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == every:
+            setattr(text, name, value[:count])
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks"):
+        if _number(text, name) == every:
+            setattr(text, name, count)
+    return found
+
+
+def kinds_needed(layers: list[nn.Module]) -> int:
+    """How many of the first layers hold one of every kind."""
+    seen: set[str] = set()
+    last = 0
+    for number, layer in enumerate(layers):
+        kind = _kind(layer)
+        if kind not in seen:
+            seen.add(kind)
+            last = number
+    return max(last + 1, min(KEPT, len(layers)))
+
+
+def _kind(layer: nn.Module) -> str:
+    """What a layer is, without its number: the classes of its parts, shapes, and their flags and words."""
+    lines = []
+    for name, module in layer.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | str | None) or "window" in k or "theta" in k}
+        plain.pop("_is_hf_initialized", None)
+        lines.append(f"{name} {type(module).__name__} {sorted((k, str(v)) for k, v in plain.items())}")
+    return "\n".join(lines)
+
+
+def _number(part: Any, name: str) -> int | None:
+    try:
+        value = getattr(part, name, None)
+    except (AttributeError, RuntimeError):  # one number for each layer, which has no single value
+        return None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _fix(part: Any, names: tuple[str, ...], value: int) -> None:
+    """Set the numbers of those names that the config has to a value."""
+    _set(part, names, lambda _: value)
+
+
+def _set(part: Any, names: tuple[str, ...], change: Callable[[int], int]) -> None:
+    """Set the numbers of those names that the config has, also under a family's own names."""
+    for name in dict.fromkeys(getattr(part, "attribute_map", {}).get(name, name) for name in names):
+        old = _number(part, name)
+        if old:
+            try:
+                setattr(part, name, change(old))
+            except (AttributeError, RuntimeError, ValueError, TypeError):
+                continue
+        values = vars(part).get(name)
+        if isinstance(values, list) and all(isinstance(value, int) for value in values):
+            setattr(part, name, [change(value) if value else value for value in values])
+
+
+# The probe
+
+Kind = Literal["policy", "value", "score"]
+TOLERANCE = 3e-3
+"""The largest error of a logprob that passes; if logprobs differ by less than 1 among themselves, as a part of that. Rounding
+gives 1e-6 to 1e-5, and 1e-3 in Gemma 4, whose attention has no scale; rows that see each other 0.1 to 5, a soft cap that is
+left out 7e-3."""
+TEMPERATURE = 0.7
+PREFIX, ENDS, ALONE = 17, (9, 14, 3), 11
+"""Rows: three that begin alike, with ends of those lengths, and a shorter one. Longer than the windows of `cut`."""
+LARGEST = 1 << 27
+"""Parameters of a cut model, at most (half a GiB in float32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The largest error of a way to compute rows, or why it cannot be computed (its error is then infinite)."""
+
+    error: float
+    why: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.error <= TOLERANCE  # NaN is not
+
+    def __str__(self) -> str:
+        return f"cannot be computed ({self.why})" if self.why else f"is off by {self.error:.1e}"
+
+
+class Sample:
+    """A model's family on a few rows: the reference, and the ways to compute them."""
+
+    def __init__(self, config: Any, kind: Kind = "policy") -> None:
+        """Raises ModelError if no small model of that config can be built, or its own forward pass fails."""
+        self.kind = kind
+        self.config = small(config, kind)
+        self.rows, self.view = rows_of(_vocabulary(self.config))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = guarded(lambda: _built(self.config, kind, "eager"))
+            perturb(model)
+            self.head = torch.randn(1, model.config.get_text_config().hidden_size) / 8
+        self.state = model.state_dict()
+        self.model = model
+        self.reference = [guarded(lambda row=row: self._alone(row)) for row in self.rows]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def _alone(self, row: Tensor) -> Tensor:
+        """By transformers alone: the logprobs of a row's tokens after the first, its values, or its score."""
+        if self.kind == "value":
+            hidden = backbone(self.model)(input_ids=row[None], use_cache=False).last_hidden_state[0]
+            values: Tensor = (hidden @ self.head.T)[:-1, 0].float()
+            return values
+        logits: Tensor = self.model(input_ids=row[None], use_cache=False).logits[0].float()
+        if self.kind == "score":
+            return logits.reshape(-1)
+        return (logits[:-1] / TEMPERATURE).log_softmax(-1).gather(1, row[1:, None])[:, 0]
+
+    def looks_ahead(self) -> Measured:
+        """How much a row's end changes what is computed of its beginning."""
+        row, whole = self.rows[1], self.reference[1]
+        if self.kind == "score":
+            return Measured(0.0)
+        return _compared(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
+
+    def packed(self) -> Measured:
+        """All rows in one pass."""
+        return _compared(lambda: self._ours(PACKED, [(0, 1, 2, 3)], ()), torch.cat(self.reference))
+
+    def shared(self) -> Measured:
+        """All rows in one pass, and their common beginning once."""
+        trees = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))
+        return _compared(lambda: self._ours(PACKED, [(0, 1, 2, 3)], trees), torch.cat(self.reference))
+
+    def one_row(self, attention: str | None = None) -> Measured:
+        """Each row in a pass of its own, with an attention function of transformers, by default the one that it chooses."""
+        return _compared(lambda: self._ours(attention, [(0,), (1,), (2,), (3,)], ()), torch.cat(self.reference))
+
+    @torch.no_grad()
+    def _ours(self, attention: str | None, passes: list[tuple[int, ...]], trees: tuple[Tree, ...]) -> Tensor:
+        module = self.module(attention)
+        results = []
+        for rows in passes:
+            micro = micro_of(self.view, rows, trees)
+            out = module(micro, TEMPERATURE, True)[0] if self.kind == "policy" else module(micro)
+            results.append(out.float())
+        return torch.cat(results)
+
+    def module(self, attention: str | None) -> nn.Module:
+        """The module that the trainer would compute with, with the reference's weights."""
+        register_packed_attention()
+        model = _built(self.config, self.kind, attention)
+        model.load_state_dict(self.state, assign=True)
+        if attention == PACKED:
+            keep_rows_apart(backbone(model))
+        module: nn.Module = {"policy": PolicyModule, "value": ValueModule, "score": ScoreModule}[self.kind](model)
+        if isinstance(module, ValueModule):
+            module.head.weight.data.copy_(self.head)
+        return module.train()
+
+
+def micro_of(view: Ragged, rows: tuple[int, ...], trees: tuple[Tree, ...]) -> Micro:
+    """The rows as the model's input, end to end or as trees; all their tokens but the first of a row are wanted."""
+    ids, lengths = view.tokens("token_ids"), view.lengths
+    parts = [ids[int(view.offsets[row]) : int(view.offsets[row + 1])] for row in rows]
+    offsets = torch.tensor([0, *torch.tensor([len(part) for part in parts]).cumsum(0).tolist()])
+    flat, place, packed = torch.cat(parts), positions(offsets), packed_rows(offsets)
+    inner = torch.ones(len(flat), dtype=torch.bool)
+    inner[offsets[:-1]] = False
+    indices, last = inner.nonzero().squeeze(1), offsets[1:] - 1
+    before, targets = indices - 1, flat[indices]
+    if trees:
+        made = share(view, rows, trees)
+        flat, place = made.token_ids, made.position_ids
+        before, last = made.at[before], made.at[last]
+        packed = packed_trees(made.spans, int(lengths.max()), flat.device)
+    return Micro(flat, place, packed, before, targets, last)
+
+
+def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
+    """The probe's rows, and as a batch."""
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, vocabulary, (PREFIX + sum(ENDS) + ALONE,), generator=draw)
+    begin, *parts = torch.split(ids, [PREFIX, *ENDS, ALONE])
+    rows = [torch.cat([begin, parts[0]]), torch.cat([begin, parts[1]]), parts[3], torch.cat([begin, parts[2]])]
+    offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
+    group = torch.zeros(len(rows), dtype=torch.int64)
+    return rows, Ragged.of(build({"token_ids": jagged(torch.cat(rows), offsets), "group": group}, len(rows)))
+
+
+def small(config: Any, kind: Kind) -> Any:
+    """The config of a model that is small enough to try. Raises ModelError if there is none."""
+    return guarded(lambda: _small(config, kind))
+
+
+def _small(config: Any, kind: Kind) -> Any:
+    shrunk = cut(config)
+    with torch.device("meta"):
+        layers = layers_of(backbone(_built(shrunk, kind, "eager")))
+        few = keep_layers(shrunk, kinds_needed(layers), len(layers))
+        size = sum(p.numel() for p in _built(few, kind, "eager").parameters())
+    if size > LARGEST:
+        raise ModelError(f"cut to its kinds of layers it still has {size} parameters")
+    return few
+
+
+@torch.no_grad()
+def perturb(model: nn.Module) -> None:
+    """Draw every parameter, and the biases that are buffers (of routers), so that none is without effect."""
+    parts = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("bias") and b.dim() == 1}}
+    for tensor in parts.values():
+        if not tensor.is_floating_point():
+            continue
+        if tensor.dim() < 2:
+            tensor.add_(0.3 * torch.randn_like(tensor))
+        else:
+            tensor.normal_(0.0, 1.3 / math.sqrt(tensor[0].numel() if tensor.dim() != 3 else tensor.shape[-1]))
+
+
+def guarded(call: Callable[[], Any]) -> Any:
+    """The call's result. Raises ModelError for whatever the model's code raises."""
+    try:
+        return call()
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ModelError(brief(error)) from error
+
+
+def brief(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def _compared(call: Callable[[], Tensor], reference: Tensor) -> Measured:
+    try:
+        found = call()
+    except ModelError as error:
+        return Measured(math.inf, str(error))
+    except Exception as error:
+        return Measured(math.inf, brief(error))
+    if found.shape != reference.shape:
+        return Measured(math.inf, f"{tuple(found.shape)} numbers in place of {tuple(reference.shape)}")
+    # Some families scale their logits down, and what is wrong in them with it.
+    spread = float(reference.std()) if len(reference) > 1 else 1.0
+    return Measured(float((found - reference).abs().max()) / min(spread, 1.0))
+
+
+def _built(config: Any, kind: Kind, attention: str | None) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = AutoModelForSequenceClassification if kind == "score" else AutoModelForCausalLM
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    # A copy: a model writes its attention function into its config.
+    options["trust_remote_code"] = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
+    return auto.from_config(copy.deepcopy(config), dtype=torch.float32, **options).train()
+
+
+def _vocabulary(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).vocab_size)
+
+
+# The choice
+
+RIGHT = "docs/families.md lists those that are right, such as Qwen3, Llama and LFM2"
+_probed: dict[str, Probed] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What the probe found of a model: of each way to compute rows, its largest error. `one_row` and `eager` (the same with
+    eager attention) are None where they are not needed."""
+
+    name: str
+    packed: Measured
+    shared: Measured
+    one_row: Measured | None
+    eager: Measured | None
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`way`: the value of `model.packing`; `shares`: whether prefixes may be shared; `reason`: one line for the log."""
+
+    way: Literal["packed", "one_row", "one_row_eager"]
+    shares: bool
+    reason: str
+
+
+def with_packing(config: TrainConfig) -> TrainConfig:
+    """The config with what `model.packing = "auto"` stands for, and without prefix sharing where that is wrong.
+
+    Raises as `packing_of`."""
+    made = packing_of(config)
+    model = config.model.model_copy(update={"packing": made.way})
+    optim = config.optim if made.shares else config.optim.model_copy(update={"prefix_sharing": "off"})
+    return config.model_copy(update={"model": model, "optim": optim})
+
+
+def packing_of(config: TrainConfig) -> Packing:
+    """How the run's rows are computed.
+
+    Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing. Raises ModelError for a
+    model whose family is not computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but
+    configs.
+    """
+    if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
+        return Packing("packed", True, f"model.engine = {config.model.engine} has models of its own")
+    asked = config.model.packing
+    if takes_images(policy_model(config)):
+        if config.optim.prefix_sharing == "on":
+            raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
+        return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/train/test_vision.py)")
+    for label, _, model in models_of(config):
+        check_lengths(config, label, model)
+    found = [probed(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
+    wrong = [one for one in found if not one.packed.right]
+    if wrong and asked == "packed":
+        raise ModelError(f'model.packing = "packed": {_said(wrong)}; set "auto", or take another model ({RIGHT})')
+    if wrong or asked.startswith("one_row"):
+        return _one_row(
+            config, [probed(model, kind, label, one_row=True) for label, kind, model in models_of(config)], _said(wrong)
+        )
+    _check_heads(config)
+    apart = [one for one in found if not one.shared.right]
+    names = " and ".join(dict.fromkeys(one.name for one in found))
+    if not apart:
+        worst = max(max(one.packed.error, one.shared.error) for one in found)
+        return Packing("packed", True, f"packed: {names}: as each row alone, to {worst:.0e}")
+    reason = f"with shared prefixes {apart[0].name} {apart[0].shared}"
+    if config.optim.prefix_sharing == "on":
+        raise ConfigError(f'optim.prefix_sharing = "on": {reason}; set "off"')
+    return Packing("packed", False, f"packed, without prefix sharing: {reason}")
+
+
+def _check_heads(config: TrainConfig) -> None:
+    """Raise ConfigError if ranks that share tokens cannot divide the attention heads of a trained model among themselves."""
+    share = config.model.sequence_parallel
+    for label, kind, model in models_of(config) if share > 1 else []:
+        heads = getattr(model.get_text_config(decoder=True), "num_attention_heads", None)
+        if kind != "score" and isinstance(heads, int) and heads % share:
+            raise ConfigError(
+                f"model.sequence_parallel = {share} does not divide the {heads} attention heads of {label}, which ranks that "
+                "share tokens divide among themselves"
+            )
+
+
+def _said(wrong: list[Probed]) -> str:
+    return "; ".join(f"with packed rows {one.name} {one.packed}" for one in wrong)
+
+
+def _one_row(config: TrainConfig, found: list[Probed], why: str) -> Packing:
+    """One row a pass: with the attention that transformers chooses if that is right, else with its eager one."""
+    slow = config.model.packing == "one_row_eager" or any(one.one_row is None or not one.one_row.right for one in found)
+    for one in found:
+        if slow and (one.eager is None or not one.eager.right):
+            also = f"{why}; " if why else ""
+            raise ModelError(f"{also}with one row a pass {one.name} {one.eager}; take another model ({RIGHT})")
+    reason = why or f'model.packing = "{config.model.packing}"'
+    if config.model.sequence_parallel > 1:
+        raise ConfigError(
+            f"model.sequence_parallel = {config.model.sequence_parallel}: one row a pass is computed with the model's own "
+            f"attention, which does not split its tokens ({reason}); set it to 1"
+        )
+    if config.optim.prefix_sharing == "on":
+        raise ConfigError(f'optim.prefix_sharing = "on": rows are computed one a pass ({reason}); set "off"')
+    how = "one row a pass, with eager attention" if slow else "one row a pass"
+    return Packing("one_row_eager" if slow else "one_row", False, f"{how}: {reason}")
+
+
+def policy_model(config: TrainConfig) -> Any:
+    """The transformers config of the policy's model. Raises ModelError."""
+    path, init = config.model.path, config.model.init
+    if path is None:
+        return architecture(init or InitModelConfig())
+    return load_model_config(path, config.model.trust_remote_code)
+
+
+def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
+    """The models that a run computes with: the key that names each, what is on top of it, and its transformers config."""
+    policy, trust = policy_model(config), config.model.trust_remote_code
+    found: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
+    if config.critic is not None:
+        other = config.critic.path
+        found.append(("critic.path", "value", policy if other is None else load_model_config(other, trust)))
+    if config.reward_model is not None:
+        found.append(("reward_model.path", "score", load_model_config(config.reward_model.path, trust)))
+    if (taught := config.algorithm.distillation) is not None:
+        found.append(("algorithm.distillation.path", "policy", load_model_config(taught.path, trust)))
+    return found
+
+
+def probed(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:
+    """What the probe finds of a model; of the same config only once in a process. Raises ModelError if it cannot be right in
+    any way: it is not causal, random in training, or cannot be tried."""
+    key = json.dumps([config.to_dict(), kind, one_row], sort_keys=True, default=str)
+    if key not in _probed:
+        _probed[key] = _probe(config, kind, f"{label}: the family {family(config)}", one_row)
+    return _probed[key]
+
+
+def family(config: Any) -> str:
+    """The family's name, with the class of its model."""
+    kinds = ", ".join(getattr(config, "architectures", None) or [])
+    return f"{config.model_type} ({kinds})" if kinds else str(config.model_type)
+
+
+def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
+    if random := dropouts(config):
+        keys = ", ".join(f"{key} = {value:g}" for key, value in random.items())
+        raise ModelError(
+            f"{name} drops activations at random in training, so no logprob would be right: set {keys} to 0 in config.json"
+        )
+    try:
+        sample = Sample(config, kind)
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be tried: {error}; take another model ({RIGHT})") from error
+    ahead = sample.looks_ahead()
+    if not ahead.right:
+        raise ModelError(
+            f"{name} is not causal: with another end of a row, what its own code computes of the beginning {ahead}, so what is "
+            f"sampled is not what is trained; take another model ({RIGHT})"
+        )
+    packed, shared = sample.packed(), sample.shared()
+    own = sample.one_row() if one_row or not packed.right else None
+    eager = sample.one_row("eager") if own is not None else None
+    return Probed(name, packed, shared, own, eager)

@@ -1,0 +1,489 @@
+"""The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.engines.weights.host_routes import RowShard
+from agentrl.engines.weights.parameters import Saving
+from agentrl.render.vision import Vision, takes_images
+from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
+from agentrl.trainer.language_model import MODULES, Micro, PolicyModule, Role, backbone, layers_of, shared, with_images
+from agentrl.trainer.layers import (
+    Routing,
+    adapter_of,
+    compile_layers,
+    compiled_head,
+    inject,
+    merged,
+    use_liger,
+    without_adapters,
+)
+from agentrl.trainer.memory import RoleMemory, by_size, count
+from agentrl.trainer.model_folder import Loader, empty_like, save_model
+from agentrl.trainer.optim import Offloaded, by_mesh, local
+from agentrl.trainer.parallel import Ulysses, check_plans, expert_dimension, same_when_recomputed, split
+from agentrl.trainer.pretrained import empty_causal_lm, empty_classifier, meta_model
+from agentrl.trainer.train_engine import (
+    TRAIN_ENGINES,
+    BaseEngine,
+    Flops,
+    Layout,
+    check_divides,
+    compute_dtype,
+    flat_state,
+    flops_of,
+)
+from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
+
+# Shards in shared memory
+
+
+def row_shards(parts: Sequence[FSDPModule], names: dict[int, str]) -> list[RowShard]:
+    """The shards of all parameters, if each is cut into as many runs of rows as there are ranks, and lies in host memory; else
+    none.
+
+    `names`: by the parameter's id. FSDP2 holds a shard twice, as the module's parameter and, with its padding, as what it
+    gathers; both must move. torch has no public way to them: a torch without these fields has no such shards."""
+    found: list[RowShard] = []
+    for part in parts:
+        part.reshard()  # a forward pass without backward may have left it whole
+        for held in _parameters(part):
+            if not _by_rows(held):
+                return []
+            move = partial(_move, held)
+            found.append(RowShard(names[id(held.sharded_param)], tuple(held._orig_size), held._sharded_param_data, move))
+    return found
+
+
+def _parameters(part: FSDPModule) -> Iterator[Any]:
+    state = part._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        yield from group.fsdp_params
+
+
+def _by_rows(held: Any) -> bool:
+    own, mesh = held._sharded_param_data, held.mesh_info
+    plain = type(own) is Tensor and own.device.type == "cpu" and not held.is_dtensor and not held.offload_to_cpu
+    if not plain or held.fsdp_placement.dim != 0 or mesh.mesh.ndim != 1:
+        return False
+    return bool((mesh.shard_mesh_rank, mesh.shard_mesh_size) == (dist.get_rank(), dist.get_world_size()))
+
+
+def _move(held: Any, memory: Tensor) -> None:
+    local = held.sharded_param._local_tensor
+    with torch.no_grad():
+        held._sharded_param_data = memory
+        # The parameter stays the same object, which the optimizer has; only its memory is another.
+        local.data = memory[: local.numel()].view(local.shape)
+
+
+# The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.
+#
+# Without a process group (one process) the model stays a plain module and nothing else changes. Gradients
+# are summed over ranks, never averaged: losses have global denominators, so the result does not depend
+# on how rows are distributed over ranks and micro-batches.
+
+PREFIX = "hf."
+
+
+@TRAIN_ENGINES.register(
+    "fsdp2",
+    traits={
+        "lora",
+        "critic",
+        "reward_model",
+        "sft",
+        "replicas",
+        "sequence_parallel",
+        "tensor_parallel",
+        "expert_parallel",
+        "cpu_offload",
+        "offload",
+        "compile",
+        "liger",
+        "families",
+        "shard_gradients",
+        "activation_checkpointing",
+        "moving_reference",
+        "prefix_sharing",
+        "router_replay",
+        "alone",
+        "vision",
+    },
+)
+class FsdpEngine(BaseEngine):
+    """One rank's part of the model."""
+
+    routing: Routing | None = None
+    vision: Vision | None = None
+    classifier: bool = False
+    _joined: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(
+        self,
+        path: str,
+        cfg: ModelConfig,
+        max_grad_norm: float,
+        role: Role = "policy",
+        device: torch.device | None = None,
+    ) -> None:
+        """Load the model and shard it. Raises ModelError if it cannot be loaded or is not supported, ConfigError
+        if the ranks cannot be divided as the config says.
+
+        bfloat16 keeps float32 master weights and reduces gradients in float32; it needs a process group.
+        """
+        register_packed_attention()
+        self.path, self.cfg, self.max_grad_norm, self.classifier = path, cfg, max_grad_norm, role == "score"
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.compute_dtype = compute_dtype(cfg, self.device)
+        self.sharded = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if self.sharded else 1
+        self.layout = Layout.of(cfg, self.device, world)
+        if not self.sharded and self.compute_dtype != torch.float32:
+            raise ModelError('model.dtype = "bfloat16" needs a process group: cluster.backend = "ray"')
+        build = empty_classifier if role == "score" else empty_causal_lm
+        # One row a pass needs no row boundaries: it is computed as transformers alone would.
+        own = {"attn_implementation": "eager"} if cfg.packing == "one_row_eager" else {}
+        attention = {"attn_implementation": PACKED} if self.packs else own
+        model = build(path, trust=cfg.trust_remote_code, **attention)
+        self.vision = vision_of(path, model)
+        loader = Loader(path, model)  # before the names change
+        self.config = model.config
+        text = model.config.get_text_config()
+        self.tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
+        if cfg.kernels == "liger":
+            use_liger(model, self.device)
+        if cfg.tensor_parallel * cfg.expert_parallel > 1:
+            check_plans(cfg, model, world)
+        if not cfg.compile:  # compiled layers have their routers inside
+            self.routing = Routing(model, self.layout.ulysses)
+        self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
+        if self.checkpoints:
+            # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
+            # weights.
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": same_when_recomputed})
+        if cfg.lora is not None:
+            # Before sharding: FSDP2 takes over the parameters that a layer has at that moment.
+            inject(model, cfg.lora)
+        if self.packs:
+            keep_rows_apart(backbone(model))
+        self.module: nn.Module = MODULES[role](model)
+        self._experts = []
+        if cfg.tensor_parallel * cfg.expert_parallel > 1:
+            experts = self.layout.experts
+            self._experts = split(model, self.layout.tp, None if experts is None else experts["ep"])
+        if self.layout.tp is not None and isinstance(self.module, PolicyModule):
+            self.module.tensor = Ulysses(self.layout.tp.get_group())
+        if cfg.compile:
+            compile_layers(layers_of(self.module))
+            if isinstance(self.module, PolicyModule):
+                self.module.kernels = compiled_head()
+        if self.sharded:
+            self._shard()
+        loader.fill(self.module, self.device, torch.device("cpu") if cfg.cpu_offload and self.sharded else None)
+        self.module.train()
+        self.optimizers = None
+        self._offloaded = Offloaded()
+
+        self.shards_gradients = by_size(cfg.shard_gradients, sum(p.numel() for _, p in self.named()))
+
+    def _shard(self) -> None:
+        # A bfloat16 sum over many ranks would swallow the small gradients, hence the reduction in float32.
+        policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
+        if self.compute_dtype == torch.float32:
+            policy = MixedPrecisionPolicy()
+        options: dict[str, Any] = {"mp_policy": policy, "mesh": self.layout.fsdp}
+        if self.cfg.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        # Layers first: the call for the root takes what they leave (embeddings, head, last norm). With the root alone, the
+        # whole model would be gathered at once.
+        for experts in self._experts:
+            assert self.layout.experts is not None
+            others: dict[str, Any] = {**options, "mesh": self.layout.experts["efsdp"]}
+            fully_shard(experts, **others, shard_placement_fn=self._expert_shards)
+        for layer in layers_of(self.module):
+            fully_shard(layer, **options)
+        fully_shard(self.module, **options)
+        for part in self._parts():
+            # Both are needed for sums instead of means: gloo does not support a reduce with the divide factor alone.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def _expert_shards(self, parameter: nn.Parameter) -> Shard | None:
+        assert self.layout.experts is not None
+        place = expert_dimension(parameter.shape, self.cfg.expert_parallel, self.layout.experts["efsdp"].size())
+        return None if place is None else Shard(place)
+
+    def _parts(self) -> list[FSDPModule]:
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters by Hugging Face name; a tied output embedding appears once, under the input's name."""
+        return [(self.hf_name(n), p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def hf_name(self, name: str) -> str:
+        """The Hugging Face name of a tensor that the module calls `name`."""
+        return name.removeprefix(PREFIX)
+
+    def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        if self.vision is not None:
+            micro = with_images(micro, self.vision)
+        with nullcontext() if self.routing is None else self.routing.passing(micro):
+            if self.layout.ulysses is not None:
+                micro = shared(micro, self.layout.ulysses)
+            out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
+        return out
+
+    def flops(self) -> Flops | None:
+        return flops_of(self.module, self.config)
+
+    def expert_load(self) -> Tensor | None:
+        return None if self.routing is None else self.routing.take_load()
+
+    def values(self, micro: Micro) -> Tensor:
+        if self.layout.ulysses is not None:
+            micro = shared(micro, self.layout.ulysses)
+        out: Tensor = self.module(micro)
+        return out
+
+    def scores(self, micro: Micro) -> Tensor:
+        out: Tensor = self.module(micro)
+        return out
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            # One reduction per optimizer step instead of one per micro-batch: unsharded gradients add up until the last. Replicas
+            # are added once in any case: what they hold of the gradients until then is a shard.
+            self.module.set_requires_gradient_sync(last or self.shards_gradients)
+            self.module.set_requires_all_reduce(last)
+            self.module.set_is_last_backward(last)
+        torch.autograd.backward(loss)
+
+    def step(self, sound: bool = True) -> float:
+        assert self.optimizers is not None
+        # Mesh by mesh, because an operation takes tensors of one mesh only.
+        meshes = by_mesh([p for _, p in self.named() if p.grad is not None])
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
+        # Of all ranks' shards, so that every rank decides alike below.
+        size = math.hypot(*(float(unsharded(norm)) for norm in norms))
+        # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
+        for part in meshes:
+            torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
+        if sound and math.isfinite(size):
+            self.optimizers.step()
+        else:
+            self.optimizers.drop()
+        return size
+
+    def approach(self, other: BaseEngine, weight: float) -> None:
+        assert isinstance(other, FsdpEngine)
+        for mine, theirs in zip(self._own_shards(), other._own_shards(), strict=True):
+            mine.lerp_(theirs, weight)
+
+    def _own_shards(self) -> list[Tensor]:
+        """This rank's part of every parameter, in place."""
+        for part in self._parts():
+            part.reshard()  # a forward pass without backward may have left it unsharded: a copy, of which the shards know nothing
+        return [local(parameter).detach() for parameter in self.module.parameters()]
+
+    def finite(self) -> bool:
+        parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in self.named()]
+        # One NaN or infinity anywhere shows in the norm, and no mask as long as the weights is made.
+        size = torch.nn.utils.get_total_norm([part.detach() for part in parts])
+        broken = torch.logical_not(torch.isfinite(size)).to(self.device, torch.float32)
+        if self.sharded:  # over all ranks, not only the data-parallel ones: each has shards of its own
+            dist.all_reduce(broken, dist.ReduceOp.MAX)
+        return not bool(broken)
+
+    def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        # Over the data axis alone: ranks that share tokens hold the same values, which would count once per rank.
+        if not self.sharded or dist.get_world_size(self.layout.data) == 1:
+            return values
+        # NCCL reduces only what is on a GPU; callers keep their counts on the host.
+        moved = values.to(self.device)
+        dist.all_reduce(moved, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, self.layout.data)
+        return moved.cpu()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
+        for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
+            yield self.hf_name(name), self._cast(name, full)
+
+    def resident(self) -> list[Tensor]:
+        if self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
+            return []
+        return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
+
+    def shards(self) -> list[RowShard]:
+        if not self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
+            return []
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        found = row_shards(self._parts(), names)
+        return found if all(shard.padded.dtype == self.compute_dtype for shard in found) else []
+
+    def use_joined(self, whole: Mapping[str, Tensor]) -> None:
+        self._joined = whole
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether other ranks have parts of the weights."""
+        return self.sharded and dist.get_world_size() > 1
+
+    def frozen_base(self) -> AbstractContextManager[None]:
+        return without_adapters(self.module)
+
+    @classmethod
+    def check(cls, cfg: ModelConfig, ranks: int) -> None:
+        parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
+        for key, given in (
+            ("compile = true", cfg.compile),
+            ('kernels = "liger"', cfg.kernels == "liger"),
+            ("cpu_offload = true", cfg.cpu_offload),
+        ):
+            if parallel and given:
+                raise ConfigError(f"model.{key} does not work with model.tensor_parallel or model.expert_parallel")
+        if cfg.replicas > 1 and cfg.expert_parallel > 1:
+            raise ConfigError("model.replicas does not work with model.expert_parallel, which has a mesh of its own for experts")
+        if parallel:
+            check_divides(cfg, ranks)
+            check_plans(cfg, meta_model(cfg), ranks)
+
+    @classmethod
+    def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
+        return count(module, cfg, ranks, tokens, optims)
+
+    def adapter(self) -> dict[str, Tensor]:
+        held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}
+        return adapter_of(held, lambda name: unsharded(held[name]).detach().to("cpu", copy=True))
+
+    def largest(self) -> int:
+        # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
+        counts: list[int] = [tensor.numel() for tensor in self.module.state_dict().values()]
+        return max(counts) * self.compute_dtype.itemsize
+
+    def saving(self) -> Saving:
+        return Saving(empty_like(self.config, self.compute_dtype))
+
+    def _adapted(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights with the adapters added in float32, one tensor at a time."""
+        held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
+        assert self.cfg.lora is not None
+        return merged(held, lambda name: unsharded(held[name]), self.cfg.lora)
+
+    def _plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded. What
+        the ranks have joined is whole already."""
+        seen = set(self._joined)
+        yield from self._joined.items()
+        for prefix, part in self._named_parts() if self._gathers and not seen else []:
+            if isinstance(part, FSDPModule):
+                part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
+                part.unshard()
+            try:
+                for name, parameter in part.named_parameters(prefix):
+                    # A parameter of a nested part is still sharded here; it is yielded with its own part.
+                    if name not in seen and not _sharded(parameter) and not self._left_out(name):
+                        seen.add(name)
+                        yield name, unsharded(parameter)
+            finally:
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
+        for name, tensor in self.module.state_dict().items():
+            if name not in seen and not self._left_out(name):
+                yield name, unsharded(tensor) if self._gathers else local(tensor)
+
+    def _named_parts(self) -> list[tuple[str, nn.Module]]:
+        if not self.sharded:
+            return [("", self.module)]
+        every: list[tuple[str, nn.Module]] = list(self.module.named_modules())
+        return [(name, part) for name, part in every if isinstance(part, FSDPModule)]
+
+    def _left_out(self, name: str) -> bool:
+        return self.tied and name == f"{PREFIX}lm_head.weight"
+
+    def offload(self) -> None:
+        if any(parameter.grad is not None for parameter in self.module.parameters()):
+            raise AgentrlError("offload: gradients wait for an optimizer step")
+        for part in self._parts():
+            part.reshard()  # a forward pass without backward leaves the outermost part unsharded
+        optimizer = [] if self.optimizers is None else self.optimizers.tensors()
+        self._offloaded.take([*self.module.parameters(), *optimizer])
+
+    def onload(self) -> None:
+        self._offloaded.give_back()
+
+    def state(self) -> dict[str, Tensor]:
+        held = self.module.state_dict()
+        model = {self.hf_name(name): held[name] for name in held if not self._left_out(name)}
+        optimizer = {} if self.optimizers is None else self.optimizers.state()
+        if self._offloaded.away:  # what did not exist was created just now, on the device
+            self._offloaded.take(optimizer.values())
+        found = flat_state({"model": model, "optimizer": optimizer})
+        return {name: self._offloaded.where(tensor) for name, tensor in found.items()}
+
+    def export(self, folder: Path) -> None:
+        tensors = self._one_by_one()
+        try:
+            if not self.sharded or dist.get_rank() == 0:
+                model: dict[str, Any] = {"trust": self.cfg.trust_remote_code, "chat_template": self.cfg.chat_template}
+                save_model(self.path, self.config, tensors, self.compute_dtype, folder, classifier=self.classifier, **model)
+        finally:
+            for _ in tensors:  # the others help to gather; so does rank 0 after an error, else they would wait for ever
+                pass
+
+    def _one_by_one(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
+        self.onload()
+        if self.cfg.lora is not None:
+            found = self._adapted()
+        else:
+            held = self.module.state_dict()
+            found = ((name, unsharded(self._cast(name, held[name]))) for name in held if not self._left_out(name))
+        for name, full in found:
+            yield self.hf_name(name), self._cast(name, full)
+
+    @cached_property
+    def _buffers(self) -> set[str]:
+        return {name for name, _ in self.module.named_buffers()}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A weight in the type of the computation. A buffer keeps its own, in which the model computes with it: a router's bias
+        in bfloat16 would choose other experts."""
+        plain = name in self._buffers or not tensor.is_floating_point()
+        return tensor.detach().to(tensor.dtype if plain else self.compute_dtype)
+
+
+def vision_of(path: str, model: Any) -> Vision | None:
+    """What the model does with images, if it takes any. Its vision tower is frozen, and attends by transformers' own function:
+    packed rows are those of the text."""
+    if not takes_images(model.config):
+        return None
+    tower = model.model.visual
+    tower.set_attn_implementation("sdpa")
+    tower.requires_grad_(False)
+    return Vision(path, model.config)
+
+
+def _sharded(parameter: Tensor) -> bool:
+    """Whether FSDP2 holds a shard of it now. What is split by tensor or expert parallelism alone is a DTensor too."""
+    return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """The full tensor of one that may be sharded: a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,496 @@
+"""A language model whose outputs are log probabilities, never logits.
+
+Log probabilities and entropies by chunks, the head of a family, and the modules that an engine shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.data.expert_routing import free
+from agentrl.data.images import Image
+from agentrl.render.vision import PackedImages, Vision, embedded, features_of, seen_of
+from agentrl.trainer.attention import PackedSequences, padded
+from agentrl.trainer.parallel import Ulysses, divided, laid_out, taken
+from agentrl.utils.errors import ModelError
+
+# Log probabilities
+
+# With a vocabulary of 150,000, the float32 logits of a chunk take 0.6 GB. Shorter chunks save memory and make the product
+# slower.
+CHUNK = 1024
+
+
+def shaped(logits: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
+    """cap tanh((logits + bias) / cap), in float32; without a cap logits + bias. Overwrites float32 logits."""
+    z = logits.float()
+    if bias is not None:
+        z = z.add_(bias)
+    return z if cap is None else z.div_(cap).tanh_().mul_(cap)
+
+
+def summary(
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool, bias: Tensor | None = None, cap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk's products [M, V] at that temperature, float32 [M] each: logsumexp, the target's, and H, or 0 if not wanted.
+
+    Overwrites float32 products, as `slope` does.
+    """
+    z = shaped(logits, bias, cap).div_(temperature)
+    lse = torch.logsumexp(z, dim=-1)
+    chosen = z.gather(1, targets[:, None]).squeeze(1)
+    if not entropy:
+        return lse, chosen, torch.zeros_like(lse)
+    p = (z - lse[:, None]).exp_()
+    return lse, chosen, lse - p.mul_(z).sum(-1)
+
+
+def slope(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    spread: Tensor,
+    grads: tuple[Tensor, Tensor | None],
+    temperature: float,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """The gradient for a chunk's products, [M, V] in their dtype; `grads` are those of log p and H."""
+    of_logprob, of_entropy = grads
+    z = shaped(logits, bias, cap)
+    bend = None if cap is None else z.div(cap).square_().neg_().add_(1.0)  # the derivative of cap tanh(x / cap)
+    log_p = z.div_(temperature).sub_(lse[:, None])
+    scale = -of_logprob[:, None]
+    # dz reuses the memory of p: arrays of the size of a chunk's logits are what the peak memory consists of.
+    if of_entropy is None:
+        dz = log_p.exp_().mul_(scale)
+    else:
+        dz = torch.exp(log_p).mul_(scale - of_entropy[:, None] * (log_p + spread[:, None]))
+    dz.scatter_add_(1, targets[:, None], of_logprob[:, None])
+    if bend is not None:
+        dz.mul_(bend)
+    return dz.div_(temperature).to(logits.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKernels:
+    """`summary` and `slope`, or compiled forms of them. As they are, each operation reads and writes all of a chunk's float32
+    logits: on a GPU that takes longer than the products."""
+
+    summary: Callable[..., tuple[Tensor, Tensor, Tensor]] = summary
+    slope: Callable[..., Tensor] = slope
+
+
+PLAIN = HeadKernels()
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """With x = h W^T + b and z = x / temperature: log p(y) = z_y - lse(z), H = lse(z) - sum p z.
+
+    d log p(y) / dz = onehot(y) - p;  dH / dz = -p (log p + H). With a cap c, z = c tanh(x / c) / temperature and
+    dz / dx = (1 - tanh^2(x / c)) / temperature.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+        kernels: HeadKernels,
+        bias: Tensor | None,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        lse = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        chosen, spread = torch.empty_like(lse), torch.empty_like(lse)
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
+            logits = hidden[part] @ weight.t()
+            lse[part], chosen[part], spread[part] = kernels.summary(logits, targets[part], temperature, entropy, bias, cap)
+        ctx.save_for_backward(hidden, weight, targets, lse, spread, bias)
+        ctx.temperature, ctx.chunk, ctx.kernels, ctx.cap = temperature, chunk, kernels, cap
+        ctx.set_materialize_grads(False)  # entropies that are only measured have no gradient, and cost nothing then
+        return chosen - lse, spread
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, spread, bias = ctx.saved_tensors
+        grad_logprob = torch.zeros_like(lse) if grads[0] is None else grads[0]
+        grad_entropy = grads[1]
+        grad_hidden = torch.empty_like(hidden)
+        train_weight = ctx.needs_input_grad[1]
+        # float32, because it is summed over chunks: in bfloat16 the terms of late chunks would be lost to rounding.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if train_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[7] else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            asked = (grad_logprob[part], None if grad_entropy is None else grad_entropy[part])
+            logits = hidden[part] @ weight.t()
+            dz = ctx.kernels.slope(logits, targets[part], lse[part], spread[part], asked, ctx.temperature, bias, ctx.cap)
+            grad_hidden[part] = dz @ weight
+            if grad_weight is not None:
+                grad_weight.add_(dz.t() @ hidden[part])
+            if grad_bias is not None:
+                grad_bias.add_(dz.sum(0, dtype=torch.float32))
+        head = None if grad_weight is None else grad_weight.to(weight.dtype)
+        offset = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, head, None, None, None, None, None, offset, None
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk: int = CHUNK,
+    entropy: bool = True,
+    kernels: HeadKernels = PLAIN,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(z / temperature) of the targets, and the entropies of those distributions; z = hidden W^T + bias, or with
+    a cap c: z = c tanh((hidden W^T + bias) / c). A scale of the logits is one of the temperature, the bias and the cap (head.py).
+
+    `hidden` [M, E], `weight` [V, E], `bias` [V], `targets` int64 [M] -> two float32 tensors [M], both with gradient;
+    the entropies are zeros if `entropy` is False.
+    """
+    call: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
+    return call(hidden, weight, targets, temperature, chunk, entropy, kernels, bias, cap)
+
+
+# The head
+
+_EXPONENTS = range(-20, 21)
+"""Of the made-up logits, powers of two of either sign: the least are far below any cap, and the largest far above."""
+_NEAR = 1e-5
+"""The largest relative difference between a logit by the rule and the model's own; some families compute it in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRule:
+    """`hidden` is what hidden states are multiplied by before the output embedding, `scale` what logits are multiplied by
+    after it (its bias included), and `cap` bounds the scaled logits by cap tanh(x / cap)."""
+
+    hidden: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        head: nn.Linear,
+        targets: Tensor,
+        temperature: float,
+        *,
+        entropy: bool = True,
+        kernels: HeadKernels = PLAIN,
+    ) -> tuple[Tensor, Tensor]:
+        """`token_logprobs` of the model's logits after `hidden` [M, E]."""
+        # With k = a s, c tanh((k x + s b) / c) / t is c/k tanh((x + b/a) / (c/k)) / (t/k): the products x = h W^T stay as they
+        # are, and what is rounded in bfloat16 is not rounded again.
+        factor = self.hidden * self.scale
+        bias = None if head.bias is None else head.bias.float() / self.hidden
+        return token_logprobs(
+            hidden,
+            head.weight.to(hidden.dtype),
+            targets,
+            temperature / factor,
+            entropy=entropy,
+            kernels=kernels,
+            bias=bias,
+            cap=None if self.cap is None else self.cap / factor,
+        )
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The model's logits for the output embedding's results."""
+        scaled = products * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+def head_rule(model: Any) -> HeadRule:
+    """The rule of a causal language model, on whatever device its weights are.
+
+    Raises ModelError, which names the family, if its logits are not of that form.
+    """
+    name = f"{type(model).__name__} ({getattr(model.config, 'model_type', 'no model_type')})"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise ModelError(f"{name} has no output embedding, so it is not a causal language model that can be trained here")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"  # an adapter's class is called Linear, too
+        raise ModelError(f"{name}: its output embedding is a {kind}; only a plain linear layer is supported")
+    hidden, products, seen, logits = _measured(model, head, name)
+    before = _ratio(seen, hidden)
+    if before is None or not before > 0:
+        raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
+    rule = _fitted(products, logits) if logits.shape == products.shape else None
+    if rule is None or not rule.scale > 0:
+        raise ModelError(f"{name}: its logits are neither a scale nor a tanh cap of its output embedding's results")
+    return HeadRule(before, rule.scale, rule.cap)
+
+
+def _ratio(found: Tensor, given: Tensor) -> float | None:
+    """r if `found` = r `given`."""
+    if found.shape != given.shape:
+        return None
+    factor = float(found.flatten()[0] / given.flatten()[0])
+    return factor if torch.allclose(found, factor * given, rtol=_NEAR, atol=0.0) else None
+
+
+def _fitted(products: Tensor, logits: Tensor) -> HeadRule | None:
+    x, y = products.flatten(), logits.flatten()
+    least, most = int(x.abs().argmin()), int(x.argmax())
+    scale = float(y[least] / x[least])
+    capped = not torch.isclose(y[most], scale * x[most], rtol=_NEAR, atol=0.0)
+    rule = HeadRule(scale=scale, cap=float(y[most]) if capped else None)
+    return rule if torch.allclose(rule.logits(x), y, rtol=_NEAR, atol=0.0) else None
+
+
+def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Made-up hidden states and results of the output embedding; what the output embedding was given, and the logits."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class States(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:  # router logits, states of recurrent layers and the like: there are none
+            return None
+
+    # Numbers are needed, also if the caller makes everything else on the meta device (train/memory.py).
+    with torch.device("cpu"):
+        return _seen(model, head, name, States)
+
+
+def _seen(model: Any, head: nn.Linear, name: str, states_of: type) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grid = torch.tensor([sign * 2.0**power for power in _EXPONENTS for sign in (1, -1)], dtype=torch.float64)
+    vocab, width = head.weight.shape
+    tokens = -(-len(grid) // vocab) + 1
+    # Powers of two: a family may round them to its weights' type on the way.
+    hidden = grid[torch.arange(tokens * width) % 8].reshape(1, tokens, width)
+    products = grid[torch.arange(tokens * vocab) % len(grid)].reshape(1, tokens, vocab)
+    seen: list[Tensor] = []
+
+    def embedding(states: Tensor) -> Tensor:
+        seen.append(states.double())
+        return products.clone()
+
+    with ExitStack() as stack, torch.no_grad():
+        for part in {id(part): part for part in (backbone(model), _decoder(model)) if part is not None}.values():
+            stack.enter_context(_instead(part, lambda *_, **__: states_of(last_hidden_state=hidden)))
+        stack.enter_context(_instead(head, embedding))
+        try:
+            found = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
+        except Exception as error:  # whatever a family's own code raises on states that its backbone did not compute
+            raise ModelError(f"{name}: how it gets logits from hidden states cannot be measured ({error})") from error
+    if len(seen) != 1:
+        raise ModelError(f"{name}: its forward pass applies its output embedding {len(seen)} times, not once")
+    return hidden, products, seen[0], found.double().cpu()
+
+
+def backbone(model: Any) -> Any:
+    """The part of a transformers model that makes the last hidden states."""
+    # `base_model` is the model itself if its prefix, as that of Llama 4's text model, names a part of a larger model.
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
+
+
+def _decoder(model: Any) -> Any:
+    """The part that some families call in place of the base model that holds it."""
+    try:
+        found = model.get_decoder()
+    except (AttributeError, NotImplementedError):
+        return None
+    return None if found is model else found
+
+
+@contextmanager
+def _instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """In this context, calls of `module` are calls of `function`."""
+    own = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+# The modules
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """The model's input for one micro-batch of N rows, of which T tokens are computed.
+
+    `input_ids`, `position_ids` int64 [T]; `packed` is the layout for attention. For the M tokens whose logprobs
+    are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
+    of the tokens that predict them; `last` int64 [N] are the positions of the rows' last tokens. Rows that
+    share a prefix share its positions. `experts` [T, routers, k]: the experts that the tokens are to go to (experts.py), None:
+    all are sent by the routers. `row_counts` int64 [T]: of how many rows each token is, None: of one. `images`: where each row
+    begins and ends, and its images; `seen`: the same for a model that takes images (`with_images`), whose `position_ids` are
+    int64 [3, T].
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: PackedSequences
+    before: Tensor
+    targets: Tensor
+    last: Tensor
+    experts: Tensor | None = None
+    row_counts: Tensor | None = None
+    images: tuple[tuple[int, int, tuple[Image, ...]], ...] = ()
+    seen: PackedImages | None = None
+
+
+class PolicyModule(nn.Module):
+    """A causal language model; its forward returns log pi and entropy of chosen tokens.
+
+    The head is applied inside this module's forward, because only there a sharded weight is gathered.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.hf = model
+        self.kernels = PLAIN
+        self.rule = head_rule(model)
+        self.tensor: Ulysses | None = None  # the ranks of tensor parallelism, which share the tokens of the head
+
+    def forward(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+        """log pi and entropies of the tokens `micro.targets`: two float32 [M]."""
+        indices, targets, group = micro.before, micro.targets, micro.packed.ulysses
+        hidden, first = backbone_states(backbone(self.hf), micro)
+        if group is not None:
+            local, counts, back = shares(indices, len(hidden), group)
+            indices, targets = indices[local], targets[local]
+        before = hidden.index_select(0, indices - first)
+        compute = partial(self.rule.logprobs, temperature=temperature, entropy=entropy, kernels=self.kernels)
+        own = divided(compute, before, self.hf.get_output_embeddings(), targets, self.tensor)
+        if group is None:
+            return own
+        return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
+
+
+class ValueModule(nn.Module):
+    """A transformer with a linear value head; its forward returns the value before each chosen token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.hf = backbone(model)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        # Zeros, so that a new critic starts from value 0 instead of noise in the first advantages.
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, micro: Micro) -> Tensor:
+        """Values of the states in which the tokens `micro.targets` were chosen: float32 [M]."""
+        group = micro.packed.ulysses
+        hidden, first = backbone_states(self.hf, micro)
+        if group is None:
+            return self._read(hidden, micro.before)
+        local, counts, back = shares(micro.before, len(hidden), group)
+        return group.gather(self._read(hidden, micro.before[local] - first), counts)[back]
+
+    def _read(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        values: Tensor = self.head(hidden.index_select(0, indices)).squeeze(1).float()
+        return values
+
+
+class ScoreModule(nn.Module):
+    """A sequence classifier with one label; its forward returns the score of each row, read at its last token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.hf = model
+        if not isinstance(getattr(model, "score", None), nn.Linear) or model.score.out_features != 1:
+            raise ModelError("a reward model must be a sequence classifier with a linear head `score` for one label")
+
+    def forward(self, micro: Micro) -> Tensor:
+        """Scores float32 [N]."""
+        hidden, _ = backbone_states(backbone(self.hf), micro)
+        last: Tensor = self.hf.score(hidden.index_select(0, micro.last))
+        return last.squeeze(1).float()
+
+
+def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
+    """Last hidden states of packed rows [T, E], and 0; or with sequence parallelism those of this rank's share of the tokens,
+    including the padding on the last rank, and the position of its first token."""
+    ids, position_ids, first, experts = micro.input_ids, micro.position_ids, 0, micro.experts
+    if micro.packed.ulysses is not None:
+        local = micro.packed.ulysses.slice_of(len(ids))
+        ids, position_ids, first = ids[local], position_ids[local], local.start
+        experts = None if experts is None else experts[local]
+    # Without a mask and a cache, transformers builds no mask of its own and leaves all masking to `packed`.
+    packed = micro.packed if experts is None else replace(micro.packed, experts=experts)
+    with laid_out(packed):
+        if position_ids.dim() == 2:
+            text = model.language_model
+            given = taken(text, position_ids[:, None], packed)
+            seen = () if micro.seen is None else (micro.seen.places, features_of(model, micro.seen))
+            out = text(**embedded(model, ids, *seen), use_cache=False, **given)
+        else:
+            out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
+    return out.last_hidden_state[0], first
+
+
+def with_images(micro: Micro, vision: Vision) -> Micro:
+    """The micro-batch for a model that takes images: pixels in the places of placeholders, and three positions a token."""
+    ids, device = micro.input_ids.cpu().numpy(), micro.input_ids.device
+    found, positions = [], []
+    for start, stop, images in micro.images:
+        places = vision.places(ids[start:stop], images)
+        positions.append(vision.positions(stop - start, places))
+        found += [(start + at, pixels) for at, pixels in places]
+    seen = seen_of(found).to(device) if found else None
+    return replace(micro, position_ids=torch.cat(positions, 1).to(device), seen=seen)
+
+
+def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
+    """Which of `indices` are among this rank's tokens (`share` per rank); how many are among each rank's; and the order that
+    undoes the gathering by rank, because with shared prefixes the indices of a rank need not be consecutive."""
+    owner = indices // share
+    counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
+    return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
+
+
+def shared(micro: Micro, group: Ulysses) -> Micro:
+    """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
+    additional row, which no other row sees."""
+    missing = -len(micro.input_ids) % group.size
+    pad = micro.input_ids.new_zeros(missing)
+    return replace(
+        micro,
+        input_ids=torch.cat([micro.input_ids, pad]),
+        position_ids=torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
+        packed=replace(padded(micro.packed, missing), ulysses=group),
+        experts=None if micro.experts is None else torch.cat([micro.experts, free(micro.experts, missing)]),
+    )
+
+
+def positions(offsets: Tensor) -> Tensor:
+    """Position of each token in its row: int64 [T]."""
+    total = int(offsets[-1])
+    starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
+    return torch.arange(total, device=offsets.device) - starts
+
+
+Role = Literal["policy", "value", "score"]
+MODULES: dict[Role, Callable[[Any], nn.Module]] = {"policy": PolicyModule, "value": ValueModule, "score": ScoreModule}
+
+
+def layers_of(backbone: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
+    named = backbone.named_modules()
+    lists = [module for name, module in named if isinstance(module, nn.ModuleList) and "visual" not in name.split(".")]
+    if not lists:
+        raise ModelError(f"{type(backbone).__name__} has no list of layers to shard")
+    return list(max(lists, key=lambda found: len(list(found))))

@@ -1,0 +1,238 @@
+"""Layers that training changes: low-rank adapters, faster kernels, routers that repeat the engine's choice."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from agentrl.config.schema import LoraSection
+from agentrl.data.expert_routing import Load, Routers
+from agentrl.render.vision import takes_images
+from agentrl.trainer.attention import PACKED, PackedSequences, packed_attention
+from agentrl.trainer.language_model import HeadKernels, Micro, slope, summary
+from agentrl.trainer.parallel import Ulysses, layout
+from agentrl.utils.errors import ConfigError, DependencyError, ModelError, did_you_mean
+
+# Low-rank adapters
+
+TOWER = r".*\bvisual\..*"
+"""The layers of a vision tower, as peft is told."""
+BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
+
+
+def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
+    """Add adapters to the linear layers that `cfg.modules` names, but for those of a vision tower, and freeze everything else.
+
+    The adapters start as a zero change. Raises DependencyError without peft, ModelError if no layer has
+    such a name.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
+    # A tower's layers may have the same names.
+    tower = {"exclude_modules": TOWER} if takes_images(getattr(model, "config", None)) else {}
+    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0, **tower)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # every rank must draw the same adapters
+            inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+            _draw(model)
+    except ValueError as error:
+        raise ModelError(f"model.lora.modules = {cfg.modules}: {str(error).splitlines()[0]}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """In this context the model computes as its frozen base. For forward passes without gradient."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    # Not by peft's `enable_adapters`, which also switches `requires_grad` of parameters that are sharded and have an optimizer.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def _draw(model: Any) -> None:
+    """Real adapters in place of those on the meta device, where peft puts them with the model; drawn in the order in which
+    peft draws them when it makes them itself."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name, down in layer.lora_A.items():
+                up = layer.lora_B[name]
+                layer.lora_A[name] = nn.Linear(down.in_features, down.out_features, bias=False)
+                layer.lora_B[name] = nn.Linear(up.in_features, up.out_features, bias=False)
+                layer.reset_lora_parameters(name, True)
+
+
+def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The adapters alone, by the names that `Adapter` has; `held` and `full` as of `merged`."""
+    return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
+
+
+def merged(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """The weights under their plain names, with adapters added: W + alpha / rank * B A.
+
+    `held` are the names of a state dict; `full` returns the full tensor of one (a collective if it is sharded).
+    """
+    for name in held:
+        if ".lora_" in name:
+            continue
+        plain = name.replace(BASE, ".")
+        if BASE not in name or not name.endswith(".weight"):
+            yield plain, full(name)
+            continue
+        down, up = full(name.replace(BASE, DOWN)), full(name.replace(BASE, UP))
+        yield plain, full(name) + (cfg.alpha / cfg.rank) * (up @ down)
+
+
+# Kernels
+
+BACKEND = "inductor"
+_layout: ContextVar[PackedSequences | None] = ContextVar("layout of the packed rows")
+
+
+def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
+    """Compile the forward pass of each layer with torch.compile, for token counts that differ from one micro-batch to the next.
+
+    Attention over the packed rows is left out, with their layout.
+    """
+    from transformers import AttentionInterface
+
+    uncompiled = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED, uncompiled)
+    for layer in layers:
+        # Not `layer.compile()`, which compiles the module's hooks as well: FSDP gathers the weights in them, and
+        # checkpointing wraps the call.
+        layer.forward = _Compiled(torch.compile(layer.forward, dynamic=True, backend=backend))
+
+
+def compiled_head(backend: str = BACKEND) -> HeadKernels:
+    """What happens to a chunk's logits between the products, in a few kernels that read them once or twice."""
+    # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
+    return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
+
+
+class _Compiled:
+    """A layer's compiled forward pass, called with everything but the layout of the rows.
+
+    The compiler would look into that object, and compile the layer again for each number of blocks in it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
+        # Set for each call, because checkpointing calls again in the backward pass, and there from another thread.
+        token = _layout.set(packed)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _layout.reset(token)
+
+
+def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    """`packed_attention` for the layout that the layer was called with: its own argument if the layer is not compiled."""
+    return packed_attention(*args, packed=packed or _layout.get(), **kwargs)
+
+
+def use_liger(model: Any, device: torch.device) -> None:
+    """Replace norms, rotary embeddings and gated MLPs by the Triton kernels of Liger (Hsu et al. 2024, arXiv:2410.10989).
+
+    Its fused cross-entropy is left out, because logprobs and entropies of single tokens are needed. The rotary embedding is
+    replaced for the whole family in this process, including an engine in it.
+
+    Raises ConfigError without a GPU and for a family that Liger does not know, DependencyError if it is not installed.
+    """
+    check_liger(device)
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as apply
+
+    family = model.config.model_type
+    if family not in known:
+        raise ConfigError(
+            f'model.kernels = "liger": {did_you_mean(family, known, "Liger has no kernels for this family")} '
+            f'(the model is a {family!r}); set model.kernels = "torch"'
+        )
+    apply(model, rope=True, rms_norm=True, swiglu=True, geglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def check_liger(device: torch.device) -> None:
+    """Raise ConfigError if `device` is not a GPU, DependencyError if Liger is not installed."""
+    if device.type != "cuda":
+        raise ConfigError('model.kernels = "liger" needs a GPU: its kernels are written in Triton; set model.kernels = "torch"')
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise DependencyError("model.kernels = \"liger\": Liger is not installed: pip install 'agentrl[liger]'")
+
+
+# Routers
+
+
+class Routing:
+    """One rank's routers. Make it of the transformers model before adapters and shards wrap its modules."""
+
+    def __init__(self, model: nn.Module, group: Ulysses | None) -> None:
+        """`group`: the ranks that share tokens."""
+        self._routers, self._group = Routers(model, _asked), group
+        self._load = Load(self._routers)
+
+    @contextmanager
+    def passing(self, micro: Micro) -> Iterator[None]:
+        """Around a forward pass over `micro`, as the caller gave it. Passes with gradient are counted, unless nothing in them is
+        trained, as in the dummy of a rank that has no more rows. Raises ModelError if choices to repeat do not fit the model."""
+        if micro.experts is not None:
+            if not len(self._routers):
+                raise ModelError(
+                    "choices of experts are to be repeated by a model without routers; set rollout.router_replay = false"
+                )
+            self._routers.check(micro.experts)
+        if len(self._routers) and torch.is_grad_enabled() and len(micro.targets):
+            # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
+            own = own_tokens(len(micro.input_ids), self._group)
+            times = None if micro.row_counts is None else micro.row_counts[own]
+            with self._load.counting(own.stop - own.start, times):
+                yield
+        else:
+            yield
+
+    def take_load(self) -> Tensor | None:
+        """How often each expert was chosen since the last call: float64 [routers, experts] on the host, over the ranks that share
+        tokens; None for a dense model."""
+        if not len(self._routers):
+            return None
+        counts, self._load.counts = self._load.counts, None
+        if counts is None:
+            counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group.group)
+        return counts.cpu()
+
+
+def _asked() -> Tensor | None:
+    """What the pass that is under way, or computed again, asks of the routers."""
+    packed = layout()
+    return None if packed is None else packed.experts
+
+
+def own_tokens(tokens: int, group: Ulysses | None) -> slice:
+    """Which of a micro-batch's tokens are computed on this rank; what pads its share comes after them."""
+    if group is None:
+        return slice(0, tokens)
+    local = group.slice_of(tokens + -tokens % group.size)
+    return slice(min(tokens, int(local.start)), min(tokens, int(local.stop)))

@@ -1,0 +1,491 @@
+"""The learner: one training step over all roles, on the driver.
+
+The coefficients that updates steer, checks of a config's algorithm and roles, and the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from uuid import uuid4
+
+import torch
+from tensordict import TensorDict
+
+from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
+from agentrl.cluster.launch import launch
+from agentrl.cluster.resources import has_gpus
+from agentrl.cluster.worker import Worker
+from agentrl.config.envs import alone, longest_sample, own_advantages, scheduled, temperature_at, told, trained
+from agentrl.config.load import check_unread
+from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
+from agentrl.data.rows import Ragged
+from agentrl.data.schedule import effective_mode, token_ratio, with_trees
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms import advantages
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
+from agentrl.trainer.estimator_inputs import valued, with_advantages
+from agentrl.trainer.experience import FILE, Experience, check_experience, joined
+from agentrl.trainer.minibatch import SOURCE, TrainedTokens, adapted_kl_coef, broken_rows, described, recomputed
+from agentrl.trainer.optim import check_optims
+from agentrl.trainer.pretrained import named_anywhere
+from agentrl.trainer.roles import (
+    Critic,
+    ModelRole,
+    Reference,
+    RewardModel,
+    SavedRole,
+    TeacherModel,
+    check_distillation,
+    check_moving,
+    last_rows,
+    moves,
+    with_scores,
+)
+from agentrl.trainer.train_engine import check_offload, mesh_of, rests, separate_reference, shares_prefixes
+from agentrl.trainer.update import check_algorithm, mismatch
+from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError
+from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from agentrl.cluster.placement import Pools
+
+
+# Coefficients
+
+STATE = "learner.json"
+COEFFICIENTS = ("kl_coef", "entropy_coef")
+
+
+class Steered(Protocol):
+    """Who has them, by these attributes."""
+
+    kl_coef: float
+    entropy_coef: float
+
+
+def save_coefficients(learner: Steered, folder: Path) -> None:
+    """Write them to `folder`."""
+    coefficients = {name: getattr(learner, name) for name in COEFFICIENTS}
+    (folder / STATE).write_text(json_text(coefficients), encoding="utf-8")
+
+
+def load_coefficients(learner: Steered, folder: Path) -> None:
+    """Set them to what `folder` holds; an older checkpoint has fewer, or none, which nothing steered. Raises CheckpointError."""
+    path = folder / STATE
+    if not path.is_file():
+        return
+    found = read_json(path.read_text(encoding="utf-8"))
+    for name in (name for name in COEFFICIENTS if name in found):
+        if found[name] is None:
+            raise CheckpointError(f"{path}: {name} was not a number when it was saved; resume an older checkpoint")
+        setattr(learner, name, float(found[name]))
+
+
+# The entropy bonus
+
+
+def check_entropy(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for a target that no coefficient could be steered to, and for how it is reached without one."""
+    if algorithm.entropy_target is None:
+        check_unread("algorithm", algorithm, ("entropy_step", "entropy_max"), "algorithm.entropy_target")
+    elif algorithm.entropy_max <= algorithm.entropy_bonus:
+        raise ConfigError(
+            f"algorithm.entropy_target: the coefficient moves between algorithm.entropy_bonus = {algorithm.entropy_bonus:g} and "
+            f"algorithm.entropy_max = {algorithm.entropy_max:g}, between which there is nothing; raise entropy_max"
+        )
+
+
+def with_coefficient(algorithm: AlgorithmConfig, coef: float) -> AlgorithmConfig:
+    """The section with which an update is made: under a target its `entropy_bonus` is the controlled coefficient."""
+    return algorithm if algorithm.entropy_target is None else algorithm.model_copy(update={"entropy_bonus": coef})
+
+
+def adapted_entropy_coef(coef: float, measured: float, algorithm: AlgorithmConfig) -> float:
+    """The next coefficient: `entropy_step` more after an update whose entropy (nats per token) was below the target, as much less
+    otherwise, within `entropy_bonus` and `entropy_max`.
+
+    The steps are those of Skywork-OR1 (He et al. 2025, arXiv:2505.22312). Departure: theirs is 0 in an update above the target;
+    here it falls back step by step.
+    """
+    if algorithm.entropy_target is None:
+        return coef
+    moved = coef + algorithm.entropy_step if measured < algorithm.entropy_target else coef - algorithm.entropy_step
+    return min(max(moved, algorithm.entropy_bonus), algorithm.entropy_max)
+
+
+# Checks before a run
+
+
+def check_learner(config: TrainConfig) -> None:
+    """Raise ConfigError for a combination of algorithm and roles that would not do what its settings say.
+
+    Reads: algorithm, critic, data, reward_model, steps, model.replicas, model.sequence_parallel, model.tensor_parallel,
+    cluster.actors, model.expert_parallel, rollout.max_turns, rollout.max_turn_tokens,
+    rollout.max_episode_tokens; and as `check_offload`, `check_experience`, `check_distillation`, `check_moving` and
+    `check_optims`.
+    """
+    check_optims(config)
+    check_algorithm(fill_length_norm(config))
+    check_entropy(config.algorithm)
+    if config.algorithm.length_norm is not None and config.algorithm.aggregate != "seq_mean_token_sum_norm":
+        raise ConfigError(
+            f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
+            f'"{config.algorithm.aggregate}" it is not used'
+        )
+    check_experience(config)
+    check_distillation(config)
+    mesh_of(config)
+    check_offload(config)
+    check_moving(config)
+    for env in trained(config):
+        with told(config, env):
+            _check_estimator(alone(config, env))
+    names = {alone(config, env).algorithm.advantage.name for env in trained(config)}
+    if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
+        users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
+        raise ConfigError(
+            f"there is a [critic] section, but algorithm.advantage {listed} does not use a critic; use one of {users}"
+        )
+    if config.critic is not None and config.critic.warmup >= config.steps:
+        raise ConfigError(
+            f"critic.warmup = {config.critic.warmup}: during these steps only the critic learns, and the run has steps = "
+            f"{config.steps}, so the policy would never learn"
+        )
+
+
+def _check_estimator(config: TrainConfig) -> None:
+    """Raise ConfigError if the advantage estimator of a config with one environment lacks what it needs."""
+    name, kl = config.algorithm.advantage.name, config.algorithm.kl
+    advantages(name, config.algorithm.advantage.args)
+    needs = ADVANTAGES.entry(name).needs
+    if "values" in needs and config.critic is None:
+        raise ConfigError(f'algorithm.advantage "{name}" needs a critic: add a [critic] section')
+    if needs & {"baseline", "terms"} and config.reward_model is not None:
+        raise ConfigError(
+            f'algorithm.advantage "{name}" reads scores of the reward spec, and the score of a [reward_model] is not part of it'
+        )
+    if "terms" in needs and kl.coef > 0 and kl.where == "reward":
+        raise ConfigError(
+            f'algorithm.advantage "{name}" reads single reward terms, to which algorithm.kl.where = "reward" is '
+            'not applied; use where = "loss"'
+        )
+
+
+def fill_length_norm(config: TrainConfig) -> AlgorithmConfig:
+    """The algorithm section, with the constant length of `seq_mean_token_sum_norm` filled in."""
+    algorithm = config.algorithm
+    if algorithm.aggregate != "seq_mean_token_sum_norm" or algorithm.length_norm is not None:
+        return algorithm
+    return algorithm.model_copy(update={"length_norm": longest_sample(config)})
+
+
+# The learner
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED = 3
+"""Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
+W = TypeVar("W", bound=Worker)
+
+
+def policy_updates(config: TrainConfig) -> int:
+    """Number of training steps in which the policy learns: all except those in which only the critic does."""
+    return max(config.steps - (config.critic.warmup if config.critic is not None else 0), 1)
+
+
+class Learner:
+    """The training roles of a run: the actor and, if the config names them, a critic, a reference and a reward model."""
+
+    def __init__(self, config: TrainConfig, actors: WorkerGroup[Actor], pools: Pools | None = None) -> None:
+        """`pools`: where roles that have a pool of their own are started."""
+        check_learner(config)
+        self.config, self.actors, self.pools = config, actors, pools
+        self.critics: WorkerGroup[Critic] | None = None
+        self.references: WorkerGroup[Reference] | None = None
+        self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
+        self.reward_models: WorkerGroup[RewardModel] | None = None
+        self.teachers: WorkerGroup[TeacherModel] | None = None
+        self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
+        self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
+        mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
+        self.sharing = mode if shares_prefixes(config.model) else "off"
+        self._skipped, self._name = 0, uuid4().hex
+        self.tokens: TrainedTokens | None = None
+        kept = config.algorithm.experience
+        self.experience = None if kept is None else Experience(kept, config.seed)
+
+    async def open(self, path: str, folder: Path | None = None) -> None:
+        """Start the other roles from the model at `path`: in their pools, or in the actors' processes.
+
+        `folder`: the run's, which all their processes must share with the driver. Raises ConfigError if they do not.
+        """
+        config = self.config
+        await self._rest("actor", self.actors)
+        if config.critic is not None:
+            self.critics = self._start("critic", Critic)
+            if folder is not None:  # before the model is loaded, which may take minutes
+                await check_shared(self.critics, folder, "out")
+            source = named_anywhere(config.critic.path or path)
+            await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
+            await self._rest("critic", self.critics)
+        if config.reward_model is not None:
+            self.reward_models = self._start("reward_model", RewardModel)
+            judge = named_anywhere(config.reward_model.path)
+            await self.reward_models.arun(RewardModel.init_model, judge, config.model, config.optim)
+            await self._rest("reward_model", self.reward_models)
+        if (taught := config.algorithm.distillation) is not None:
+            self.teachers = self._start("teacher", TeacherModel)
+            await self.teachers.arun(TeacherModel.init_model, named_anywhere(taught.path), config.model, config.optim)
+            await self._rest("teacher", self.teachers)
+        if separate_reference(config):
+            self.references = self._start("reference", Reference)
+            if folder is not None:
+                await check_shared(self.references, folder, "out")
+            await self.references.arun(Reference.init_model, path, config.model, config.optim)
+            await self._rest("reference", self.references)
+            if moves(config):
+                self._moving = self.references
+                await self.actors.arun(Actor.show, self._name)
+
+    def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
+        if self.pools is not None and role in self.pools:
+            return self.pools.launch(role, cls, mesh_of(self.config, self.pools.slots(role)))
+        cluster = self.config.cluster
+        return launch(
+            cls,
+            name=role,
+            backend=cluster.backend,
+            world_size=self.actors.world_size,
+            mesh=mesh_of(self.config),
+            on=self.actors if cluster.backend == "ray" else None,
+            call_timeout=cluster.call_timeout,
+        )
+
+    async def _rest(self, role: str, group: WorkerGroup[Any]) -> None:
+        """The end of a role's turn: it gives its memory back, if the config asks for that, before another role takes it."""
+        if rests(self.config, role):
+            await group.arun(ModelRole.offload)
+
+    async def step(self, batch: TensorDict, step: int, keep: bool = False, shown: TensorDict | None = None) -> dict[str, float]:
+        """One training step on a batch from `collate`. Returns the metrics of all roles.
+
+        `keep`: afterwards `tokens` has what the step made of each sampled token; None after a skipped step, or without.
+        `shown`: demonstrations (`experience.demonstrated`), from which the actor learns too.
+
+        A step in which something is not finite is skipped: nothing is trained, and `skipped_steps` is 1. Raises
+        NonFiniteError after more than MAX_SKIPPED of them in a row, and if the weights themselves are not finite.
+        """
+        self.tokens = None
+        view, metrics, broken = await self.ready(batch, step=step)
+        return metrics | self._skip(step, broken) if broken else await self.learn(view, step, metrics, keep, shown)
+
+    async def ready(
+        self,
+        batch: TensorDict,
+        algorithm: AlgorithmConfig | None = None,
+        own: Mapping[str, Choice] | None = None,
+        estimator: Callable[[AdvantageInput], AdvantageOutput] | None = None,
+        step: int = 0,
+    ) -> tuple[Ragged, dict[str, float], str]:
+        """The first half of `step`: the batch with all that an update of critic and actor reads, the metrics so far, and what is
+        not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
+        `estimator`: a function instead of them."""
+        algorithm, own = algorithm or self.algorithm, self._own if own is None else own
+        view, metrics = await self._prepared(Ragged.of(batch), self._temperature(step))
+        # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
+        found = await in_thread("batch", broken_rows, view)
+        if found:
+            return view, metrics, described(view, found)
+        view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
+        metrics |= formed
+        metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
+        found = await in_thread("batch", broken_rows, view)
+        return view, metrics, described(view, found) if found else ""
+
+    async def learn(
+        self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False, shown: TensorDict | None = None
+    ) -> dict[str, float]:
+        """The second half of `step`: the updates of critic and actor on a batch from `ready`, and what follows from them. Returns
+        the metrics of both halves; `keep`, `shown` and what is raised are as of `step`."""
+        if keep and self.algorithm.proximal != "recompute":
+            view = view.with_rows(**{SOURCE: torch.arange(len(view))})
+        whole, added = await self._with_added(view, step, shown)
+        # Critic and actor get the same batch, advantages included: values were computed before either of them moves. What is
+        # added is for the actor alone.
+        learned = await self._learn(view.batch, whole.batch, step)
+        metrics = {**metrics, **added, **learned}
+        if self.experience is not None and self._policy_learns(step):
+            await in_thread("batch", self.experience.keep, view)
+        if keep:
+            self.tokens = await in_thread("batch", self._trained, view)
+        if self.algorithm.proximal == "recompute":
+            metrics |= await in_thread("batch", mismatch, view)
+        if self.config.algorithm.kl.coef > 0:
+            metrics["kl_coef"] = self.kl_coef
+            measured = metrics.get("kl_reward" if self.algorithm.kl.where == "reward" else "kl_reference")
+            # Adapted only after a step that was taken: without one the policy, and so its KL, has not changed.
+            if measured is not None and learned.get("optimizer_steps", 0) > 0:
+                episodes = int(view.episode.max()) + 1
+                self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
+        if (heat := scheduled(self.config.rollout, step)) is not None:
+            metrics["temperature"] = heat
+        if self.algorithm.entropy_target is not None:
+            metrics["entropy_coef"] = self.entropy_coef
+            if "entropy" in learned and learned.get("optimizer_steps", 0) > 0:
+                self.entropy_coef = adapted_entropy_coef(self.entropy_coef, learned["entropy"], self.algorithm)
+        if any(learned.get(name) == 0 for name in ("optimizer_steps", "critic/optimizer_steps")):
+            return metrics | self._skip(step, "every optimizer step; the actors' log names the rows")
+        self._skipped = 0
+        return metrics | {"skipped_steps": 0.0}
+
+    def _trained(self, view: Ragged) -> TrainedTokens:
+        """What the step made of the batch's tokens; ratios of the rows that the actor visited, on whichever rank."""
+        if self.algorithm.proximal == "recompute":
+            return TrainedTokens.of(view, recomputed(view))
+        seen = self.actors.run_all(Actor.visited)
+        return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
+
+    def _temperature(self, step: int) -> float:
+        """That at which all policies of update `step` are computed, the one at which its episodes were sampled. Greedy ones have
+        no distribution to train: theirs is that of 1."""
+        return temperature_at(self.config.rollout, step) or 1.0
+
+    async def _prepared(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
+        """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
+        reference policy, and values, each only if the config asks for it."""
+        # First, so that each of the forward passes below computes a shared prefix once.
+        view = await in_thread("batch", with_trees, view, self.sharing)
+        metrics: dict[str, float] = {}
+        if self.reward_models is not None and self.config.reward_model is not None:
+            scores = (await self.reward_models.arun(RewardModel.compute_scores, view.batch))["score"]
+            view = await in_thread("batch", with_scores, view, scores, self.config.reward_model.weight)
+            metrics["reward_model/score"] = float(scores[last_rows(view)].mean())
+            await self._rest("reward_model", self.reward_models)
+        if self.algorithm.proximal == "recompute":
+            now = await self.actors.arun(Actor.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(old_logprobs=now["logprobs"].values())
+            if any(group is not None for group in (self.references, self.teachers, self.critics)):
+                await self._rest("actor", self.actors)
+        if self.config.algorithm.kl.coef > 0 and self.references is None:
+            reference = await self.actors.arun(Actor.compute_reference, view.batch, temperature)
+            view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
+        if self.references is not None:
+            reference = await self.references.arun(Reference.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(ref_logprobs=reference["logprobs"].values())
+            await self._rest("reference", self.references)
+        if self.teachers is not None:
+            teacher = await self.teachers.arun(TeacherModel.compute_logprob, view.batch, temperature)
+            view = view.with_tokens(teacher_logprobs=teacher["logprobs"].values())
+            await self._rest("teacher", self.teachers)
+        if self.critics is not None:
+            values = await self.critics.arun(Critic.compute_values, view.batch)
+            view = view.with_tokens(values=values["values"].values())
+        return view, metrics
+
+    async def _with_added(self, view: Ragged, step: int, shown: TensorDict | None) -> tuple[Ragged, dict[str, float]]:
+        """The batch for the actor, with kept episodes and demonstrations behind its own rows, and metrics of those."""
+        metrics: dict[str, float] = {}
+        if not self._policy_learns(step):
+            return view, metrics
+        added = [] if shown is None else [shown]
+        if self.experience is not None:
+            kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
+            if kept is not None:
+                added.insert(0, await self._recalled(kept, self._temperature(step)))
+        return (await in_thread("batch", joined, view, added, self.sharing) if added else view), metrics
+
+    async def _recalled(self, kept: TensorDict, temperature: float) -> TensorDict:
+        """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
+        if self.algorithm.proximal != "recompute":
+            return kept
+        now = await self.actors.arun(Actor.compute_logprob, kept, temperature)
+        if self.critics is not None:
+            await self._rest("actor", self.actors)
+        view = Ragged.of(kept)
+        return view.with_tokens(old_logprobs=now["logprobs"].values()).batch
+
+    def _policy_learns(self, step: int) -> bool:
+        return self.config.critic is None or step >= self.config.critic.warmup
+
+    async def _learn(self, batch: TensorDict, whole: TensorDict, step: int) -> dict[str, float]:
+        """The updates of the critic on `batch` and of the actor on `whole`; during `critic.warmup` steps of the critic alone."""
+        algorithm, seed, metrics = self.algorithm, self.config.seed, {}
+        if self.critics is not None:
+            rows = await in_thread("batch", valued, batch, algorithm.advantage, self._own) if self._own else batch
+            if len(rows):
+                metrics = await self.critics.arun(Critic.update, rows, algorithm, step=step, seed=seed)
+            await self._rest("critic", self.critics)
+        if self._policy_learns(step):
+            metrics |= await self.actors.arun(
+                Actor.update,
+                whole,
+                with_coefficient(algorithm, self.entropy_coef),
+                step=step,
+                seed=seed,
+                temperature=self._temperature(step),
+                kl_coef=self.kl_coef,
+            )
+            if self._moving is not None and metrics.get("optimizer_steps", 0) > 0:
+                await self._moving.arun(Reference.follow, self._name, algorithm.kl.decay)
+        return metrics
+
+    def _skip(self, step: int, what: str) -> dict[str, float]:
+        """Count a skipped step; returns its metrics. Raises NonFiniteError if there were too many in a row."""
+        self._skipped += 1
+        message = f"step {step} is skipped ({self._skipped} in a row), as there are numbers that are not finite: {what}"
+        log.error(message)
+        if self._skipped > MAX_SKIPPED:
+            raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")
+        return {"skipped_steps": 1.0}
+
+    def _kept(self) -> dict[str, WorkerGroup[Any]]:
+        """The roles whose weights change, by the names of their folders in a checkpoint."""
+        groups = {"actor": self.actors, "critic": self.critics, "reference": self._moving}
+        return {name: group for name, group in groups.items() if group is not None}
+
+    async def save(self, folder: Path) -> None:
+        """Write the state of all roles to `folder`, for `Checkpoints.writing`."""
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.save, str(folder / name))
+        await in_thread("files", self._save_own, folder)
+
+    async def begin_save(self, folder: Path) -> None:
+        """`save` in the background: returns when the state of all roles is copied. See `saved`."""
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.begin_save, str(folder / name))
+        await in_thread("files", self._save_own, folder)
+
+    def _save_own(self, folder: Path) -> None:
+        save_coefficients(self, folder)
+        if self.experience is not None:
+            self.experience.save(folder / FILE)
+
+    async def saved(self) -> bool:
+        """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
+        for group in self._kept().values():
+            if not await group.arun(SavedRole.saved):
+                return False
+        return True
+
+    async def check_saved(self, folder: Path) -> None:
+        """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
+        for name, group in self._kept().items():
+            await check_arrived(group, folder / name, f"the {name}'s checkpoint")
+
+    async def load(self, folder: Path) -> None:
+        """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
+        for name, group in self._kept().items():
+            await group.arun(SavedRole.load, str(folder / name))
+        load_coefficients(self, folder)
+        if self.experience is not None:
+            await in_thread("files", self.experience.load, folder / FILE)
+
+    def close(self) -> None:
+        """End the other roles; the actors belong to the caller that started them."""
+        for group in (self.critics, self.references, self.reward_models, self.teachers):
+            if group is not None:
+                group.close()

@@ -1,0 +1,362 @@
+"""Memory of a role on each rank, counted from the model's architecture: no weights are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.trainer.attention import PackedSequences
+from agentrl.trainer.language_model import CHUNK, MODULES, Micro, PolicyModule, Role, layers_of
+from agentrl.trainer.layers import inject
+from agentrl.trainer.optim import state_bytes
+from agentrl.trainer.parallel import Share, shares
+from agentrl.trainer.pretrained import meta_model
+from agentrl.utils.errors import ModelError
+
+LARGE = 1_000_000_000
+"""Numbers from which memory is worth more than time. Kept whole, float32 gradients of 1B parameters are 4 GB on every card, and
+activations of 8,192 tokens of a 1.7B model without checkpointing about 30 GB. Below, both fit beside the rest on any card that
+trains, and the time counts: checkpointing adds a forward pass, a third of the products, and reducing every time as much
+communication as gathering the weights."""
+
+
+def by_size(asked: bool | None, size: int) -> bool:
+    """What the config asks for; if it leaves that open, whether there are at least LARGE numbers."""
+    return size >= LARGE if asked is None else asked
+
+
+# Activations
+
+COUNTED, NOTED = "agentrl_counted", "agentrl_noted"
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one micro-batch.
+
+    `saved` in all; of that the layers save `layers`, the largest of them `layer`, and `largest` is the largest tensor. `inputs`:
+    what checkpointing keeps of the layers instead. `logits`: of one chunk in the head's backward pass, with the gradient
+    of its weights; `chunk`: of one in a forward pass alone.
+    """
+
+    saved: int
+    layers: int
+    layer: int
+    largest: int
+    inputs: int
+    logits: int
+    chunk: int
+
+    @property
+    def checkpointed(self) -> int:
+        """What is saved if each layer is computed again in the backward pass."""
+        return self.saved - self.layers + self.inputs
+
+    def working(self, checkpoints: bool) -> int:
+        """The most that comes and goes besides what is saved: a chunk of logits, or the gradients of a layer's results (two of
+        the largest at once), with checkpointing beside those results."""
+        return max(self.logits, 2 * self.largest + (self.layer if checkpoints else 0))
+
+
+def count_activations(module: nn.Module, tokens: int, dtype: torch.dtype) -> Activations:
+    """Of a forward pass over `tokens` tokens, all of whose logprobs or values are wanted. `module` is on the meta device and
+    its attention is `COUNTED`. Raises what the model raises if it cannot run there."""
+    # Before `_Kept` looks: this gives the parameters other storages.
+    module = module.to(dtype)
+    layers, marks = layers_of(module), [0]
+    kept = _Kept(module.parameters())
+
+    def mark(*_: Any) -> None:
+        marks.append(kept.total)
+
+    handles = [h for layer in layers for h in (layer.register_forward_pre_hook(mark), layer.register_forward_hook(mark))]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), _CountedProducts():
+            _forward(module, _micro(tokens))
+    finally:
+        for handle in handles:
+            handle.remove()
+    sizes = [after - before for before, after in zip(marks[1::2], marks[2::2], strict=True)]
+    width = module.get_parameter(next(name for name, _ in module.named_parameters())).element_size()
+    hidden = int(_text(module).hidden_size)
+    return Activations(
+        kept.total, sum(sizes), max(sizes), kept.largest, len(layers) * tokens * hidden * width, *_logits(module, tokens, width)
+    )
+
+
+class _Kept:
+    """Bytes of the storages that autograd keeps, each once, without those of parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._seen: dict[int, Any] = {p.untyped_storage()._cdata: None for p in parameters}
+        self.total = self.largest = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # By storage, since a view that is kept keeps all of it.
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage  # held, so that no other takes its place in memory
+            self.total += storage.nbytes()
+            self.largest = max(self.largest, storage.nbytes())
+        return tensor
+
+
+def _text(module: nn.Module) -> Any:
+    return getattr(module, "hf").config.get_text_config()  # noqa: B009 - nn.Module types attributes as tensors or modules
+
+
+def _micro(tokens: int) -> Micro:
+    positions = torch.zeros(tokens, dtype=torch.int64, device="meta")
+    packed = PackedSequences(torch.zeros(2, dtype=torch.int32, device="meta"), tokens, ())
+    return Micro(positions, positions, packed, positions, positions, positions[:1])
+
+
+def _forward(module: nn.Module, micro: Micro) -> Any:
+    return module(micro, 1.0, True) if isinstance(module, PolicyModule) else module(micro)
+
+
+def _logits(module: nn.Module, tokens: int, width: int) -> tuple[int, int]:
+    """`Activations.logits` and `.chunk`, as `_ChunkedLogprobs` has them at once: the logits as computed and as float32, and p;
+    in the backward pass also two terms of the gradient, and the float32 gradient of the output embedding with its cast."""
+    if not isinstance(module, PolicyModule):
+        return 0, 0
+    weight = module.hf.get_output_embeddings().weight
+    cells = min(CHUNK, tokens) * len(weight)
+    return cells * (4 * 4 + width) + (weight.numel() * (4 + width) if weight.requires_grad else 0), cells * (2 * 4 + width)
+
+
+class _CountedAttention(torch.autograd.Function):
+    """Keeps what the kernels keep, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+
+class _CountedProduct(torch.autograd.Function):
+    """Of tokens [S, D], by expert, and the experts' matrices [E, D, F]: [S, F], which keeps what the kernel keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, matrices)
+        return tokens.new_empty(len(tokens), matrices.shape[-1])
+
+
+class _CountedProducts(TorchFunctionMode):
+    """On the meta device torch multiplies the tokens of experts in bfloat16 alone, where the kernels also take float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
+            return _CountedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+def heads_of(module: nn.Module) -> dict[int, tuple[int, int, int]]:
+    """(key heads, width of a key, width of a value) of each layer that attends, by its index: what the layers hand to their
+    attention function, since configs name it in many ways, and latent attention in none. `module`: on the meta device, with the
+    attention `COUNTED`."""
+    found: dict[int, tuple[int, int, int]] = {}
+
+    def note(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        found[layer.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    from transformers import AttentionInterface
+
+    model: Any = module.hf
+    AttentionInterface.register(NOTED, note)
+    model.set_attn_implementation(NOTED)
+    try:
+        with torch.no_grad(), _CountedProducts():
+            _forward(module, _micro(2))
+    finally:
+        model.set_attn_implementation(COUNTED)
+    return found
+
+
+def counted_attention(grouped: bool) -> str:
+    """Make the attention that is only counted known to transformers; its name. `grouped`: the kernel reads a key head once for
+    all query heads of its group; else keys and values are repeated for each of them."""
+    from transformers import AttentionInterface
+
+    # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
+    AttentionInterface.register(COUNTED, partial(_counted, grouped=grouped))
+    return COUNTED
+
+
+def _counted(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, grouped: bool, **_: Any
+) -> tuple[Tensor, None]:
+    """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if not grouped and len(query[0]) != len(key[0]):
+        k, v = (tensor.repeat_interleave(len(query[0]) // len(key[0]), dim=1) for tensor in (k, v))
+    out: Tensor = _CountedAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out[None], None
+
+
+MASTER = 4
+"""Bytes of a number of the weights and of their gradients: float32. What an optimizer keeps is in train/optim.py."""
+GATHERED = 3
+"""Layers that FSDP2 has gathered at once: the one that computes, the next one, and the buffer that one arrives in."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """Bytes on one rank. `weights`, `optimizer` and an engine's `cache` stay between the role's turns; the others exist during
+    a turn: `gathered` are unsharded layers and the buffers of their gradients' reduction, `activations` what a micro-batch
+    keeps for its backward pass, and `working` the most of what comes and goes in it (logits of a chunk, a layer that is
+    computed again). `host`: of host memory, with `model.cpu_offload`. `checkpoints`: whether layers are."""
+
+    weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    working: int = 0
+    cache: int = 0
+    host: int = 0
+    checkpoints: bool = False
+    shards_gradients: bool = False
+
+    @property
+    def held(self) -> int:
+        """What stays between turns."""
+        return self.weights + self.optimizer + self.cache
+
+    @property
+    def turn(self) -> int:
+        """What a turn needs in addition."""
+        return self.gradients + self.gathered + self.activations + self.working
+
+
+def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, grouped: bool = True) -> nn.Module:
+    """The role's module on the meta device; `path` instead of `model.path` if given. `grouped`: as of `counted_attention`.
+
+    Raises ModelError, DependencyError."""
+    with torch.device("meta"):
+        source = cfg if path is None else cfg.model_copy(update={"path": path, "init": None})
+        model = meta_model(source, classifier=role == "score", attn_implementation=counted_attention(grouped))
+        if cfg.lora is not None and role != "score":
+            inject(model, cfg.lora)
+        return MODULES[role](model).train()
+
+
+def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
+    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: the
+    optimizers that it has, one after the other, of which the largest counts; none of a role that does not learn. Raises
+    ModelError if the model's forward pass cannot be counted."""
+    held, trained = shares_of(module, cfg, ranks), bool(optims)
+    parameters = list(module.parameters())
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad] if trained else []
+    learning = [p for _, p in named]
+    # As FsdpEngine decides: checkpointing by the model without adapters, sharded gradients by what is trained.
+    size = numbers(p for name, p in module.named_parameters() if ".lora_" not in name)
+    checkpoints, shards_gradients = by_size(cfg.activation_checkpointing, size), by_size(cfg.shard_gradients, numbers(learning))
+    states = [sum(state_bytes(name, p, optim) * held[id(p)].held for name, p in named) for optim in optims]
+    own = {"weights": MASTER * _local(parameters, held), "optimizer": math.ceil(max(states, default=0.0))}
+    sharded = MASTER * _local(learning, held)
+    whole = MASTER * sum(held[id(p)].whole for p in learning)
+    gathered = _gathered(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
+    if cfg.cpu_offload:
+        # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
+        own, sharded = {"host": sum(own.values()) + sharded}, 0
+    _cut(module, held)
+    try:
+        found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
+    except RuntimeError as error:
+        raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
+    kept = found.checkpointed if checkpoints else found.saved
+    return RoleMemory(
+        **own,
+        gradients=sharded if shards_gradients else whole,
+        gathered=gathered,
+        activations=kept if trained else 0,
+        # Without a backward pass nothing is kept, and at most about one layer's results are there at once.
+        working=found.working(checkpoints) if trained else max(found.layer, found.chunk),
+        checkpoints=checkpoints and trained,
+        shards_gradients=shards_gradients and trained,
+    )
+
+
+def numbers(parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers the parameters hold together."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+Held = dict[int, Share]
+"""What a rank holds of each parameter, by its id."""
+
+
+def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
+    """What each rank holds of each parameter of a role's module; parameters that the module has beside the model are sharded by
+    FSDP2 alone."""
+    model: Any = module.hf
+    named = dict(model.named_parameters())
+    held = {id(named[name]): share for name, share in shares(model, cfg, ranks).items()}
+    alone = ranks // cfg.replicas // cfg.tensor_parallel
+    return {id(p): held.get(id(p)) or Share(tuple(p.shape), 0, alone) for p in module.parameters()}
+
+
+def _cut(module: nn.Module, held: Held) -> None:
+    """Give the layers' parameters, on the meta device, the shapes that they have on a rank, so that its activations can be
+    counted: matrices split by tensor parallelism. Embeddings stay, since the head's tokens are split and not its vocabulary;
+    experts too, as if each rank got as many tokens as it sends."""
+    for layer in layers_of(module):
+        for parameter in layer.parameters():
+            if parameter.ndim < 3:
+                parameter.data = parameter.new_empty(held[id(parameter)].shape)
+
+
+def _local(parameters: Iterable[nn.Parameter], held: Held) -> int:
+    """Numbers on the rank that holds the most."""
+    return sum(held[id(p)].held for p in parameters)
+
+
+def _gathered(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
+    size = width(cfg.dtype)
+    layers = [list(layer.parameters()) for layer in layers_of(module)]
+    inside = {id(p) for layer in layers for p in layer}
+    root = [p for p in module.parameters() if id(p) not in inside]
+    largest = max(layers, key=lambda layer: _whole(layer, held))
+    taken = size * (_whole(root, held) + GATHERED * _whole(largest, held))
+    if cfg.tensor_parallel > 1 and isinstance(module, PolicyModule):
+        taken += size * module.hf.get_output_embeddings().weight.numel()  # gathered over the ranks of tensor parallelism too
+    if not trained:
+        return taken
+    # Gradients of a layer, as computed and as float32 in the buffer of their reduction; those outside of layers until the end.
+    return taken + (size + MASTER) * _whole(_learning(largest), held) + size * _whole(_learning(root), held)
+
+
+def _whole(parameters: Iterable[nn.Parameter], held: Held) -> int:
+    return sum(held[id(p)].whole for p in parameters)
+
+
+def _learning(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
+
+
+def token_bytes(module: nn.Module, dtype: str) -> int:
+    """Bytes of a token in the cache of an engine that keeps a key and a value in each layer, all as wide as the widest.
+    `module`: as `shell` makes it, in any type."""
+    found = heads_of(module)
+    if not found:
+        return 0
+    heads = max(heads for heads, _, _ in found.values())
+    widest = max(max(keys, values) for _, keys, values in found.values())
+    return 2 * (max(found) + 1) * heads * widest * width(dtype)
+
+
+def width(dtype: str | None) -> int:
+    """Bytes of a number of the computation."""
+    return 4 if dtype == "float32" else 2

@@ -1,0 +1,425 @@
+"""Minibatches: the rows of an optimizer step, their denominators, and the columns that the loss reads.
+
+Visits of sampled tokens, checks for numbers that are not finite, minibatches, and the KL penalty
+against the reference policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from agentrl.cluster.group import Shard
+from agentrl.cluster.worker import Call, Mesh, Shipment
+from agentrl.config.schema import AlgorithmConfig, KlConfig
+from agentrl.data.ragged import row_counts, row_ids
+from agentrl.data.rows import Ragged, is_ragged
+from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
+from agentrl.trainer.algorithms.base import Denominators
+from agentrl.trainer.algorithms.losses import KL, POLICY_LOSSES, Selection, correction, kl_estimate, selection_of
+from agentrl.utils.errors import ConfigError, DispatchError
+
+# Visits of tokens
+
+SOURCE = "source_row"
+"""The row column that asks for visits: each row's number in the driver's batch."""
+LogRatios = dict[int, npt.NDArray[np.float16]]
+
+
+class Visits:
+    """On a worker: the log ratios of the rows of an update, by the rows' numbers on the driver."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, rows: Tensor, offsets: Tensor, log_ratio: Tensor) -> None:
+        """A micro-batch: numbers [N] of its rows, offsets [N + 1] of their sampled tokens, and log pi - log mu of these [M]."""
+        # Left on the device until the end: reading them now would wait for it.
+        self._kept.append((rows, offsets, log_ratio.detach()))
+
+    def taken(self) -> LogRatios:
+        """float16, whose relative precision of 1e-3 holds down to log ratios of 1e-4."""
+        out: LogRatios = {}
+        for rows, offsets, values in self._kept:
+            numbers, cuts = values.float().cpu().numpy().astype(np.float16), offsets.cpu().tolist()
+            for place, row in enumerate(rows.cpu().tolist()):
+                out[row] = numbers[cuts[place] : cuts[place + 1]]
+        return out
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """The sampled tokens of a step's batch, row by row in the order of `collate`: `offsets` [N + 1] cut `advantages` float32 [M].
+    `log_ratios`: of the rows that have some."""
+
+    offsets: npt.NDArray[np.int64]
+    advantages: npt.NDArray[np.float32]
+    log_ratios: Mapping[int, npt.NDArray[np.float16]]
+
+    @classmethod
+    def of(cls, view: Ragged, log_ratios: Mapping[int, npt.NDArray[np.float16]]) -> TrainedTokens:
+        """From a batch with advantages."""
+        return cls(_cuts(view), view.tokens("advantages")[view.tokens("sampled")].float().numpy(), log_ratios)
+
+    def row(self, number: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float16] | None]:
+        """Advantages and log ratios of a row's sampled tokens."""
+        start, stop = self.offsets[number : number + 2].tolist()
+        return self.advantages[start:stop], self.log_ratios.get(number)
+
+
+def recomputed(view: Ragged) -> LogRatios:
+    """The log ratios of every row, from the proximal policy that was computed before the update."""
+    mask = view.tokens("sampled")
+    values = (view.tokens("old_logprobs") - view.tokens("logprobs"))[mask].float().numpy().astype(np.float16)
+    cuts = _cuts(view).tolist()
+    return {row: values[cuts[row] : cuts[row + 1]] for row in range(len(view))}
+
+
+def _cuts(view: Ragged) -> npt.NDArray[np.int64]:
+    """Offsets [N + 1] of the rows' sampled tokens. Nothing is made as long as the batch: of hundreds of millions of tokens, a
+    running sum would take gigabytes."""
+    counts = np.add.reduceat(view.tokens("sampled").numpy(), view.offsets[:-1].numpy(), dtype=np.int64)  # no row is empty
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+# Finite numbers
+
+COLUMNS = ("reward", "rewards", "baseline", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+SHOWN = 8
+
+
+def broken_rows(view: Ragged) -> dict[str, list[int]]:
+    """Rows in which a column of `COLUMNS` has a number that is not finite, by column; empty if all are finite."""
+    broken: dict[str, list[int]] = {}
+    for name in COLUMNS:
+        if name not in view:
+            continue
+        column = view.row(name)
+        values = column.values() if is_ragged(column) else column
+        if bool(torch.isfinite(values.sum())):
+            continue  # the usual case, found without a mask of the column's size: one such number makes the sum not finite
+        bad = ~torch.isfinite(values)
+        rows = np.flatnonzero(row_counts(bad, view.offsets).numpy() > 0 if is_ragged(column) else bad.numpy()).tolist()
+        if rows:  # none if only the sum overflowed
+            broken[name] = rows
+    return broken
+
+
+def described(view: Ragged, broken: dict[str, list[int]]) -> str:
+    """The result of `broken_rows` as text."""
+    return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in broken.items())
+
+
+def named_rows(view: Ragged, rows: Sequence[int]) -> str:
+    """Rows by the numbers that a run's records use: group, member, and ledger of that episode."""
+    episode, group, member = view.episode, view.numbers("group"), view.numbers("member")
+    names = [
+        f"(group {group[row]}, member {member[row]}, ledger {int((episode[:row] == episode[row]).sum())})"
+        for row in list(rows)[:SHOWN]
+    ]
+    more = len(rows) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
+
+# What an optimizer step consists of: its rows, its denominators, and which rows are computed at all. On the driver.
+#
+# The strategies here are used in the roles' dispatch tables. `UpdateShard` prepares a training step over the whole batch.
+# The order matters:
+#
+# with_policies        the proximal policy, and the weights of an off-policy correction, which reject tokens
+# cut_minibatches      episodes -> optimizer steps                                     (batch/schedule.py)
+# counted              denominators of each, from every row: rejected tokens do not count, idle rows do
+# with_selection       tokens that a loss treats differently, over all rows of a minibatch
+# without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
+# assign_ranks         remaining rows -> ranks                                         (batch/schedule.py)
+#
+# Workers find all of it in the columns `minibatch`, `episode_tokens` and `counts` (see `minibatches`, `counts_of`).
+
+DRIVER_ONLY = ("rewards", "turns", "versions")
+"""Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
+
+
+@dataclass(frozen=True)
+class UpdateShard(Shard):
+    """For `update(batch, algorithm, step, seed, ...)`: minibatches of episodes, each balanced over the ranks.
+
+    `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
+    out rows that cannot have a gradient. Otherwise every row counts and is computed. With an argument `part` only that minibatch
+    is sent.
+    """
+
+    policy: bool = True
+    stays: tuple[str, ...] = DRIVER_ONLY
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        view, rest = _taken(call, "algorithm")
+        algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
+        seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
+        if self.policy:  # before anything is counted: a correction's rejected tokens are in no denominator
+            view = with_policies(view, algorithm)
+        parts = cut_minibatches(view, algorithm, seed, step)
+        view = counted(view, parts, norm_length(algorithm))
+        if self.policy:
+            view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+            parts = without_idle_rows(view, parts, algorithm)
+        if (part := rest.kwargs.get("part")) is not None:  # the others are not computed in this call
+            parts = [rows if number == part else rows[:0] for number, rows in enumerate(parts)]
+        view = assign_ranks(view, parts, mesh.size(self.mesh), kept=algorithm.groups == "kept")
+        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
+
+
+@dataclass(frozen=True)
+class RowsShard(Shard):
+    """For one forward pass over all rows: balanced by tokens, with shared tokens counted once."""
+
+    balance: Literal["tokens", "column"] | None = "tokens"
+    stays: tuple[str, ...] = DRIVER_ONLY
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        name = call.names[0]
+        batch, rest = call.take(name)
+        if not isinstance(batch, TensorDict):  # a future: its rows stay on the ranks that made them
+            return Shard.scatter(self, call, mesh)
+        view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
+        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
+        return by_column.scatter(Call(call.label, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
+
+
+@dataclass(frozen=True)
+class StepsShard(Shard):
+    """For `sft_steps(batch, count)`: `count` optimizer steps over nearly equal numbers of rows, in the rows' order."""
+
+    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
+        view, rest = _taken(call, "count")
+        count: int = rest.kwargs["count"]
+        if not 1 <= count <= len(view):
+            raise DispatchError(f"{call.label}: {len(view)} rows cannot be split into {count} steps")
+        parts = np.array_split(np.arange(len(view)), count)
+        view = assign_ranks(counted(view, parts), parts, mesh.size(self.mesh))
+        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
+
+
+def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
+    """The batch, and the call without it. Raises DispatchError if one argument is missing."""
+    name = call.names[0]
+    batch, rest = call.take(name)
+    if not isinstance(batch, TensorDict):
+        raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+    if needed not in rest.kwargs:
+        raise DispatchError(f"{call.label}: no argument given for {needed!r}")
+    return Ragged.of(batch), rest
+
+
+def norm_length(algorithm: AlgorithmConfig) -> int | None:
+    """The constant of `aggregate = "seq_mean_token_sum_norm"`, None for other modes. Raises ConfigError if it is missing."""
+    if algorithm.aggregate != "seq_mean_token_sum_norm":
+        return None
+    if algorithm.length_norm is None:
+        raise ConfigError('algorithm.aggregate = "seq_mean_token_sum_norm" needs algorithm.length_norm, a number of tokens')
+    return algorithm.length_norm
+
+
+def minibatches(view: Ragged) -> list[np.ndarray]:
+    """On a worker: its rows of each minibatch."""
+    number = view.numbers("minibatch")
+    return [np.flatnonzero(number == index) for index in range(len(counts_of(view)))]
+
+
+def counts_of(view: Ragged) -> tuple[Denominators, ...]:
+    """The denominators of each minibatch, over all ranks and all rows, including those that were left out."""
+    counts: tuple[Denominators, ...] = view.batch["counts"]
+    return counts
+
+
+def proximal_of(view: Ragged) -> Tensor:
+    """Logprobs of the proximal policy [T]: `old_logprobs` if they were recomputed, else those of the engine."""
+    return view.tokens("old_logprobs" if "old_logprobs" in view else "logprobs")
+
+
+def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
+    """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
+    off-policy correction.
+
+    Raises ConfigError if the proximal policy should have been recomputed but was not.
+    """
+    if algorithm.proximal == "behaviour" and "old_logprobs" in view:
+        # If it stayed, `proximal_of` would take it for the proximal policy.
+        view = view.without("old_logprobs")
+    if algorithm.proximal == "recompute" and "old_logprobs" not in view:
+        raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
+    if algorithm.correction is None:
+        return view
+    rule = correction(algorithm.correction.name, algorithm.correction.args)
+    weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
+    if ORIGIN in view:  # a supervised term has no ratio that could be corrected
+        weights = torch.where(supervised_tokens(view), torch.ones_like(weights), weights)
+    return view.with_tokens(weights=weights)
+
+
+def trained_tokens(view: Ragged) -> Tensor:
+    """The tokens that are trained, bool [T]: the sampled ones, except those that an off-policy correction rejects."""
+    sampled = view.tokens("sampled")
+    return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
+
+
+def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
+    """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
+    rows), and batch-wide `counts`, the denominators of each minibatch: of the rows that were played for this update. If others
+    were added, `added` has those of these, by origin."""
+    per_row = row_counts(trained_tokens(view), view.offsets).numpy()
+    per_episode = np.bincount(view.episode, weights=per_row).astype(np.int64)
+    origin = origins(view)
+
+    def count(rows: np.ndarray) -> Denominators:
+        # An episode with every token rejected is in no mean: it would only shrink the share of the others.
+        alive = int((per_episode[np.unique(view.episode[rows])] > 0).sum())
+        return Denominators(float(per_row[rows].sum()), float(alive), float(length or 1))
+
+    counted = view.with_rows(episode_tokens=torch.from_numpy(per_episode[view.episode]))
+    counted = counted.with_wide(counts=tuple(count(rows[origin[rows] == FRESH]) for rows in parts))
+    if ORIGIN not in view:
+        return counted
+    kinds = [int(kind) for kind in np.unique(origin) if kind != FRESH]
+    return counted.with_wide(added=tuple({kind: count(rows[origin[rows] == kind]) for kind in kinds} for rows in parts))
+
+
+def added_of(view: Ragged) -> tuple[dict[int, Denominators], ...] | None:
+    """Denominators of the rows that were added to each minibatch, by origin, over all ranks; None if none were."""
+    added: tuple[dict[int, Denominators], ...] | None = view.batch["added"] if "added" in view else None
+    return added
+
+
+def teaches(view: Ragged, algorithm: AlgorithmConfig) -> np.ndarray:
+    """Rows that can have a gradient, bool [N]: those with a trained token on which a term of the loss is not zero.
+
+    Every policy loss is zero on a row whose advantages are zero, except one with the trait "moves_picked" on the tokens
+    picked for it; an entropy bonus or a KL term in the loss has a gradient on all tokens, and so has a supervised term.
+    """
+    alive = trained_tokens(view)
+    # Under a target also while the coefficient is 0: what it is steered by is measured over the same rows in every update.
+    entropic = algorithm.entropy_bonus > 0 or algorithm.entropy_target is not None
+    if not (entropic or (algorithm.kl.coef > 0 and algorithm.kl.where == "loss")):
+        moved = view.tokens("advantages") != 0
+        if "moves_picked" in POLICY_LOSSES.entry(algorithm.loss.name).traits and "picked" in view:
+            moved = moved | view.tokens("picked")
+        if ORIGIN in view:
+            moved = moved | supervised_tokens(view)
+        alive = alive & moved
+    return row_counts(alive, view.offsets).numpy() > 0
+
+
+def without_idle_rows(view: Ragged, parts: list[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """Each minibatch without the rows that cannot have a gradient; possibly empty.
+
+    The first minibatch keeps at least one row of this update, its shortest with a sampled token: trainer and engine are compared
+    there. The batch itself stays as it is: rows in no minibatch are sent to no rank.
+    """
+    keep = teaches(view, algorithm)
+    first = fresh_only(view, parts[0]) if parts else np.zeros(0, dtype=np.int64)
+    if len(first) and not keep[first].any():
+        sampled = row_counts(view.tokens("sampled"), view.offsets).numpy()[first]
+        # lexsort sorts by its last key first: rows with a sampled token, and among these the shortest.
+        keep[first[np.lexsort((view.lengths[first], sampled == 0))[0]]] = True
+    return [rows[keep[rows]] for rows in parts]
+
+
+def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection | None, seed: int) -> Ragged:
+    """The batch with the ragged bool column `picked`; unchanged if nothing is to be picked.
+
+    The covariance of a token is (log pi - mean)(A - mean), with means over the trained tokens of its minibatch, including
+    those of rows with advantage 0; log pi is the proximal policy's. Rows that were added are in no mean, and none is picked.
+    """
+    if selection is None:
+        return view
+    trained = trained_tokens(view)
+    # float64: which token is picked hangs on small differences, which in float32 depend on the order of summation.
+    logprobs, advantages = proximal_of(view).double(), view.tokens("advantages").double()
+    noise = token_noise(view, seed)
+    picked = torch.zeros(len(trained), dtype=torch.bool)
+    for rows in parts:
+        own = fresh_only(view, rows).tolist()
+        spans = [torch.arange(int(view.offsets[row]), int(view.offsets[row + 1])) for row in own]
+        every = torch.cat(spans)
+        indices = every[trained[every]]
+        if len(indices):
+            covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
+            picked[indices[chosen(covariance, noise[indices], selection)]] = True
+    return view.with_tokens(picked=picked)
+
+
+def chosen(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
+    """Indices of the picked among M tokens, int64: `share` of them, rounded down but at least one (as in the authors' code);
+    those with the largest covariance, or random ones (by `noise`) among those within the bounds."""
+    wanted = max(int(selection.share * len(covariance)), 1)
+    if selection.low is None or selection.high is None:
+        return torch.from_numpy(np.lexsort((noise.numpy(), -covariance.numpy()))[:wanted])
+    inside = ((covariance > selection.low) & (covariance < selection.high)).nonzero().squeeze(1)
+    return inside[noise[inside].argsort(stable=True)[:wanted]]
+
+
+def token_noise(view: Ragged, seed: int) -> Tensor:
+    """A number in [0, 1) for each token, derived from the token and its row, not from its position in the batch."""
+    # A generator would hand out its numbers by position, and so pick other tokens if the rows came in another order.
+    rows = row_ids(view.offsets)
+    place = torch.arange(len(rows)) - view.offsets[:-1][rows]
+    mix = view.tokens("token_ids").to(torch.int64) * 2654435761 + place * 40503 + seed * 7919
+    mix = mix + view.row("group")[rows] * 104729 + view.row("member")[rows] * 1299709
+    for shift in (16, 13, 16):
+        mix = (mix ^ (mix >> shift)) * 73244475 % (1 << 31)
+    noise: Tensor = mix.to(torch.float64) / (1 << 31)
+    return noise
+
+
+# The KL penalty
+
+
+def kl_kind(cfg: KlConfig) -> str:
+    """The estimator that the config names; by default k1 in the reward, whose expectation under the policy is the KL
+    itself and which PPO uses there (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155), and k3
+    in the loss (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    return cfg.kind or ("k1" if cfg.where == "reward" else "k3")
+
+
+def check_kl(cfg: KlConfig) -> None:
+    """Raise ConfigError for a penalty that would not do what its settings say."""
+    if cfg.target is not None and cfg.coef == 0:
+        raise ConfigError("algorithm.kl.target adapts algorithm.kl.coef, which must be above 0 at the start")
+    if cfg.where == "reward" and cfg.straight_through:
+        raise ConfigError('algorithm.kl.straight_through changes a gradient, and where = "reward" has none; use where = "loss"')
+    idle = "idle_gradient" in KL.entry(kl_kind(cfg)).traits
+    if cfg.coef > 0 and cfg.where == "loss" and idle and not cfg.straight_through:
+        raise ConfigError(
+            f'algorithm.kl.kind = "{kl_kind(cfg)}" in the loss has a gradient of mean 0 (that of log pi), so it does not '
+            f'restrain the policy; use {KL.that_are("idle_gradient", False)}, straight_through = true, or where = "reward"'
+        )
+
+
+def reward_penalty(view: Ragged, cfg: KlConfig) -> torch.Tensor:
+    """The KL of the proximal policy to the reference (`ref_logprobs`) at each sampled token, float32 [T]; 0 on
+    the others. The penalty is `coef` times it: R_t = r_t - coef (log pi_old - log pi_ref) with k1."""
+    return kl_estimate(kl_kind(cfg), proximal_of(view), view.tokens("ref_logprobs")) * view.tokens("sampled")
+
+
+def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:
+    """Sum of a token column over all rows of an episode, on each of its rows: [T] -> [N]."""
+    episode = torch.from_numpy(view.episode)
+    total = torch.zeros(int(episode.max()) + 1 if len(episode) else 0, dtype=torch.float64)
+    total.index_add_(0, episode[row_ids(view.offsets)], column.double())
+    return total[episode].to(column.dtype)
+
+
+def adapted_kl_coef(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
+    """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
+
+    Departure: their KL is that of a whole episode, ours is the mean over its tokens, and `target` likewise.
+    """
+    if cfg.target is None:
+        return coef
+    error = min(max(measured / cfg.target - 1, -0.2), 0.2)
+    return coef * (1 + error * episodes / cfg.horizon)

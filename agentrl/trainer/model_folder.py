@@ -1,0 +1,440 @@
+"""Model folders: load shards from one, save one from full tensors, export a checkpoint, convert a GGUF file."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from agentrl.config.load import load_config
+from agentrl.config.schema import LoraSection, TrainConfig
+from agentrl.engines.weights.base import Adapter
+from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
+from agentrl.render.chatml import set_chat_template
+from agentrl.render.vision import Vision, auto_class, takes_images
+from agentrl.trainer.checkpoint import Checkpoints, check_intact
+from agentrl.trainer.layers import adapter_of, merged
+from agentrl.trainer.pretrained import load_model_config, load_tokenizer
+from agentrl.trainer.train_state import saved_tensors
+from agentrl.trainer.weight_files import MAX_FILE_BYTES, Region, WeightFiles, WeightWriter, local_file
+from agentrl.utils.errors import CheckpointError, DependencyError, ModelError
+from agentrl.utils.files import full_disk_said
+from agentrl.utils.terminal import quiet_libraries
+
+# Loading
+
+log = logging.getLogger(__name__)
+
+LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that its weight initialization leaves alone
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """Where a tensor of a transformers model is. Modules stay the same objects when adapters or FSDP wrap them."""
+
+    module: nn.Module
+    leaf: str
+
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.leaf)
+        return found
+
+
+class Loader:
+    """Fills a model that was built on the meta device. Make it before the model is wrapped, as names change then."""
+
+    def __init__(self, path: str, model: Any) -> None:
+        """Raises ModelError for quantized weights."""
+        quantized = getattr(model.config, "quantization_config", None)
+        if quantized is not None:
+            raise ModelError(f"{path}: its weights are quantized; training needs plain ones (bfloat16, float16 or float32)")
+        self._path, self._model = path, model
+        self._tensors: dict[str, ModuleTensor] = {}
+        self._groups: dict[str, int] = {}  # names of tied tensors have the same number
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            owner, _, leaf = name.rpartition(".")
+            self._tensors[name] = ModuleTensor(model.get_submodule(owner), leaf)
+            self._groups[name] = id(tensor)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
+        """Give every meta tensor of `module`, which holds the model or a part of it, memory on `device` and its value.
+
+        `parameters`: the device for parameters if it is another one (host memory, for offloading). Raises ModelError if the
+        checkpoint lacks a tensor, or has one of another shape.
+        """
+        materialize(module, parameters or device)
+        # That gave each name a tensor of its own, so tied ones have come apart.
+        self._model.tie_weights()
+        self._read({id(part) for part in module.modules()})
+        # Also those that nothing was read into, such as shards without rows: else they would be drawn at random.
+        for tensor in self._model.parameters():
+            setattr(tensor, LOADED, True)
+        self._model.initialize_weights()  # what no file holds: buffers that a config determines, such as rotary frequencies
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, buffer.to(device))
+
+    @torch.no_grad()
+    def read_into(self, tensors: dict[str, ModuleTensor]) -> None:
+        """Read the values of the model's tensors into those of another one, given by the names that they have in this model.
+
+        Raises ModelError as `fill` does.
+        """
+        self._tensors = tensors
+        self._read({id(entry.module) for entry in tensors.values()})
+
+    def _read(self, held: set[int]) -> None:
+        with WeightFiles(self._path, self._model.config) as files:
+            conversions, unknown = loading_conversions(self._model, self._tensors, files)
+            if unknown:
+                log.info("%s: %d tensors have no place in the model, such as %s", self._path, len(unknown), unknown[0])
+            filled: set[str] = set()
+            for conversion in conversions:
+                filled.update(self._fill_one(conversion, files, held))
+        self._check_complete(filled, held)
+
+    def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
+        """Read a conversion's results into the model's tensors; their names."""
+        entry = self._tensors[conversion.name]
+        if id(entry.module) not in held:
+            return [conversion.name]
+        target = entry.tensor()
+        if conversion.converter is None:
+            [source] = conversion.names()
+            self._check_shape(conversion.name, files.shape(source), target)
+            self._put(conversion.name, files.read(source, region_of(target)))
+            return [conversion.name]
+        region = region_of(target)
+        mine = None if region is None else conversion.rows(region[0].start, region[0].stop)
+        if mine is not None and region is not None:
+            # Ranks beyond the last row hold nothing, and a converter cannot run without a source.
+            if local_of(target).numel():
+                rows = mine.make(files.read, self._model)[conversion.name]
+                self._put(conversion.name, rows[(slice(None), *region[1:])])
+            return [conversion.name]
+        made = conversion.make(files.read, self._model)
+        for name, tensor in made.items():
+            other = self._tensors[name].tensor()
+            self._check_shape(name, tuple(tensor.shape), other)
+            self._put(name, tensor[region_of(other) or ...])
+        return list(made)
+
+    def _put(self, name: str, source: Tensor) -> None:
+        tensor = self._tensors[name].tensor()
+        target = local_of(tensor)
+        if source.shape != target.shape:
+            raise ModelError(f"{self._path}: {name}: a part has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
+        # Filled already, by another name: tied names are one tensor here and may be two in the files.
+        if getattr(tensor, LOADED, False) and not torch.equal(target, source.to(target)):
+            raise ModelError(f"{self._path}: the config ties {name} to another tensor, and the checkpoint has two that differ")
+        target.copy_(source)
+        setattr(tensor, LOADED, True)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], target: Tensor) -> None:
+        if shape != tuple(target.shape):
+            raise ModelError(f"{self._path}: {name} has shape {shape} in the checkpoint and {tuple(target.shape)} in the model")
+
+    def _check_complete(self, filled: set[str], held: set[int]) -> None:
+        groups = {self._groups[name] for name in filled}
+        wanted = [name for name, entry in self._tensors.items() if id(entry.module) in held]
+        missing = [name for name in wanted if self._groups[name] not in groups]
+        if missing:
+            raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")
+
+
+def region_of(tensor: Tensor) -> Region | None:
+    """The region of a sharded tensor that is this rank's, one slice a dimension; None for one that is not sharded.
+
+    Raises ModelError if it is more than one region: rows of two matrices that are kept as one.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for axis, placement in enumerate(placements):
+        # FSDP2 shards what tensor parallelism has split: of the same dimension, the outer axis then has parts of each inner part.
+        inner = (a for a in range(axis + 1, mesh.ndim) if placements[a].is_shard(getattr(placement, "dim", None)))
+        if isinstance(placement, _StridedShard) and placement.split_factor != math.prod(mesh.size(a) for a in inner):
+            raise ModelError(f"a tensor of shape {tuple(tensor.shape)} is sharded as {placements}: not one region a rank")
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory for every meta parameter, on `device`, and every meta buffer, on the host. The others stay as they are."""
+
+    def real(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    module._apply(real)  # type: ignore[no-untyped-call]  # as nn.Module.to_empty does; FSDP notices, and takes the new tensors as its shards
+
+
+# Saving
+
+
+def save_model(
+    source: str,
+    config: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    folder: Path,
+    max_bytes: int = MAX_FILE_BYTES,
+    trust: bool = False,
+    classifier: bool = False,
+    chat_template: str | None = None,
+) -> None:
+    """Write config, weights (files of at most `max_bytes`) and the tokenizer of `source` to `folder`, as transformers does; the
+    tokenizer with `chat_template` (`model.chat_template`), if one is given.
+
+    `tensors`: every weight of the causal language model (or of the sequence `classifier`), by the name that its module has, in
+    any order; floating-point ones are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs
+    have come (fused experts are written one by one), and then let go. `trust`: code of the model's own may run; it is written
+    beside the weights. Raises ModelError if one is missing or unknown.
+    """
+    from transformers.dynamic_module_utils import custom_object_save
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    shell = empty_like(config, dtype, classifier)
+    saving = Saving(shell)
+    folder.mkdir(parents=True, exist_ok=True)
+    with WeightWriter(folder, saving.expected, max_bytes) as writer:
+        for name, tensor in saving.tensors(_on_host(tensors, saving)):
+            writer.write(name, tensor)
+    shell.config.dtype = str(dtype).removeprefix("torch.")
+    shell.config.architectures = [type(shell).__name__]
+    if shell._auto_class is not None:
+        custom_object_save(shell, folder, config=shell.config)
+    shell.config.save_pretrained(folder)
+    if shell.can_generate():
+        # As it came: transformers would write one with the end token of the config alone, and no sampling defaults.
+        if (given := local_file(source, GENERATION_CONFIG_NAME)) is not None:
+            shutil.copyfile(given, folder / GENERATION_CONFIG_NAME)
+        else:
+            shell.generation_config.save_pretrained(folder)
+    load_tokenizer(source, trust, chat_template).save_pretrained(folder)
+    if takes_images(config):
+        Vision(source, config).save(folder)
+
+
+def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any:
+    """A causal language model, or a sequence classifier, of that config on the meta device."""
+    from transformers import AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if classifier else auto_class(config)
+    with torch.device("meta"):
+        # A copy, because from_config writes its attention implementation into the config that it is given.
+        own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
+        return kind.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code)
+
+
+def _on_host(tensors: Iterable[tuple[str, Tensor]], saving: Saving) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        like = saving.held.get(name, tensor)  # a router's bias is float32 in a bfloat16 model
+        yield name, tensor.to("cpu", like.dtype)
+
+
+# Exporting a checkpoint
+
+T = TypeVar("T")
+TRIES = 5
+"""Of the newest or best checkpoint of a run that goes on, which removes them."""
+REMOVING = 0.5
+"""Seconds in which one that a run has begun to remove is gone."""
+
+
+class CheckpointGoneError(CheckpointError):
+    """The checkpoint was there, and was removed while it was read."""
+
+
+MODEL = "model."  # how an engine's state names the model's part
+
+
+def export_run(run: str | Path, out: str | Path, step: int | None = None, *, best: bool = False, adapter: bool = False) -> int:
+    """Write the checkpoint of `step` (by default the newest, with `best` the one with the best evaluation) of
+    a run folder to `out`; returns its step. `adapter`: not the model but what `model.lora` trained, in peft's format.
+
+    Raises CheckpointError if there is no such checkpoint or it is damaged, ModelError if `out` exists and is not an empty folder
+    or the run trained no adapters.
+    """
+    quiet_libraries()
+    return while_chosen(lambda: _export_run(Path(run), Path(out), step, best=best, adapter=adapter), named=step is not None)
+
+
+def while_chosen(read: Callable[[], T], *, named: bool) -> T:
+    """What `read` makes of a checkpoint; again if the run removes it meanwhile, since another is the newest or best then, unless
+    the user `named` it. Raises as `read`."""
+    for _ in range(0 if named else TRIES - 1):
+        with suppress(CheckpointGoneError):
+            return read()
+    return read()
+
+
+def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, adapter: bool) -> int:
+    if not (folder / "config.toml").is_file():
+        raise CheckpointError(f"{folder}: not a run folder (it has no config.toml)")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target}: already exists; give a path that does not exist")
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    if best:
+        top = checkpoints.best()
+        if top is None:
+            raise CheckpointError(f"{folder}: no checkpoint was evaluated (eval.every is 0, or there was no evaluation yet)")
+        step = top[0]
+    chosen = checkpoints.newest() if step is None else checkpoints.at(step)
+    if chosen is None:
+        raise CheckpointError(f"{folder}: the run has no checkpoint yet")
+    config = load_config(folder / "config.toml")
+    with _while_there(chosen):
+        check_intact(chosen)
+        _write(folder, chosen, target, config, adapter)
+    return int(chosen.name.rpartition("_")[2])
+
+
+def _write(folder: Path, chosen: Path, target: Path, config: TrainConfig, adapter: bool) -> None:
+    source = start_model(folder, config)
+    if adapter and config.model.lora is None:
+        raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
+    trust, template = config.model.trust_remote_code, config.model.chat_template
+    tensors = saved_weights(chosen / "actor", config.model.lora)
+    with full_disk_said(target, "repeat the command"), made_or_removed(target):
+        if adapter and config.model.lora is not None:
+            write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
+            if template is not None:  # else the base model's own serves it
+                load_tokenizer(source, trust, template).save_pretrained(target)
+            return
+        scores = config.data is not None and config.data.loss == "reward"
+        about = load_model_config(source, trust)
+        save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores, chat_template=template)
+
+
+@contextmanager
+def _while_there(chosen: Path) -> Iterator[None]:
+    """A run that goes on removes its older checkpoints; what then cannot be read is not damaged."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        if chosen.is_dir():
+            time.sleep(REMOVING)
+        if chosen.is_dir():
+            raise  # it is there, and damaged, or it is something else
+        raise CheckpointGoneError(
+            f"{chosen}: it was removed while it was read, by the run, which keeps the newest checkpoint.keep of them"
+        ) from None
+
+
+@contextmanager
+def made_or_removed(folder: Path) -> Iterator[None]:
+    """What is half of a model has no weights or no tokenizer, and would keep the command from being repeated."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def saved_adapter(folder: Path, lora: LoraSection) -> Adapter:
+    """The adapters alone of a folder that `save_state` wrote. Raises CheckpointError."""
+    names, read = saved_tensors(folder)
+    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+    return Adapter(lora.rank, lora.alpha, tuple(lora.modules), adapter_of(held, lambda name: read(MODEL + name)))
+
+
+def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:
+    """The full weights in a folder that `save_state` wrote, read one at a time; adapters merged. Raises CheckpointError."""
+    names, read = saved_tensors(folder)
+    held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
+
+    def full(name: str) -> Tensor:
+        return read(MODEL + name)
+
+    return merged(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
+
+
+def start_model(folder: Path, config: TrainConfig) -> str:
+    """The model that a run's training started from. Raises ModelError if it no longer exists."""
+    for built in (folder / "classifier", folder / "warm_start", folder / "model"):
+        if (built / "config.json").is_file():
+            return str(built)
+    if config.model.path is None:
+        raise ModelError(f"{folder}: the model that the run started from no longer exists (no warm_start, no model)")
+    return config.model.path
+
+
+# GGUF files
+
+
+def convert_gguf(
+    file: str | Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32", chat_template: str | None = None
+) -> Any:
+    """Write the model of a GGUF file to `folder`, as transformers reads it: config, weights in `dtype`, tokenizer, generation
+    config; returns the tokenizer. `chat_template`: `model.chat_template`.
+
+    Raises DependencyError without the package gguf, ModelError for a file that is damaged, cut off or of an unknown architecture,
+    ConfigError for a chat template that does not fit.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = Path(file)
+    _check_magic(file)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        read, found = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype), output_loading_info=True)
+    except Exception as problem:  # of a file that ends too early: errors of struct and numpy, which are no kind of their own
+        raise ModelError(f"{file}: no model can be read from it ({problem}). Fetch it again, or take another file.") from problem
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    if missing := sorted(found["missing_keys"]) or sorted(found["mismatched_keys"]):
+        raise ModelError(f"{file}: it lacks weights of its architecture: {', '.join(map(str, missing[:3]))}. Take another file.")
+    with full_disk_said(folder, "repeat the command"), made_or_removed(folder):
+        _unquantized(read).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _check_magic(file: Path) -> None:
+    try:
+        from gguf import GGUF_MAGIC
+    except ModuleNotFoundError:
+        raise DependencyError("a GGUF file is read with the package gguf: pip install 'agentrl[gguf]'") from None
+    try:
+        with file.open("rb") as opened:
+            magic = opened.read(4)
+    except OSError as problem:
+        raise ModelError(f"{file}: the GGUF file cannot be read: {problem.strerror}") from problem
+    if int.from_bytes(magic, "little") != GGUF_MAGIC:
+        raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r}). Give one that ends with .gguf.")
+
+
+def _unquantized(read: Any) -> Any:
+    """The same weights in a model that does not know that they were quantized: the saved config must not say so."""
+    import torch
+
+    config = read.config
+    del config.quantization_config
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=read.dtype)
+    model.load_state_dict(read.state_dict(), assign=True)
+    model.tie_weights()
+    return model

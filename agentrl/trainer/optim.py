@@ -1,0 +1,389 @@
+"""Optimizers: learning-rate schedules, state by parameter name, rates that a config leaves open, and tensors offloaded to host memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from agentrl.config.load import check_unread
+from agentrl.config.schema import CriticConfig, ModelConfig, OptimConfig, SftConfig, TrainConfig
+from agentrl.utils.errors import ConfigError, DependencyError
+
+Named = list[tuple[str, nn.Parameter]]
+Schedule = Literal["constant", "linear", "cosine"]
+BLOCK = 64
+"""Numbers of a row that share a scale in 8 bits. Within rows, so that ranks hold the same however many share the rows; as many as
+divide the widths of models."""
+
+
+def rate(step: int, warmup: int, schedule: Schedule, total: int | None, floor: float = 0.0) -> float:
+    """The learning rate at `step` (from 0) as a fraction of the base: linear warm-up over `warmup` steps, then
+    constant, or decaying to `floor` of the base at step `total`, where it stays.
+
+    Raises ConfigError if a decaying schedule has no `total`.
+    """
+    if step < warmup:
+        # From 1 / warmup, not 0: the first step would be computed and change nothing.
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    if total is None:
+        raise ConfigError(f'optim.schedule = "{schedule}" needs the number of steps of the run')
+    done = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
+    shape = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (1 - floor) * shape
+
+
+class Optimizers:
+    """One or more torch optimizers that step together, each parameter in exactly one of them."""
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer], names: Named) -> None:
+        self.parts = list(parts)
+        self._names = {id(parameter): name for name, parameter in names}
+        self._base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
+
+    def set_rate(self, factor: float) -> None:
+        for part, base in zip(self.parts, self._base, strict=True):
+            for group, lr in zip(part.param_groups, base, strict=True):
+                if isinstance(group["lr"], Tensor):  # torchao compiles its step for the tensor
+                    group["lr"].fill_(lr * factor)
+                else:
+                    group["lr"] = lr * factor
+
+    def step(self) -> None:
+        for part in self.parts:
+            # Gradients become None, not zeros: a parameter without one is left alone, while zeros would still decay it.
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def drop(self) -> None:
+        """Drop the gradients without a step."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def tensors(self) -> list[Tensor]:
+        """The state that exists so far, without the counts of steps."""
+        states = [(part, *pair) for part in self.parts for pair in part.state.items()]
+        return [value for state in states for value in _plain(*state).values() if value.ndim]
+
+    def state(self) -> dict[str, Tensor]:
+        """State tensors as `<parameter>.<entry>`; entries that do not exist yet are created as zeros."""
+        tensors: dict[str, Tensor] = {}
+        for part in self.parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    held = part.state[parameter]
+                    if not held:  # torch creates them at the first step, but a load before it needs tensors to write into
+                        held.update(_fresh(part, parameter))
+                    name = self._names[id(parameter)]
+                    tensors.update({f"{name}.{key}": value for key, value in _plain(part, parameter, held).items()})
+        return tensors
+
+
+def _fresh(part: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    if isinstance(part, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(parameter)} if part.defaults["momentum"] else {}
+    if isinstance(part, torch.optim.Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters grouped by the mesh of ranks that they are sharded over: one operation takes tensors of one mesh only."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
+    """The optimizers of `cfg.name`; `cfg.lr` is set (train/rates.py). Raises DependencyError if a package is missing."""
+    check_installed(cfg.name, "optim.name")
+    return MAKERS[cfg.name](named, cfg)
+
+
+def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
+    """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
+    # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
+    return Optimizers([torch.optim.AdamW(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, fused=True)], named)
+
+
+def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
+    """Stochastic gradient descent with momentum, without weight decay for vectors."""
+    return Optimizers([torch.optim.SGD(_decayed(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
+
+
+def adamw_8bit(named: Named, cfg: OptimConfig) -> Optimizers:
+    """torchao's AdamW with moments of 8 bits (arXiv:2110.02861); those of vectors and of narrow matrices stay float32."""
+    from torchao.optim import AdamW8bit
+
+    part = AdamW8bit(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
+    for _, parameter in named:
+        # Made here: torchao decides by what a rank holds, so that another number of ranks could not load it.
+        part.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": _moment(parameter, signed=True),
+            "exp_avg_sq": _moment(parameter, signed=False),
+        }
+    return Optimizers([part], named)
+
+
+def muon(named: Named, cfg: OptimConfig) -> Optimizers:
+    """Muon (Jordan 2024) on the matrices inside the layers, AdamW without weight decay on embeddings, heads and vectors."""
+    inner = [p for n, p in named if moves_by_muon(n, p)]
+    chosen = {id(p) for p in inner}
+    groups = [{"params": part} for part in by_mesh(p for _, p in named if id(p) not in chosen)]
+    parts: list[torch.optim.Optimizer] = []
+    if groups:
+        parts.append(torch.optim.AdamW(groups, lr=_lr(cfg), betas=cfg.betas, weight_decay=0.0, fused=True))
+    if inner:
+        lr, scale = (_lr(cfg), "match_rms_adamw") if cfg.matrix_lr is None else (cfg.matrix_lr, "original")
+        parts.append(torch.optim.Muon(inner, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn=scale))
+    return Optimizers(parts, named)
+
+
+MAKERS: dict[str, Callable[[Named, OptimConfig], Optimizers]] = {
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "muon": muon,
+    "sgd": sgd,
+}
+
+
+def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
+    """Bytes of optimizer state for each number of a parameter."""
+    if cfg.name == "sgd":
+        return 4.0 if cfg.betas[0] else 0.0
+    if cfg.name == "muon" and moves_by_muon(name, parameter):
+        return 4.0
+    if cfg.name == "adamw_8bit" and in_blocks(parameter):
+        return 2 * (1 + 4 / BLOCK)
+    return 8.0
+
+
+def moves_by_muon(name: str, parameter: Tensor) -> bool:
+    """Whether Muon moves it: a matrix, and neither an embedding nor a head."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and "embed" not in name and "lm_head" not in name
+
+
+def in_blocks(parameter: Tensor) -> bool:
+    """Whether its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole blocks."""
+    if parameter.ndim < 2 or parameter.numel() < 4096:
+        return False
+    parts, last = 1, Shard(parameter.ndim - 1)
+    if isinstance(parameter, DTensor):
+        parts = math.prod(parameter.device_mesh.size(at) for at, place in enumerate(parameter.placements) if place == last)
+    return parameter.shape[-1] % (parts * BLOCK) == 0
+
+
+def check_installed(name: str, key: str) -> None:
+    """Raise DependencyError if the package of an optimizer is missing."""
+    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
+
+
+def _decayed(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
+    matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
+    decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
+    return [{"params": part, "weight_decay": decay} for held, decay in decays for part in by_mesh(held)]
+
+
+def _lr(cfg: OptimConfig) -> float:
+    if cfg.lr is None:
+        raise ConfigError("optim.lr: no learning rate. Set one, or take that of train/rates.py")
+    return cfg.lr
+
+
+def _moment(parameter: Tensor, signed: bool) -> Tensor:
+    """Zeros for a moment of a parameter, in 8 bits if its rows are whole blocks; sharded as it is."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not in_blocks(parameter) or not local.numel():
+        return torch.zeros_like(parameter)
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    made: Tensor = OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
+    return _sharded_as(parameter, made, parameter.shape)
+
+
+def _plain(part: torch.optim.Optimizer, parameter: Tensor, held: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's state as tensors that have memory of their own: of 8 bits the codes and the scales, row by row."""
+    if type(part).__name__ != "AdamW8bit" or not in_blocks(parameter):
+        return {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    found: dict[str, Tensor] = {"step": held["step"]}
+    for key in ("exp_avg", "exp_avg_sq"):
+        local: Any = held[key].to_local() if isinstance(held[key], DTensor) else held[key]
+        # A rank without a row of it has nothing of either.
+        codes, scale = (local.codes, local.scale) if local.numel() else (local.to(torch.uint8), local)
+        blocks = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // BLOCK])
+        found[f"{key}.codes"] = _sharded_as(parameter, codes, parameter.shape)
+        found[f"{key}.scale"] = _sharded_as(parameter, scale.view(*codes.shape[:-1], codes.shape[-1] // BLOCK), blocks)
+    return found
+
+
+def _sharded_as(like: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """This rank's part of a tensor of that shape, placed over the ranks as `like`."""
+    if not isinstance(like, DTensor):
+        return local
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
+    return make(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
+
+
+# Rates of a config
+
+Task = Literal["rl", "critic", "sft", "dpo", "reward"]
+
+RATES: dict[Task, tuple[float, float, float]] = {
+    "rl": (1e-6, 1e-5, 1e-3),
+    "critic": (1e-5, 1e-4, 1e-3),
+    "sft": (2e-5, 2e-4, 3e-3),
+    "dpo": (1e-6, 1e-5, 1e-3),
+    "reward": (1e-5, 1e-4, 1e-3),
+}
+"""AdamW's learning rate of all weights, of an adapter, and of a model of random weights."""
+MATRIX = 10.0
+"""So many times AdamW's rate is Muon's, as Jordan scales it, for a step as long: 0.2 sqrt(width), of widths around 2,500."""
+SFT_BETAS, SFT_DECAY = (0.9, 0.95), 0.1
+"""Of a warm start; the decay is Muon's."""
+
+
+def usual_rate(task: Task, model: ModelConfig) -> float:
+    """The learning rate that is usual for AdamW."""
+    full, adapter, scratch = RATES[task]
+    return scratch if model.init is not None else adapter if model.lora is not None else full
+
+
+def optim_of(optim: OptimConfig, model: ModelConfig, task: Task = "rl", key: str = "optim.lr") -> OptimConfig:
+    """[optim] with a learning rate. Raises ConfigError if the optimizer has no usual one."""
+    if optim.lr is not None:
+        return optim
+    if optim.name == "sgd":
+        raise ConfigError(f'{key}: "sgd" has no usual learning rate. Set one.')
+    return optim.model_copy(update={"lr": usual_rate(task, model)})
+
+
+def critic_optim(optim: OptimConfig, critic: CriticConfig, model: ModelConfig) -> OptimConfig:
+    """The optimizer of a critic: [optim] with one learning rate for all of its weights."""
+    return optim_of(optim.model_copy(update={"lr": critic.lr, "matrix_lr": None}), model, "critic", "critic.lr")
+
+
+def sft_optim(optim: OptimConfig, sft: SftConfig, model: ModelConfig) -> OptimConfig:
+    """The optimizer of a warm start, for the rest [optim]."""
+    name = sft.optimizer or ("muon" if sft.matrix_lr is not None else optim.name)
+    own = {"name": name, "lr": sft.lr, "matrix_lr": sft.matrix_lr, "betas": SFT_BETAS}
+    decay = SFT_DECAY if name == "muon" else 0.0
+    return optim_of(optim.model_copy(update={**own, "weight_decay": decay}), model, "sft", "sft.lr")
+
+
+def optims_of(config: TrainConfig) -> dict[str, OptimConfig]:
+    """By section, the optimizer of each training of a config. Raises as `optim_of`."""
+    found = {"optim": optim_of(config.optim, config.model, "rl" if config.data is None else config.data.loss)}
+    if config.critic is not None:
+        found["critic"] = critic_optim(config.optim, config.critic, config.model)
+    if config.sft is not None:
+        found["sft"] = sft_optim(config.optim, config.sft, config.model)
+    return found
+
+
+def check_optims(config: TrainConfig) -> None:
+    """Raise ConfigError for a rate that the chosen optimizer lacks or does not read, DependencyError if its package is missing.
+
+    Reads: optim, critic, sft, data.loss, model.init, model.lora.
+    """
+    found = optims_of(config)
+    for section, key in (("optim", "optim.name"), ("sft", "sft.optimizer")):
+        if section in found and found[section].name != "muon":
+            check_unread(section, getattr(config, section), ("matrix_lr",), f'{key} = "muon"')
+        if section in found:
+            check_installed(found[section].name, key)
+
+
+# Offloading
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCopy:
+    """A storage and where its bytes wait: uint8, pinned if they came from a GPU."""
+
+    storage: torch.UntypedStorage
+    host: Tensor
+
+
+class Offloaded:
+    """The host copies of some tensors. The copies' memory is kept from one time to the next."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _HostCopy] = {}
+        self.away = False
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors to the host and free their memory, except for those that are away already."""
+        there = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
+        going = {key: self._held.get(key) or _room(storage) for key, storage in there.items()}
+        for held in going.values():
+            held.host.copy_(_bytes(held.storage), non_blocking=True)
+        _wait()
+        for held in going.values():
+            held.storage.resize_(0)
+        # Those of last time only if they are still away: the copy of a tensor that is gone would stay forever.
+        self._held = {**self._held, **going} if self.away else going
+        self.away = True
+        free_cached()
+
+    def give_back(self) -> None:
+        """Allocate the memory again and copy the bytes into it. Does nothing if they are there."""
+        if not self.away:
+            return
+        for held in self._held.values():
+            held.storage.resize_(held.host.numel())
+            _bytes(held.storage).copy_(held.host, non_blocking=True)
+        _wait()
+        self.away = False
+
+    def where(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or while it is away the same over its bytes on the host: what is written there will be back."""
+        part = local(tensor)
+        held = self._held.get(part.untyped_storage()._cdata) if self.away else None
+        if held is None:
+            return tensor
+        typed = held.host.view(part.dtype)
+        view = typed.as_strided(part.size(), part.stride(), part.storage_offset())
+        if not isinstance(tensor, DTensor):
+            return view
+        make: Callable[..., Tensor] = DTensor  # not `from_local`, which would copy it to the mesh's device
+        return make(view, tensor._spec, requires_grad=False)
+
+
+def free_cached() -> None:
+    """Give the GPU what this process's allocator keeps without using it, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _room(storage: torch.UntypedStorage) -> _HostCopy:
+    # Pinned, because only such copies run without the CPU's waiting for each.
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return _HostCopy(storage, host)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

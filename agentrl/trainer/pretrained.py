@@ -1,0 +1,553 @@
+"""Pretrained models: tokenizers and causal language models from a folder or a hub name, with clear errors.
+
+The packaged tokenizer, tiny random models, loading, classifiers, and shapes of published models."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agentrl.config.schema import InitModelConfig, ModelConfig
+from agentrl.engines.weights.parameters import positions_of
+from agentrl.render.chatml import CHATML_TEMPLATE, set_chat_template
+from agentrl.render.vision import Vision, auto_class
+from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
+from agentrl.utils.errors import ConfigError, ModelError, hinted
+from agentrl.utils.parsing import read_json
+from agentrl.utils.terminal import say
+
+# The packaged tokenizer
+
+PAD = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
+SPECIAL_TOKENS = (
+    PAD,
+    "<|im_start|>",
+    END_OF_TURN,
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""Of a model that takes images, behind the vocabulary, in the order of their ids."""
+VOCABULARY = 400
+PRE_SPLIT = r"[A-Za-z_]+|[0-9]|[^A-Za-z_0-9]+"
+
+
+def train_bpe(lines: list[str], entries: int = VOCABULARY) -> Any:
+    """A `tokenizers.Tokenizer` trained on `lines`, with at most `entries` entries, special tokens first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | None = None) -> Any:
+    """The frozen tokenizer as a `PreTrainedTokenizerFast` with its chat template, or with `chat_template`
+    (`model.chat_template`); with `vision` it has `VISION_TOKENS` too.
+
+    All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
+    `split_special_tokens=True`, so a tool's output cannot forge a turn.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    assets = files("agentrl.train") / "assets"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=[
+            *(token for token in SPECIAL_TOKENS if token not in (PAD, END_OF_TURN)),
+            *(VISION_TOKENS if vision else ()),
+        ],
+        chat_template=CHATML_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def _from_text(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(text)
+
+
+def main(corpus: str, out: str) -> int:
+    lines = Path(corpus).read_text(encoding="utf-8").splitlines()
+    tokenizer = train_bpe([json.loads(line) for line in lines])
+    tokenizer.save(out, pretty=True)
+    say(f"{tokenizer.get_vocab_size()} entries -> {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
+
+
+# Tiny random models
+
+
+def init_model(cfg: InitModelConfig, folder: str | Path, seed: int, chat_template: str | None = None) -> Path:
+    """Write config, weights, tokenizer and chat template (`model.chat_template`) to `folder`; the same seed gives the same bytes.
+
+    Embeddings are tied; every matrix is drawn from a normal distribution with standard deviation `cfg.init_std`.
+    Raises ConfigError if the head counts do not fit, ModelError if `folder` is a file.
+    """
+    import torch
+
+    config = architecture(cfg)
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"{target}: expected a folder to write the model to, found a file")
+    tokenizer = packaged_tokenizer(cfg.context, cfg.vision, chat_template)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
+    target.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    if cfg.vision:
+        Vision(str(target), config).save(target)
+    return target
+
+
+def architecture(cfg: InitModelConfig) -> Any:
+    """The transformers config of such a model. Raises ConfigError if the head counts do not fit."""
+    from transformers import Qwen3Config
+
+    if cfg.heads % cfg.kv_heads:
+        raise ConfigError(f"model.init.heads={cfg.heads} is not a multiple of model.init.kv_heads={cfg.kv_heads}")
+    if cfg.vision:
+        return _with_vision(cfg)
+    tokenizer = packaged_tokenizer(cfg.context)
+    end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=cfg.hidden,
+        intermediate_size=cfg.mlp,
+        num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads,
+        head_dim=cfg.head_dim,
+        max_position_embeddings=cfg.context,
+        initializer_range=cfg.init_std,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end_of_turn,
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        dtype="float32",
+    )
+
+
+def _with_vision(cfg: InitModelConfig) -> Any:
+    """A Qwen2.5-VL of that size, whose vision tower is one block, half as wide."""
+    from transformers import Qwen2_5_VLConfig
+
+    if cfg.hidden != cfg.heads * cfg.head_dim or cfg.head_dim % 16:
+        raise ConfigError(
+            f"model.init.vision = true: model.init.hidden = {cfg.hidden} must be heads * head_dim = {cfg.heads * cfg.head_dim}, "
+            f"and head_dim = {cfg.head_dim} a multiple of 16; set hidden = 64, heads = 4, head_dim = 16, for example"
+        )
+    tokenizer = packaged_tokenizer(cfg.context, vision=True)
+    begin, image, end, video = (tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS)
+    width = 3 * cfg.head_dim // 16  # of the frequencies of height and of width; the rest is of time, as in the released models
+    text = {
+        "vocab_size": VOCABULARY + len(VISION_TOKENS),
+        "hidden_size": cfg.hidden,
+        "intermediate_size": cfg.mlp,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "max_position_embeddings": cfg.context,
+        "initializer_range": cfg.init_std,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
+        "pad_token_id": tokenizer.convert_tokens_to_ids(PAD),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [cfg.head_dim // 2 - 2 * width, width, width],
+        },
+    }
+    tower = {
+        "depth": 1,
+        "hidden_size": max(32, cfg.hidden // 2),
+        "intermediate_size": cfg.mlp,
+        "num_heads": 2,
+        "out_hidden_size": cfg.hidden,
+        "fullatt_block_indexes": [0],
+        "initializer_range": cfg.init_std,
+    }
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+# Loading
+
+REACH_S = 8.0
+"""For the hub's answer whether it has a model."""
+
+
+def named_anywhere(model: str) -> str:
+    """A model as processes with other working directories can name it: a folder by its absolute path, a hub's as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
+
+
+def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model, with `model.chat_template` if one is given. `trust`: the model's own code may run
+    (`model.trust_remote_code`). Raises ModelError if there is none, or if it needs code that is not trusted; ConfigError for a
+    chat template that does not fit."""
+    from transformers import AutoTokenizer
+
+    check_path(path, trust)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    except Exception as error:  # of a damaged file: a KeyError, or what the Rust library raises, which is no kind of its own
+        raise ModelError(f"{path}: no tokenizer can be loaded from it: {_brief(error)}") from error
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def load_model_config(path: str, trust: bool = False) -> Any:
+    """The transformers config of a model. `trust` as of `load_tokenizer`. Raises ModelError if there is none."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    check_path(path, trust)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"{path}: no model config can be loaded from it: {_brief(error)}") from error
+    if not trust and hasattr(config, "auto_map"):
+        del config.auto_map  # transformers' own classes are used, and a saved model must not name code that is not beside it
+    return config
+
+
+def empty_causal_lm(path: str, *, trust: bool = False, **options: Any) -> Any:
+    """A causal language model of float32 tensors on the meta device, which `train.loading.Loader` fills.
+
+    Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below what
+    bfloat16 resolves (2^-8 of the weight) and would be rounded away.
+
+    Raises ModelError if there is none, or if it is of another kind.
+    """
+    import torch
+
+    options["dtype"] = torch.float32
+    options["trust_remote_code"] = trust
+    config = load_model_config(path, trust)
+    return _empty(auto_class(config), path, config, "no causal language model can be loaded", options)
+
+
+def empty_classifier(path: str, *, trust: bool = False, **options: Any) -> Any:
+    """The same for a sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
+    classification head."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = load_model_config(path, trust)
+    kinds = config.architectures or []
+    if not any("SequenceClassification" in kind for kind in kinds):
+        raise ModelError(f"{path}: expected a sequence classifier, found {', '.join(kinds) or 'no architecture'}")
+    options |= {"dtype": torch.float32, "trust_remote_code": trust}
+    return _empty(AutoModelForSequenceClassification, path, config, "the sequence classifier cannot be loaded", options)
+
+
+def _empty(kind: Any, path: str | None, config: Any, problem: str, options: dict[str, Any]) -> Any:
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {problem}: {_brief(error)}") from error
+
+
+def model_context(path: str, trust: bool = False) -> int:
+    """The longest sequence, in tokens, that a model supports. Raises ModelError if its config does not say."""
+    context = positions_of(load_model_config(path, trust))
+    if context is None:
+        raise ModelError(f"{path}: its config.json has no max_position_embeddings")
+    return context
+
+
+def unused_ids(tokenizer: Any, path: str, trust: bool = False) -> list[int]:
+    """The ids of a model's vocabulary that its tokenizer has no token for: the embedding is often padded. Raises ModelError."""
+    return sorted(set(range(vocabulary(path, trust))) - set(tokenizer.get_vocab().values()))
+
+
+def vocabulary(path: str, trust: bool = False) -> int:
+    """The number of ids that a model has an embedding for. Raises ModelError."""
+    size = getattr(load_model_config(path, trust).get_text_config(), "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(f"{path}: its config.json has no vocab_size")
+    return size
+
+
+def head_dim(path: str, trust: bool = False) -> int | None:
+    """The dimension of an attention head; None if the model's config does not say. Raises ModelError."""
+    text = load_model_config(path, trust).get_text_config()
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    size = getattr(text, "head_dim", None) or (hidden // heads if heads and hidden else None)
+    return size if isinstance(size, int) else None
+
+
+def count_parameters(path: str, trust: bool = False) -> int:
+    """Number of parameters of a causal language model, from its config alone (tied ones count once). Raises ModelError."""
+    return sum(parameter.numel() for parameter in meta_model(ModelConfig(path=path, trust_remote_code=trust)).parameters())
+
+
+def meta_model(cfg: ModelConfig, *, classifier: bool = False, **options: Any) -> Any:
+    """The model of `path` or `init` without weights, on the meta device: a causal language model, or a `classifier` with one
+    label. Raises ModelError, ConfigError."""
+    from transformers import AutoModelForSequenceClassification
+
+    trust = cfg.trust_remote_code
+    config = load_model_config(cfg.path, trust) if cfg.path is not None else architecture(cfg.init or InitModelConfig())
+    if classifier:
+        config.num_labels = 1
+    kind = AutoModelForSequenceClassification if classifier else auto_class(config)
+    options["trust_remote_code"] = trust
+    return _empty(kind, cfg.path, config, f"not {'a classifier' if classifier else 'a causal language model'}", options)
+
+
+def check_path(path: str, trust: bool = False) -> None:
+    """Raise ModelError if `path` looks like a folder but does not exist, is a folder without a model, is a name that the hub does
+    not give, or if the model needs code of its own that is not trusted."""
+    folder = Path(path)
+    if folder.is_dir():
+        _check_folder(path)
+    elif folder.suffix == ".gguf" and folder.exists():
+        raise ModelError(
+            f"{path}: expected a model folder, found a GGUF file; agentrl init-model FOLDER --from {path} writes one"
+        )
+    elif folder.exists():
+        raise ModelError(f"{path}: expected a model folder, found a file")
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or (folder.parent.is_dir() and "/" in path):
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        hint = hinted(folder.name, siblings, show=lambda name: str(folder.parent / name))
+        raise ModelError(f"{path}: no such model folder{hint}")
+    else:
+        check_hub(path)
+    try:
+        code = [] if trust else own_code(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: its config cannot be read: {_brief(error)}") from error
+    if code:
+        raise ModelError(
+            f"{path}: it brings code of its own ({', '.join(code)}), and transformers has no class of its kind. Read that code, "
+            "then allow it to run with model.trust_remote_code = true; or take a model whose family transformers has"
+        )
+
+
+def _check_folder(path: str) -> None:
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: the folder has no config.json, so it is not a model folder")
+    try:
+        read_json((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'}: not valid JSON: {error}") from error
+
+
+def own_code(path: str) -> list[str]:
+    """The code that a model brings along for parts that transformers has no class for: "config.json names y.Z" each."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+    from transformers.models.auto.tokenization_auto import (
+        TOKENIZER_MAPPING_NAMES,
+        get_tokenizer_config,
+        tokenizer_class_from_name,
+    )
+
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    kind, names = config.get("model_type"), config.get("auto_map") or {}
+    known = {"AutoConfig": kind in CONFIG_MAPPING, "AutoModelForCausalLM": kind in CAUSAL}
+    if "AutoModelForCausalLM" not in names:
+        known["AutoModelForSequenceClassification"] = kind in CLASSIFIERS
+    found = [f"config.json names {names[part]}" for part, there in known.items() if part in names and not there]
+    tokens = get_tokenizer_config(path)
+    maps = tokens.get("auto_map") or {}
+    own = maps.get("AutoTokenizer") if isinstance(maps, dict) else maps
+    given = str(tokens.get("tokenizer_class") or "").removesuffix("Fast")
+    has_class = any(tokenizer_class_from_name(name) is not None for name in (given, given + "Fast") if given)
+    if own and kind not in TOKENIZER_MAPPING_NAMES and not has_class:
+        found.append(f"tokenizer_config.json names {next(filter(None, own[::-1]), '') if isinstance(own, list | tuple) else own}")
+    return found
+
+
+@cache
+def check_hub(path: str) -> None:
+    """Raise ModelError if a hub name can be read neither from this machine's cache nor, within `REACH_S`, from the hub.
+
+    transformers tries for a minute, with a line for each try, and does not say what the name is."""
+    import httpx
+    from huggingface_hub import constants, get_session, get_token, hf_hub_url, try_to_load_from_cache
+
+    what = f"{path}: there is no such folder here"
+    ways = "Give a model folder, or fetch it where there is a network (hf download NAME --local-dir FOLDER)"
+    try:
+        if isinstance(try_to_load_from_cache(path, "config.json"), str):
+            return
+        if constants.is_offline_mode():
+            raise ModelError(
+                f"{what}, it is not in the hub's cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set. {ways}"
+            )
+        url, token = hf_hub_url(path, "config.json"), get_token()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        answer = get_session().head(url, headers=headers, timeout=REACH_S, follow_redirects=True)
+    except (httpx.HTTPError, OSError) as error:
+        raise ModelError(
+            f"{what}, it is not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached: {_brief(error)}. "
+            f"{ways}; a mirror of the hub is named by HF_ENDPOINT"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{what}, and it is no name of the hub: {_brief(error)}") from error
+    if answer.status_code in (401, 403, 404):
+        raise ModelError(
+            f"{what}, and the hub answers {answer.status_code} for its config.json: the name is wrong, or the model is private "
+            "or gated (hf auth login)"
+        )
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip() if lines[0].endswith(":") else lines[0]
+
+
+# Classifiers
+
+
+def is_classifier(path: str, model: ModelConfig) -> bool:
+    """Whether the model at `path` is a sequence classifier already."""
+    config = load_model_config(path, model.trust_remote_code)
+    return any("SequenceClassification" in kind for kind in config.architectures or [])
+
+
+def classifier_of(path: str, folder: Path, model: ModelConfig) -> str:
+    """The sequence classifier to train: the model at `path` if it is one, else one that is made of it in `folder`, once. The
+    model is loaded as a whole, in this process. Raises ModelError if transformers has no classifier of its family."""
+    if is_classifier(path, model):
+        return path
+    if os.path.lexists(folder / MANIFEST):
+        check_model(folder)
+        return str(folder)
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(path, model.trust_remote_code, model.chat_template)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    options = {"num_labels": 1, "pad_token_id": pad, "dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
+    try:
+        with _without_report():
+            made = AutoModelForSequenceClassification.from_pretrained(path, **options)
+    except (OSError, ValueError) as problem:
+        raise ModelError(
+            f'model.path = {path}: data.loss = "reward": no sequence classifier can be made of it: {problem}'
+        ) from None
+    if not isinstance(getattr(made, "score", None), torch.nn.Linear):
+        raise ModelError(
+            f'model.path = {path}: data.loss = "reward" needs a family whose classifier has a linear head `score`, and '
+            f"{type(made).__name__} has none"
+        )
+    torch.nn.init.zeros_(made.score.weight)  # every episode begins with score 0
+    shutil.rmtree(folder, ignore_errors=True)
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seal(folder, 0)
+    return str(folder)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers does not say that the head is missing, and to be trained: it is made here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+# Shapes of published models
+
+_COMMON = {"vocab_size": 151_936, "head_dim": 128, "rms_norm_eps": 1e-6}
+_QWEN3 = {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 8}
+_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings",
+          "rope_theta", "tie_word_embeddings")  # fmt: skip
+_DENSE = {
+    "Qwen/Qwen3-0.6B": (28, 1024, 16, 3072, 40_960, 1e6, True),
+    "Qwen/Qwen3-1.7B": (28, 2048, 16, 6144, 40_960, 1e6, True),
+    "Qwen/Qwen3-4B-Instruct-2507": (36, 2560, 32, 9728, 262_144, 5e6, True),
+    "Qwen/Qwen3-8B": (36, 4096, 32, 12_288, 40_960, 1e6, False),
+}
+_SPARSE = dict(zip(_NAMES, (48, 2048, 32, 6144, 262_144, 1e7, False), strict=True)) | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    **{name: {**_QWEN3, **dict(zip(_NAMES, sizes, strict=True))} for name, sizes in _DENSE.items()},
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": {**_COMMON, **_SPARSE},
+}
+"""By hub name, what matters for a plan of each config.json, as the model cards have it."""
+
+
+@contextmanager
+def shape_folder(model: str | None) -> Iterator[str | None]:
+    """A folder with the config.json of a model of `SHAPES` that is neither a folder nor in the hub's cache; else None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if (
+        model is None
+        or model not in SHAPES
+        or Path(model).is_dir()
+        or isinstance(try_to_load_from_cache(model, "config.json"), str)
+    ):
+        yield None
+        return
+    with TemporaryDirectory(prefix="agentrl-plan-") as place:
+        folder = Path(place) / model
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(SHAPES[model]))
+        yield str(folder)

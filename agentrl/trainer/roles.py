@@ -1,0 +1,438 @@
+"""Roles that hold a model: what they share, the reference, the critic, the reward model, the teacher."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from agentrl.cluster.host import own_device
+from agentrl.cluster.worker import Broadcast, Strategy, Worker, WorkerContext
+from agentrl.config.load import check_unread
+from agentrl.config.schema import AlgorithmConfig, CriticConfig, DistillationConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.data.ragged import row_ids
+from agentrl.data.rows import Ragged, on_device
+from agentrl.data.schedule import plan_micro_batches
+from agentrl.trainer.algorithms.base import aggregate
+from agentrl.trainer.algorithms.losses import value_loss
+from agentrl.trainer.language_model import Role
+from agentrl.trainer.minibatch import RowsShard, UpdateShard, counts_of, minibatches, proximal_of
+from agentrl.trainer.optim import critic_optim, free_cached, rate
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
+from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
+from agentrl.trainer.update import Meter, Pack, Steps, UpdateSettings, compute_logprobs, compute_values, visit_order
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.processor import own_threads
+
+# What roles share
+
+
+def open_engine(
+    worker: Worker,
+    path: str,
+    model: ModelConfig,
+    max_grad_norm: float = 1.0,
+    role: Role = "policy",
+) -> BaseEngine:
+    """The engine of one rank. A single rank in float32 needs no process group and gets none.
+
+    Raises ConfigError for an unknown `model.engine`, ModelError for a model that cannot be loaded, ResourceError if Ray gave this
+    rank a GPU that torch does not find.
+    """
+    device = own_device()
+    worker.threads = None if model.threads == "auto" else model.threads
+    own_threads(worker.threads)
+    entry = TRAIN_ENGINES.entry(model.engine)
+    if worker.world_size > 1 or compute_dtype(model, device) != torch.float32 or "alone" not in entry.traits:
+        worker.init_process_group()
+    return entry.make(path, model, max_grad_norm, role, device)
+
+
+class ModelRole(Worker):
+    """One rank of a role that holds a model. All ranks run every method together.
+
+    Between its turns a role can be offloaded; whatever it is asked for next brings its model back first.
+    """
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"offload": Broadcast(), "onload": Broadcast(), "free_cached": Broadcast()}
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._engine: BaseEngine | None = None
+
+    def offload(self) -> None:
+        """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
+        self._made().offload()
+
+    def onload(self) -> None:
+        """Take the memory again, before a turn rather than in it; idempotent."""
+        self._made().onload()
+
+    def free_cached(self) -> None:
+        """Give the device what this process's allocator keeps of it without using it, for other processes."""
+        free_cached()
+
+    def _ready(self) -> BaseEngine:
+        """The engine, on its device."""
+        engine = self._made()
+        engine.onload()
+        return engine
+
+    def _made(self) -> BaseEngine:
+        """The engine, wherever its memory is."""
+        if self._engine is None:
+            raise ConfigError("this worker has no model yet: call init_model first")
+        return self._engine
+
+
+class SavedRole(ModelRole):
+    """A role whose weights change in a run: it counts the updates that changed them, and can be saved."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "save": Broadcast(),
+        "begin_save": Broadcast(),
+        "saved": Broadcast(),
+        "load": Broadcast(),
+    }
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._saving = BackgroundSave()
+        self._updates = 0
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer, schedule and RNG to `folder`."""
+        save_state(self._made(), Path(folder), {"updates": self._updates})
+
+    def begin_save(self, folder: str) -> None:
+        """`save`, in the background: returns when the state is copied. See `saved`."""
+        self._saving.begin(self._made(), Path(folder), {"updates": self._updates})
+
+    def saved(self) -> bool:
+        """Whether the save that `begin_save` started is complete; raises its error if it failed."""
+        return self._saving.done()
+
+    def load(self, folder: str) -> None:
+        """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
+        self._updates = int(load_state(self._made(), Path(folder))["updates"])
+
+
+class TrainedRole(SavedRole):
+    """A role that learns: it follows a schedule by its training steps.
+
+    `init_model` of the role sets `_optim` and `_total_steps` (the length of the run, for the schedule).
+    """
+
+    _optim: OptimConfig
+    _total_steps: int | None
+
+    @property
+    def _lr(self) -> float:
+        """The learning rate of which a schedule gives shares."""
+        assert self._optim.lr is not None  # of train/rates.py
+        return self._optim.lr
+
+    def _set_rate(self) -> float:
+        """Set the learning rate of the next training step; returns it as a fraction of the configured one."""
+        factor = self._rate_at(self._updates)
+        self._ready().set_rate(factor)
+        return factor
+
+    def _rate_at(self, step: int) -> float:
+        return rate(step, self._optim.warmup, self._optim.schedule, self._total_steps)
+
+
+# A reference that moves
+
+POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
+"""The policies of this process that may be followed, by name."""
+
+
+def moves(config: TrainConfig) -> bool:
+    """Whether the reference of the KL penalty is an average of the policies so far."""
+    return config.algorithm.kl.reference == "moving"
+
+
+def policy_called(name: str) -> BaseEngine:
+    """The policy that is shown under `name` in this process. Raises ConfigError if there is none."""
+    engine = POLICIES.get(name)
+    if engine is None:
+        raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
+    return engine
+
+
+def check_moving(config: TrainConfig) -> None:
+    """Raise ConfigError for a moving reference that has no policy beside it, or none to follow.
+
+    Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
+    """
+    if not moves(config):
+        check_unread("algorithm.kl", config.algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
+        return
+    key, model = 'algorithm.kl.reference = "moving"', config.model
+    if config.algorithm.kl.coef == 0:
+        raise ConfigError(f"{key}: with algorithm.kl.coef = 0 there is no reference; set it above 0, or unset the reference")
+    if model.lora is not None:
+        raise ConfigError(
+            f"{key}: with [model.lora] the reference is the actor's own model without its adapter, which does not move; remove "
+            'one, or set algorithm.kl.reference = "start"'
+        )
+    if model.offload != "never" or model.cpu_offload:
+        off = f'model.offload = "{model.offload}"' if model.offload != "never" else "model.cpu_offload = true"
+        raise ConfigError(
+            f"{key}: both models must be in their device's memory after an update, and {off} takes them out; unset one"
+        )
+    pools = {str(role): pool for role, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}
+    actor, own = pools.get("actor"), pools.get("reference", pools.get("actor"))
+    if actor != own:
+        raise ConfigError(
+            f"{key}: it follows the policy within the actors' processes, and cluster.roles.reference = {own!r} puts it "
+            f"elsewhere (cluster.roles.actor = {actor!r}); remove cluster.roles.reference"
+        )
+
+
+# The reference
+
+
+class Reference(SavedRole):
+    """One rank of a policy that is only asked. It stays as it was loaded, or follows a policy of the same processes."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_logprob": RowsShard(),
+        "follow": Broadcast(),
+    }
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
+        """Load the model from a folder or hub name. Raises ModelError."""
+        self._engine = open_engine(self, path, model)
+        self._engine.freeze()
+        self._cap = optim.micro_tokens
+
+    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """Ragged `logprobs` and `entropy` of the sampled tokens."""
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._cap)
+
+    def follow(self, policy: str, decay: float) -> None:
+        """theta_ref <- decay theta_ref + (1 - decay) theta, with theta of the actor that is shown as `policy` (`Actor.show`).
+        Raises ConfigError if it is not in this process."""
+        self._ready().approach(policy_called(policy), 1.0 - decay)
+        self._updates += 1
+
+
+# The critic
+
+
+class Critic(TrainedRole):
+    """One rank of the critic. All ranks run every method together."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_values": RowsShard(),
+        "update": UpdateShard(collect="metrics", balance="column", policy=False),
+    }
+
+    def init_model(
+        self, path: str, model: ModelConfig, optim: OptimConfig, critic: CriticConfig, total_steps: int | None = None
+    ) -> None:
+        """Load the backbone from a folder or hub name; the value head starts at zero. `total_steps`: length of the run
+        (for the schedule).
+
+        Raises ModelError for a model that cannot be loaded, ConfigError for a schedule without a length.
+        """
+        rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
+        self._optim, self._total_steps = critic_optim(optim, critic, model), total_steps
+        engine = open_engine(self, path, model, optim.max_grad_norm, "value")
+        engine.use_optimizer(self._optim)
+        self._engine, self._critic, self._cap = engine, critic, optim.micro_tokens
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Ragged `values` at the sampled tokens, 0 elsewhere."""
+        return compute_values(self._ready(), Ragged.of(batch), self._cap)
+
+    def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
+        """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
+
+        The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates.
+        """
+        engine = self._ready()
+        factor = self._set_rate()
+        settings = UpdateSettings(1.0, self._cap, seed, step)
+        metrics = update_critic(engine, Ragged.of(batch), algorithm, self._critic, settings)
+        self._updates += 1
+        return {**metrics, "critic/lr": factor * self._lr}
+
+
+def update_critic(
+    engine: BaseEngine,
+    view: Ragged,
+    algorithm: AlgorithmConfig,
+    cfg: CriticConfig,
+    settings: UpdateSettings,
+) -> dict[str, float]:
+    """All optimizer steps of one training step; every rank calls it with its own rows.
+
+    Its denominators are those of the policy's update, except that tokens rejected there by an off-policy correction count
+    here. Raises NonFiniteError if the weights are not finite afterwards.
+    """
+    parts, counts = minibatches(view), counts_of(view)
+    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
+    meter, steps = Meter(), Steps(engine, view, f"critic update {settings.step}")
+
+    def loss_of(rows: list[int], number: int) -> torch.Tensor:
+        packed = Pack(view, rows, engine.device)
+        values = engine.values(packed.micro)
+        returns = packed.column("returns")
+        loss = value_loss(values, packed.column("values"), returns, cfg.clip)
+        # No token is rejected here: an off-policy correction is about the policy's ratio, which a value does not have.
+        mask = torch.ones(len(values), dtype=torch.bool, device=engine.device)
+        offsets, weight = on_device(packed.compact, engine.device), packed.row("episode_tokens")
+        total = aggregate(loss, mask, offsets, algorithm.aggregate, counts[number], weight)
+        meter.add("loss", total)
+        meter.add("value", values)
+        meter.add("square_error", (values - returns).square())
+        meter.add("square_return", returns.square())
+        meter.add("return", returns)
+        return total
+
+    for epoch in range(cfg.epochs):
+        for number in visit_order(len(parts), epoch, settings):
+            steps.take(number, micros[number], partial(loss_of, number=number))
+    steps.check()
+    return _metrics(engine, meter, steps, sum(part.tokens for part in counts) * cfg.epochs)
+
+
+def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, tokens: float) -> dict[str, float]:
+    sums, _ = meter.totals(engine)
+    if not steps.norms:
+        return {}
+    mean = {name: value / max(tokens, 1.0) for name, value in sums.items()}
+    # 0 if all returns are equal, and by rounding even less.
+    variance = max(mean["square_return"] - mean["return"] ** 2, 1e-12)
+    return {
+        "critic/loss": sums["loss"] / len(steps.norms),
+        "critic/value": mean["value"],
+        "critic/explained_variance": 1 - mean["square_error"] / variance,
+        **{f"critic/{name}": value for name, value in steps.metrics().items()},
+    }
+
+
+# The reward model
+
+
+class RewardModel(ModelRole):
+    """One rank of a frozen sequence classifier with one label."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {
+        "init_model": Broadcast(),
+        "compute_scores": RowsShard(),
+    }
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
+        """Load the classifier from a folder or hub name. Raises ModelError if it is not a classifier."""
+        # Frozen, so without an adapter. Reading scores at the rows' last tokens is not implemented for tokens split over ranks.
+        plain = model.model_copy(update={"lora": None, "sequence_parallel": 1})
+        self._engine = open_engine(self, path, plain, role="score")
+        self._engine.freeze()
+        self._cap = optim.micro_tokens
+
+    def compute_scores(self, batch: TensorDict) -> TensorDict:
+        """Row column `score` float32 [N], read at each row's last token."""
+        return compute_scores(self._ready(), Ragged.of(batch), self._cap)
+
+
+@torch.no_grad()
+def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
+    """The scores of a worker's rows; every rank calls it with its own rows."""
+    out = torch.zeros(len(view))
+    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
+    for rows in micros:
+        scores = engine.scores(Pack(view, rows, engine.device).micro)
+        if rows:
+            out[torch.tensor(rows)] = scores.cpu()
+    return TensorDict({"score": out}, batch_size=[len(view)])
+
+
+def last_rows(view: Ragged) -> torch.Tensor:
+    """The last row of each episode, int64, in the order of the episodes' numbers."""
+    episode = torch.from_numpy(view.episode)
+    count = int(episode.max()) + 1 if len(episode) else 0
+    indices = torch.arange(len(episode))
+    return torch.zeros(count, dtype=torch.int64).scatter_reduce(0, episode, indices, reduce="amax", include_self=False)
+
+
+def with_scores(view: Ragged, scores: torch.Tensor, weight: float) -> Ragged:
+    """Add `weight` times an episode's score to its reward, and to the token reward of its last sampled token.
+
+    `scores` [N] are per row; an episode of several rows gets the score of its last row. An episode that sampled
+    nothing gets no token reward.
+    """
+    episode = torch.from_numpy(view.episode)
+    last = last_rows(view)
+    added = weight * scores[last].to(torch.float32)
+    indices = view.tokens("sampled").nonzero().squeeze(1)
+    spot = torch.full((len(last),), -1).scatter_reduce(0, episode[row_ids(view.offsets)][indices], indices, reduce="amax")
+    tokens = view.tokens("rewards").clone()
+    tokens.index_add_(0, spot[spot >= 0], added[spot >= 0])
+    return view.with_rows(reward=view.row("reward") + added[episode]).with_tokens(rewards=tokens)
+
+
+# The teacher
+
+
+class TeacherModel(ModelRole):
+    """One rank of a frozen policy, of any size, that reads the same token ids."""
+
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"init_model": Broadcast(), "compute_logprob": RowsShard()}
+
+    def init_model(self, path: str, model: ModelConfig, optim: OptimConfig) -> None:
+        """Load the model from a folder or hub name. Raises ModelError."""
+        self._engine = open_engine(self, path, model.model_copy(update={"lora": None}))
+        self._engine.freeze()
+        self._cap = optim.micro_tokens
+
+    def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
+        """Ragged `logprobs` and `entropy` of the sampled tokens."""
+        return compute_logprobs(self._ready(), Ragged.of(batch), temperature, self._cap)
+
+
+def taught(view: Ragged, cfg: DistillationConfig) -> tuple[Ragged, dict[str, float]]:
+    """The batch with `advantages` that also follow the teacher, and metrics. Of each sampled token
+
+        A = reward_coef A_estimator + coef (log pi_teacher - log pi_old),
+
+    with pi_old the proximal policy and both at the temperature of the rollouts. Without rewards that is the policy gradient of
+    the reverse KL of policy and teacher at each token, E[log pi - log pi_teacher] (Gu et al. 2023, arXiv:2306.08543; Agarwal et
+    al. 2023, arXiv:2306.13649). Departure from the former: what a token does to the KL of later ones is left out (a discount of
+    0), and no teacher's samples are mixed in; from the latter: the one sampled token stands for the sum over the vocabulary.
+    """
+    mask = view.tokens("sampled")
+    ahead = (view.tokens("teacher_logprobs") - proximal_of(view)) * mask
+    count = mask.sum().clamp(min=1)
+    advantages = cfg.reward_coef * view.tokens("advantages") + cfg.coef * ahead
+    return view.with_tokens(advantages=advantages), {"teacher/kl": -float(ahead.sum() / count)}
+
+
+def check_distillation(config: TrainConfig) -> None:
+    """Raise ConfigError if a part of the config would drop or keep what only the teacher tells apart.
+
+    Reads: algorithm, rollout.filter_zero_variance, rollout.accept.
+    """
+    if config.algorithm.distillation is None:
+        return
+    if config.rollout.filter_zero_variance:
+        raise ConfigError(
+            "rollout.filter_zero_variance drops groups whose rewards are equal, from which algorithm.distillation learns as "
+            "from any other; unset one of the two"
+        )
+    kept = config.algorithm.experience
+    if kept is not None and kept.term == "policy":
+        raise ConfigError(
+            'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had, and what '
+            'algorithm.distillation adds is of the policy as it was; set term = "supervised", or unset one of the two'
+        )

@@ -1,0 +1,539 @@
+"""The policy update on a worker: minibatches, micro-batches, losses with global denominators, optimizer steps.
+
+Metrics of an update, the loss of added episodes, the update, and a forward pass over all rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from agentrl.config.schema import AlgorithmConfig
+from agentrl.data.expert_routing import free, load_metrics
+from agentrl.data.images import Image
+from agentrl.data.ragged import sampled_offsets, spread
+from agentrl.data.rows import Ragged, jagged, on_device, pack, unpack
+from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
+from agentrl.trainer.algorithms import policy_loss
+from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, kl_estimate
+from agentrl.trainer.attention import packed_rows, packed_trees
+from agentrl.trainer.language_model import Micro
+from agentrl.trainer.minibatch import (
+    SOURCE,
+    Visits,
+    added_of,
+    check_kl,
+    counts_of,
+    kl_kind,
+    minibatches,
+    named_rows,
+    norm_length,
+)
+from agentrl.trainer.train_engine import BaseEngine, CardUsage
+from agentrl.utils.errors import ConfigError, NonFiniteError
+
+# Metrics
+
+TRAINED, SAMPLED, FIRST = "tokens_computed", "sampled_computed", "sampled_first"
+KEPT_COMPUTED, SHOWN_COMPUTED = "kept_computed", "shown_computed"
+OVER = {"kl_behaviour": SAMPLED, "mismatch_kl": FIRST, "experience": KEPT_COMPUTED, "demonstrations": SHOWN_COMPUTED}
+"""The tokens that a metric, or all of one part (`part/name`), is a mean over, if these are not the computed tokens of this update
+that are trained."""
+
+
+class Meter:
+    """Sums and maxima of per-token numbers over micro-batches and ranks. They stay on the numbers' device until `totals`, because
+    a number that is read from a GPU is waited for, and the GPU then waits for the next kernels."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._tops: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Add the sum of `values`; if `mask` is given, where it is true."""
+        # float64, because a float32 sum over millions of tokens loses the digits that a small mean (a KL) consists of.
+        numbers = values.detach().double()
+        total = (numbers if mask is None else torch.where(mask, numbers, 0.0)).sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def top(self, name: str, values: Tensor) -> None:
+        """Keep the largest of `values` (0 if there are none)."""
+        numbers = values.detach().double()
+        largest = numbers.max() if values.numel() else numbers.sum()
+        self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
+
+    def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
+        return _reduced(engine, self._sums, "sum"), _reduced(engine, self._tops, "max")
+
+
+def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
+    if not values:
+        return {}
+    names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
+    joined = engine.reduce(torch.stack([values[name].cpu() for name in names]), "sum" if how == "sum" else "max")
+    return dict(zip(names, joined.tolist(), strict=True))
+
+
+def measured(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
+    """Means over tokens are over those that were computed (in every epoch), so not over rows that were left out because they
+    have no gradient; `tokens_trained` and `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
+    sums, tops = meter.totals(engine)
+    plain, computed = sums.pop("plain_tokens", 0.0), sums.pop("computed_tokens", 0.0)
+    over = {name: sums.pop(name, 0.0) for name in (TRAINED, SAMPLED, FIRST, KEPT_COMPUTED, SHOWN_COMPUTED)}
+    loss = sums.pop("loss", 0.0)
+    # A mean over no token is unknown, and not 0: it is left out.
+    means = {name: value / count for name, value in sums.items() if (count := over[OVER.get(name.split("/")[0], TRAINED)])}
+    return {
+        **means,
+        **tops,
+        "loss": loss,
+        "tokens_trained": sum(part.tokens for part in counts),
+        "tokens_computed": over[TRAINED],
+        "episodes_trained": sum(part.episodes for part in counts),
+        "prefix_ratio": plain / max(computed, 1.0),
+        **_expert_metrics(engine),
+    }
+
+
+def _expert_metrics(engine: BaseEngine) -> dict[str, float]:
+    """How evenly the experts were used, over all ranks and passes of the update."""
+    counts = engine.expert_load()
+    return {} if counts is None else load_metrics(engine.reduce(counts, "sum").numpy())
+
+
+# Added episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Rows that were added to an optimizer step. `counts`: the denominators of this update's own rows; `added`: of the others,
+    by origin."""
+
+    algorithm: AlgorithmConfig
+    counts: Denominators
+    added: dict[int, Denominators]
+
+    def loss(self, origin: Tensor, given: LossInput, tokens: Tensor, episode_tokens: Tensor) -> Tensor:
+        """This micro-batch's share. `origin` [N] of its rows; `tokens` [M]: the weighted policy loss of each sampled token;
+        `episode_tokens` [N]: trained tokens of each row's episode."""
+        kinds, total = spread(origin, given.offsets, len(given.mask)), given.logprobs.new_zeros(())
+        if KEPT in self.added and self.algorithm.experience is not None:
+            # Own rows that a correction rejects altogether would leave nothing to count by.
+            whole = self.counts if self.counts.tokens else self.added[KEPT]
+            kept = given.mask & (kinds == KEPT)
+            share = aggregate(tokens, kept, given.offsets, self.algorithm.aggregate, whole, episode_tokens)
+            total = total + self.algorithm.experience.coef * share
+        for kind, section in ((IMITATED, self.algorithm.experience), (SHOWN, self.algorithm.demonstrations)):
+            if kind in self.added and section is not None:
+                unlikely = torch.where(kinds == kind, -given.logprobs, torch.zeros_like(given.logprobs))
+                total = total + section.coef * unlikely.sum() / max(self.added[kind].tokens, 1.0)
+        return total
+
+    def measure(self, origin: Tensor, given: LossInput, out: LossOutput, meter: Meter) -> None:
+        """Sums over the added tokens of a micro-batch: all ranks add the same names."""
+        kinds, now = spread(origin, given.offsets, len(given.mask)), given.logprobs.detach()
+        if KEPT in self.added:
+            kept = given.mask & (kinds == KEPT)
+            apart = torch.where(kinds == KEPT, now - given.behaviour_logprobs, torch.zeros_like(now))
+            meter.add(KEPT_COMPUTED, kept)
+            meter.add("experience/kl_behaviour", -apart, kept)
+            meter.top("experience/log_ratio_max", apart.abs())
+            for name, values in out.metrics.items():
+                meter.add(f"experience/{name}", values, kept)
+        if IMITATED in self.added:
+            meter.add(KEPT_COMPUTED, kinds == IMITATED)
+            meter.add("experience/nll", -now, kinds == IMITATED)
+        if SHOWN in self.added:
+            meter.add(SHOWN_COMPUTED, kinds == SHOWN)
+            meter.add("demonstrations/nll", -now, kinds == SHOWN)
+
+
+def fresh_tokens(origin: Tensor, given: LossInput) -> Tensor:
+    """The sampled tokens of rows that were played for this update, bool [M]; `origin` [N]."""
+    return spread(origin, given.offsets, len(given.mask)) == FRESH
+
+
+# The policy update on a worker: minibatches -> micro-batches -> losses with global denominators -> optimizer steps.
+#
+# `update_policy` is the entry point; `_Job.loss` is the loss of one micro-batch. `Pack` and `Steps` below, and `Meter`, are also
+# used by the critic and by supervised steps: a micro-batch, optimizer steps that are only taken if everything in them is finite,
+# and sums of a micro-batch's numbers.
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """What an update needs besides batch and algorithm: the rollout's temperature, token cap, seed, step,
+    and the coefficient of the KL term in the loss."""
+
+    temperature: float
+    micro_tokens: int
+    seed: int
+    step: int
+    kl_coef: float = 0.0
+
+
+def update_policy(
+    engine: BaseEngine, view: Ragged, algorithm: AlgorithmConfig, settings: UpdateSettings, visits: Visits | None = None
+) -> dict[str, float]:
+    """All optimizer steps of one training step; every rank calls it with its own rows.
+
+    Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
+    advantages, minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked
+    and ref_logprobs, and the batch-wide counts; if rows were added (train/added.py) origin, and the batch-wide added. A minibatch
+    without remaining rows still takes its optimizer step, with a gradient of zero. `visits` is told the ratios of the first
+    epoch. Returns metrics, the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
+    """
+    loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
+    parts, counts, added = minibatches(view), counts_of(view), added_of(view)
+    micros = plan_micro_batches(view, parts, settings.micro_tokens, engine)
+    meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
+    engine.expert_load()  # of what was computed before
+    for epoch in range(algorithm.epochs):
+        for number in visit_order(len(parts), epoch, settings):
+            seen = visits if epoch == 0 else None
+            more = None if added is None else Added(algorithm, counts[number], added[number])
+            job = _Job(engine, view, algorithm, loss, counts[number], settings, meter, not steps.norms, seen, more)
+            steps.take(number, micros[number], job.loss)
+    steps.check()
+    return _metrics(engine, meter, steps, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients that wait for an optimizer step: the denominators that they have, whether every loss was finite, and the
+    `backward` calls that they are of."""
+
+    counts: Denominators
+    sound: bool
+    calls: int
+
+
+def add_gradients(
+    engine: BaseEngine,
+    view: Ragged,
+    algorithm: AlgorithmConfig,
+    settings: UpdateSettings,
+    part: int,
+    waiting: Gradients | None,
+    first: bool,
+) -> tuple[dict[str, float], Gradients]:
+    """The gradients of minibatch `part`, and no optimizer step; every rank calls it with its own rows, which have the columns
+    that `update_policy` needs. `first`: the weights are those of the last publish.
+
+    With gradients `waiting`, the sum becomes that of the one batch that joins the calls: means over n1 and n2 tokens (or
+    episodes) as one over n1 + n2. So earlier gradients are scaled by n1 / (n1 + n2), and the new loss is divided by n1 + n2.
+    """
+    loss, own = policy_loss(algorithm.loss.name, algorithm.loss.args), counts_of(view)[part]
+    micros = plan_micro_batches(view, [minibatches(view)[part]], settings.micro_tokens, engine)[0]
+    meter, steps = Meter(), Steps(engine, view, f"update {settings.step}")
+    engine.expert_load()  # of what was computed before
+    counts, share = own, 1.0
+    if waiting is not None:
+        counts = Denominators(waiting.counts.tokens + own.tokens, waiting.counts.episodes + own.episodes, own.length)
+        whole = max(_counted(counts, algorithm), 1.0)
+        engine.scale_gradients(max(_counted(waiting.counts, algorithm), 1.0) / whole)
+        share = max(_counted(own, algorithm), 1.0) / whole
+    job = _Job(engine, view, algorithm, loss, counts, settings, meter, first)
+    broken = steps.backward(micros, job.loss)
+    if broken:
+        steps.log_skipped(part, "the loss is not finite in a micro-batch", broken)
+    sound = steps.sound(broken) and (waiting is None or waiting.sound)
+    metrics = measured(engine, meter, (own,))
+    # Of these rows by themselves, whatever waited before them.
+    return {**metrics, "loss": metrics["loss"] / share}, Gradients(counts, sound, 1 if waiting is None else waiting.calls + 1)
+
+
+def _counted(counts: Denominators, algorithm: AlgorithmConfig) -> float:
+    """What the mean of `algorithm.aggregate` is over."""
+    return counts.tokens if algorithm.aggregate == "token_mean" else counts.episodes
+
+
+def visit_order(count: int, epoch: int, settings: UpdateSettings) -> list[int]:
+    """The order in which an epoch visits the minibatches; the first epoch takes them as they are, as they are shuffled."""
+    if epoch == 0:
+        return list(range(count))
+    # Only the order: what a minibatch holds is fixed by the driver, since its denominators belong to it.
+    order = np.random.default_rng([settings.seed, settings.step, epoch]).permutation(count)
+    return [int(number) for number in order]
+
+
+@dataclass(slots=True)
+class _Job:
+    """The losses of one optimizer step's micro-batches."""
+
+    engine: BaseEngine
+    view: Ragged
+    algorithm: AlgorithmConfig
+    policy: Callable[[LossInput], LossOutput]
+    counts: Denominators
+    settings: UpdateSettings
+    meter: Meter
+    first: bool
+    visits: Visits | None = None
+    added: Added | None = None
+
+    def loss(self, rows: list[int]) -> Tensor:
+        """This micro-batch's share of the step's loss."""
+        piece = Pack(self.view, rows, self.engine.device, replay=True)
+        logprobs, entropy = self.engine.logprobs(piece.micro, self.settings.temperature, True)
+        weights = piece.column("weights") if "weights" in self.view else torch.ones_like(logprobs)
+        given = LossInput(
+            logprobs,
+            piece.column("old_logprobs" if "old_logprobs" in self.view else "logprobs"),
+            piece.column("logprobs"),
+            piece.column("advantages"),
+            weights.detach() > 0,  # the mask: weight 0 is a token that the correction rejected
+            on_device(piece.compact, self.engine.device),
+            piece.column("picked") if "picked" in self.view else None,
+        )
+        out = self.policy(given)
+        # A weight says how much a token counts. Without `detach` its gradient would teach the policy to make tokens count less.
+        policy = tokens = out.loss * weights.detach()
+        if self.algorithm.entropy_bonus:
+            tokens = tokens - self.algorithm.entropy_bonus * entropy
+        fresh = None if self.added is None else fresh_tokens(piece.row(ORIGIN), given)
+        mask, lengths = given.mask if fresh is None else given.mask & fresh, piece.row("episode_tokens")
+        tokens = tokens + self._kl(piece, given, mask)
+        total = aggregate(tokens, mask, given.offsets, self.algorithm.aggregate, self.counts, lengths)
+        if self.added is not None:
+            total = total + self.added.loss(piece.row(ORIGIN), given, policy, lengths)
+            self.added.measure(piece.row(ORIGIN), given, out, self.meter)
+        self._measure(piece, given, out, entropy, total, fresh)
+        if self.visits is not None and rows:
+            self.visits.add(piece.row(SOURCE), piece.compact, given.logprobs - given.behaviour_logprobs)
+        return total
+
+    def _kl(self, piece: Pack, given: LossInput, mask: Tensor) -> Tensor:
+        """The KL term of each token, including its coefficient; the KL is measured whenever there is a reference."""
+        if "ref_logprobs" not in self.view:
+            return torch.zeros_like(given.logprobs)
+        kl = self.algorithm.kl
+        value = kl_estimate(kl_kind(kl), given.logprobs, piece.column("ref_logprobs"), kl.straight_through)
+        self.meter.add("kl_reference", value, mask)
+        return self.settings.kl_coef * value if kl.where == "loss" else torch.zeros_like(value)
+
+    def _measure(
+        self, piece: Pack, given: LossInput, out: LossOutput, entropy: Tensor, total: Tensor, fresh: Tensor | None
+    ) -> None:
+        """`fresh` [M]: which tokens are of this update's own rows; None: all."""
+        every = torch.ones_like(given.mask) if fresh is None else fresh
+        mask, now = given.mask & every, given.logprobs.detach()
+        self.meter.add("loss", total)
+        for name, count in (("plain_tokens", piece.tokens), ("computed_tokens", piece.computed)):
+            self.meter.add(name, torch.tensor(float(count)))
+        self.meter.add(SAMPLED, every)
+        self.meter.add(TRAINED, mask)
+        self.meter.add("entropy", entropy, mask)
+        self.meter.add("kl_behaviour", given.behaviour_logprobs - now, every)
+        for name, values in out.metrics.items():
+            self.meter.add(name, values, mask)
+        if self.first:  # no step was taken yet: a difference is between trainer and engine, or due to staleness
+            self.meter.add(FIRST, every)
+            self.meter.add("mismatch_kl", kl_estimate("k3", now, given.behaviour_logprobs), every)
+            self.meter.top("mismatch_max", torch.where(every, (now - given.behaviour_logprobs).abs(), 0.0))
+
+
+def mismatch(view: Ragged) -> dict[str, float]:
+    """`mismatch_kl` (k3, mean over all sampled tokens) and `mismatch_max` between the proximal policy and the engine's
+    logprobs. If the proximal policy was recomputed, the batch has both, even for rows that a correction rejects."""
+    new, old = (view.tokens(name)[view.tokens("sampled")] for name in ("old_logprobs", "logprobs"))
+    if not len(new):
+        return {}
+    return {"mismatch_kl": float(kl_estimate("k3", new, old).mean()), "mismatch_max": float((new - old).abs().max())}
+
+
+def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denominators, ...]) -> dict[str, float]:
+    """`loss` and `grad_norm` are means over the optimizer steps; the rest is as of `measured`."""
+    if not steps.norms:
+        return {"tokens_trained": 0.0, "minibatches": 0.0}
+    found = measured(engine, meter, counts)
+    return {**found, **steps.metrics(), "loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts))}
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError for a combination that would not do what its settings say."""
+    policy_loss(algorithm.loss.name, algorithm.loss.args)
+    loss = POLICY_LOSSES.entry(algorithm.loss.name)
+    if algorithm.proximal != "recompute":
+        if "proximal" in loss.needs:
+            raise ConfigError(f'algorithm.loss "{loss.name}" needs algorithm.proximal = "recompute"')
+        if algorithm.correction is not None:
+            raise ConfigError('algorithm.correction needs algorithm.proximal = "recompute"')
+    if algorithm.correction is not None:
+        correction(algorithm.correction.name, algorithm.correction.args)
+        weighs = CORRECTIONS.entry(algorithm.correction.name)
+        if "importance_weighted" in loss.traits & weighs.traits:
+            others = CORRECTIONS.that_are("importance_weighted", False)
+            raise ConfigError(
+                f'algorithm.correction "{weighs.name}" and algorithm.loss "{loss.name}" both weight tokens by '
+                f"proximal / behavior, so this weight would be applied twice; use {others}, or another loss"
+            )
+    check_kl(algorithm.kl)
+    norm_length(algorithm)
+
+
+class Pack:
+    """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
+    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows'
+    tokens, `computed` of which go through the model: fewer if the batch's columns say that rows share a prefix.
+
+    `replay`: the model's routers repeat the column `experts`, if the batch has one. A shared prefix goes to the experts of the
+    first of its rows."""
+
+    def __init__(self, view: Ragged, rows: list[int], device: torch.device, replay: bool = False) -> None:
+        self.flat = pack(view, rows)
+        self.device = device
+        offsets = self.flat["cu_seqlens"].to(torch.int64)
+        self.mask = self.flat["sampled"]
+        if bool(self.mask[offsets[:-1]].any()):
+            raise ValueError("a row begins with a sampled token: nothing precedes it that could predict it")
+        self.compact = sampled_offsets(self.mask, offsets)
+        ids, positions = self.flat["token_ids"], self.flat["position_ids"]
+        indices, last = self.mask.nonzero().squeeze(1), offsets[1:] - 1
+        before, targets = indices - 1, ids[indices]  # a token is predicted by the one before it
+        packed = packed_rows(offsets, device)
+        experts = self.flat["experts"] if replay and "experts" in view else None
+        if experts is not None and not rows:
+            experts = free(experts, len(experts))
+        trees, row_counts = trees_of(view, rows), None
+        if trees:
+            # Fewer tokens are computed than the rows have: positions in the plain rows become positions among these.
+            made = share(view, rows, trees)
+            ids, positions = made.token_ids, made.position_ids
+            before, last = made.at[before], made.at[last]
+            row_counts = on_device(torch.bincount(made.at, minlength=len(ids)), device)
+            if experts is not None:
+                experts = experts[torch.from_numpy(np.unique(made.at.numpy(), return_index=True)[1])]
+            packed = packed_trees(made.spans, packed.longest, device)
+        self.tokens, self.computed = len(self.mask) if rows else 0, len(ids) if rows else 0
+        # int32 in the batch; gather needs int64.
+        ids, positions, before, targets, last = (on_device(t.long(), device) for t in (ids, positions, before, targets, last))
+        experts = None if experts is None else on_device(experts, device)
+        self.micro = Micro(ids, positions, packed, before, targets, last, experts, row_counts, _images(view, rows, offsets))
+
+    def column(self, name: str) -> Tensor:
+        values: Tensor = self.flat[name]
+        return on_device(values[self.mask], self.device)
+
+    def row(self, name: str) -> Tensor:
+        """A row column, [N]."""
+        values: Tensor = self.flat[name]
+        return on_device(values, self.device)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Inverse of `column`: [M] -> [T] on the host, 0 where not sampled."""
+        out = torch.zeros(len(self.mask), dtype=torch.float32)
+        out[self.mask] = values.detach().float().cpu()
+        return out
+
+
+def _images(view: Ragged, rows: list[int], offsets: Tensor) -> tuple[tuple[int, int, tuple[Image, ...]], ...]:
+    """`Micro.images` of packed rows; of a dummy, that it has none."""
+    ends = offsets.tolist()
+    held = [view.images(row) for row in rows] or [()]
+    return tuple(zip(ends[:-1], ends[1:], held, strict=True))
+
+
+class Steps:
+    """The optimizer steps of one update: `norms` holds the gradient norm of each before clipping, `skipped` counts
+    those that were not taken.
+
+    A step with a loss or a gradient norm that is not finite is skipped on all ranks: its gradients are dropped,
+    weights and optimizer stay as they are.
+    """
+
+    def __init__(self, engine: BaseEngine, view: Ragged, where: str) -> None:
+        self._engine, self._view, self._where = engine, view, where
+        self.norms: list[float] = []
+        self._taken: list[float] = []
+        self._usage = CardUsage(engine, view)
+        self.skipped = 0
+
+    def take(self, number: int, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> None:
+        """Backward passes over the micro-batches (row numbers) of minibatch `number`, and its optimizer step."""
+        broken = self.backward(micros, loss)
+        sound = self.sound(broken)
+        norm = self._engine.step(sound)
+        self.norms.append(norm)
+        if sound and math.isfinite(norm):
+            self._taken.append(norm)
+            return
+        self.skipped += 1
+        if broken:
+            self.log_skipped(number, "the loss is not finite in a micro-batch", broken)
+        elif sound:
+            self.log_skipped(number, f"the gradient norm is {norm}", micros)
+
+    def backward(self, micros: list[list[int]], loss: Callable[[list[int]], Tensor]) -> list[list[int]]:
+        """Add the gradients of the micro-batches; returns those of this rank whose loss is not finite."""
+        finite: list[Tensor] = []
+        for index, rows in enumerate(micros):
+            share = loss(rows)
+            finite.append(torch.isfinite(share.detach()))
+            # Also with a loss that is not finite: a rank that left out a backward pass would hang the others' collectives.
+            self._engine.backward(share, last=index == len(micros) - 1)
+        self._usage.add(micros)
+        return [rows for rows, fine in zip(micros, finite, strict=True) if not fine]
+
+    def sound(self, broken: list[list[int]]) -> bool:
+        """Whether the losses of all ranks were finite: all must decide the same, as a rank that stepped alone would have other
+        weights than the rest from then on."""
+        return not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
+
+    def log_skipped(self, number: int, what: str, micros: list[list[int]]) -> None:
+        rows = named_rows(self._view, [row for micro in micros for row in micro])
+        log.error("%s: optimizer step %d is skipped: %s; its rows: %s", self._where, number, what, rows)
+
+    def check(self) -> None:
+        """Raise NonFiniteError, on all ranks, if the weights are no longer finite."""
+        if not self._engine.finite():
+            raise NonFiniteError(f"{self._where}: the weights are no longer finite; they are neither published nor saved")
+
+    def metrics(self) -> dict[str, float]:
+        """`grad_norm` (mean over the steps that were taken, if there are any), `skipped_optimizer_steps`, `optimizer_steps`
+        (taken), and what they took of the ranks' cards."""
+        return {
+            **({"grad_norm": sum(self._taken) / len(self._taken)} if self._taken else {}),
+            "skipped_optimizer_steps": float(self.skipped),
+            "optimizer_steps": float(len(self._taken)),
+            **self._usage.metrics(),
+        }
+
+
+# A forward pass over all rows
+
+
+@torch.no_grad()
+def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: int, replay: bool = False) -> TensorDict:
+    """`logprobs` and `entropy` of the sampled tokens as ragged float32 columns, 0 elsewhere. `replay`: tokens go to the experts
+    that the batch names, if it does."""
+    out = {name: torch.zeros(int(view.offsets[-1])) for name in ("logprobs", "entropy")}
+    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
+    for rows in micros:
+        # Also for a dummy without rows: the pass takes part in the collectives of ranks that have some, and writes nothing.
+        packed = Pack(view, rows, engine.device, replay)
+        results = engine.logprobs(packed.micro, temperature, True)
+        for name, values in zip(out, results, strict=True):
+            unpack(view, rows, packed.spread(values), out[name])
+    return TensorDict({name: jagged(values, view.offsets) for name, values in out.items()}, batch_size=[len(view)])
+
+
+@torch.no_grad()
+def compute_values(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
+    """`values` of the sampled tokens as a ragged float32 column, 0 elsewhere."""
+    out = torch.zeros(int(view.offsets[-1]))
+    [micros] = plan_micro_batches(view, [np.arange(len(view))], cap, engine)
+    for rows in micros:
+        packed = Pack(view, rows, engine.device)
+        unpack(view, rows, packed.spread(engine.values(packed.micro)), out)
+    return TensorDict({"values": jagged(out, view.offsets)}, batch_size=[len(view)])

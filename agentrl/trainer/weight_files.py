@@ -1,0 +1,461 @@
+"""Weight files of a model: tensors read by region and written one by one, and what the headers hold and lack."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from agentrl.engines.weights.parameters import loading_conversions
+from agentrl.utils.errors import ModelError
+from agentrl.utils.files import naming
+from agentrl.utils.parsing import read_json
+
+Region = tuple[slice, ...]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class WeightFiles:
+    """The weights of a model folder or hub name, mapped and not read: a tensor's bytes come from the page cache, which all
+    processes of a node share. Use it in a `with` block; what `read` returns must be copied within it."""
+
+    def __init__(self, path: str, config: Any) -> None:
+        """`config`: the model's transformers config. Raises ModelError if there are no weights or a file is not readable."""
+        self._path, self._open = path, ExitStack()
+        self._held: dict[str, Any] = {}  # a slice object of safetensors, or a tensor mapped by torch
+        try:
+            for file in weight_files(path, getattr(config, "transformers_weights", None)):
+                self._held.update(self._tensors(file))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{path}: its weights cannot be read: {str(error).strip().splitlines()[0]}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Before the files are closed that they point into.
+        self._held.clear()
+        self._open.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        held = self._held[name]
+        return tuple(held.shape if isinstance(held, Tensor) else held.get_shape())
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A tensor, or a region of it (one slice a dimension), in the type that the file has. A view of the mapped file."""
+        found: Tensor = self._held[name][region or ...]
+        return found
+
+    def _tensors(self, file: str) -> dict[str, Any]:
+        if file.endswith(".safetensors"):
+            handle = self._open.enter_context(safe_open(file, framework="pt"))
+            return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
+        # weights_only: a pickle from elsewhere could run code.
+        held: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return held
+
+
+def weight_files(path: str, named: str | None = None) -> list[str]:
+    """The files that hold a model's weights, downloaded if `path` is a hub name. `named`: the file that the model's config
+    names, if it names one. Raises OSError if there is none."""
+    # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
+    names = [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]
+    for name in names:
+        found = local_file(path, name)
+        if found is None:
+            continue
+        if not name.endswith(".json"):
+            return [found]
+        parts = sorted(set(read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [local_file(path, part) for part in parts]
+        missing = [part for part, file in zip(parts, files, strict=True) if file is None]
+        if missing:
+            raise OSError(f"{name} names {missing[0]}, which is not there")
+        return [file for file in files if file is not None]
+    raise OSError(f"there is no file {' or '.join(names)}")
+
+
+def local_file(path: str, name: str) -> str | None:
+    """A file of a model folder, or of a model of a hub, which is fetched; None if it has none."""
+    if Path(path).is_dir():
+        return str(Path(path) / name) if (Path(path) / name).is_file() else None
+    from transformers.utils import cached_file
+
+    found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return found
+
+
+# Writing
+
+MAX_FILE_BYTES = 2 << 30
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FilePosition:
+    """Where a tensor's bytes go: an open file, and the position in it."""
+
+    file: BinaryIO
+    start: int
+
+
+class WeightWriter:
+    """The weight files of a model folder, in the format of https://github.com/huggingface/safetensors: the length of a header,
+    the header (JSON), the bytes. Since it says where each tensor lies, they may come in any order.
+
+    Files have temporary names until all tensors are there: a folder that was left half-written has no weights. Use it in a
+    `with` block.
+    """
+
+    def __init__(self, folder: Path, expected: Mapping[str, Tensor], max_bytes: int = MAX_FILE_BYTES) -> None:
+        """`expected`: all tensors that will be written, in the order of files; meta tensors will do."""
+        self._folder, self._expected = folder, dict(expected)
+        self._missing = set(expected)
+        self._positions: dict[str, FilePosition] = {}
+        self._files = ExitStack()
+        groups = _grouped(expected, max_bytes)
+        count = len(groups)
+        self._names = [SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        self._of = {name: file for file, group in zip(self._names, groups, strict=True) for name in group}
+        try:
+            for file, group in zip(self._names, groups, strict=True):
+                self._start(self._aside(file), group)
+        except BaseException:
+            self._end(publish=False)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(publish=kind is None and not self._missing)
+        if kind is None and self._missing:
+            raise ModelError(f"export: no weights for {min(self._missing)} ({len(self._missing)} missing)")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor. Raises ModelError if it is not among the expected ones, or is unlike the one expected."""
+        expected = self._expected.get(name)
+        if expected is None or name not in self._missing:
+            raise ModelError(f"export: no place for weights named {name}")
+        if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+            raise ModelError(f"export: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {tuple(expected.shape)}")
+        position = self._positions[name]
+        with naming(Path(position.file.name)):
+            position.file.seek(position.start)
+            # As bytes, since numpy has no bfloat16; flat, since a scalar cannot be viewed as bytes.
+            position.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._missing.discard(name)
+
+    def _end(self, publish: bool) -> None:
+        """Close the files, which writes what is left of them, and give them their names, or remove them."""
+        try:
+            self._files.close()
+            if publish:
+                self._publish()
+        finally:
+            for name in self._names:
+                self._aside(name).unlink(missing_ok=True)
+
+    def _aside(self, name: str) -> Path:
+        return self._folder / f".{name}.writing"
+
+    def _start(self, path: Path, group: list[str]) -> None:
+        # The largest elements first, so that each tensor begins at a multiple of its element's size; as safetensors does.
+        names = sorted(group, key=lambda name: (-self._expected[name].element_size(), name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        for name in names:
+            tensor = self._expected[name]
+            starts[name], end = end, end + _bytes(tensor)
+            entry = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
+            header[name] = entry
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # Spaces up to a multiple of 8, so that the tensors begin aligned in a mapped file; the format allows them.
+        text += b" " * (-len(text) % 8)
+        self._files.enter_context(naming(path))
+        file = self._files.enter_context(path.open("wb"))
+        file.write(len(text).to_bytes(8, "little") + text)
+        self._positions.update({name: FilePosition(file, 8 + len(text) + start) for name, start in starts.items()})
+
+    def _publish(self) -> None:
+        for old in self._folder.glob("model*.safetensors*"):
+            if old.name in (SINGLE, INDEX) or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", old.name):
+                old.unlink()  # of an earlier export: a reader would prefer it, or take both
+        for name in self._names:
+            self._aside(name).replace(self._folder / name)
+        if len(self._names) == 1:
+            return
+        total = {
+            "total_parameters": sum(tensor.numel() for tensor in self._expected.values()),
+            "total_size": sum(_bytes(tensor) for tensor in self._expected.values()),
+        }
+        # The index last: files that it does not name yet are not a model to any reader.
+        index = {"metadata": total, "weight_map": dict(sorted(self._of.items()))}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _grouped(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
+    """The names of each file, in order: as many as fit, but at least one."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in expected.items():
+        if groups[-1] and held + _bytes(tensor) > max_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += _bytes(tensor)
+    return groups
+
+
+# What files hold and lack
+
+SHOWN = 3
+"""Names of a list that an error shows; of the others it says how many there are."""
+LFS = b"version https://git-lfs"
+PLAIN = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.index.json")
+"""Files that hold weights, or say which do."""
+
+HARMLESS = {
+    "rotary frequencies, which the config determines": r"(^|\.)(inv_freq|cos_cached|sin_cached)$",
+    "attention masks": r"\.(attn|attention)\.(bias|masked_bias)$",
+    "layers that predict several tokens at once": r"(^|\.)mtp(\.|_)",
+    "parts for images, video or sound": r"(^|\.)(visual|vision_\w+|multi_modal_projector|mm_projector|image_\w+|audio_\w+"
+    r"|embed_vision|embed_audio|connector|talker|speech_\w+|perceiver\w*)\.",
+    "heads for other tasks": r"^(score|classifier|v_head|value_head)\.",
+}
+"""What checkpoints hold beside a causal language model, and why it can be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor of a file: its type, by the name that the file gives it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def has_weights(path: str) -> bool:
+    """Whether a folder has a file of weights, whole or not; True for a hub name."""
+    return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in OTHER_WEIGHTS)
+
+
+def has_safetensors(path: str) -> bool:
+    """Whether a folder has weights as transformers saves them, whole or not; True for a hub name."""
+    return not Path(path).is_dir() or any((Path(path) / name).is_file() for name in (SINGLE, INDEX))
+
+
+def stored_tensors(path: str, named: str | None = None) -> dict[str, Header]:
+    """The tensors of a model by name. `named`: the file that the model's config names, if it names one. Of a hub name that is not
+    on this machine, headers alone are fetched.
+
+    Raises ModelError: a file is missing, damaged, of another kind, or a git-LFS pointer.
+    """
+    folder = Path(path) if Path(path).is_dir() else _in_cache(path)
+    if folder is None:
+        return _of_hub(path)
+    return {name: stored for file in _files(folder, named) for name, stored in _tensors(file).items()}
+
+
+def check_pointers(folder: Path) -> None:
+    """Raise ModelError if a file of a model folder is a git-LFS pointer."""
+    for file in sorted(file for file in folder.iterdir() if file.is_file() and file.stat().st_size < 1024):
+        if file.read_bytes().startswith(LFS):
+            raise ModelError(
+                f"{file.name} is a git-LFS pointer ({file.stat().st_size} bytes), not the file itself: run `git lfs pull` in the "
+                "folder, or fetch the model with `hf download NAME --local-dir FOLDER`"
+            )
+
+
+def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
+    """Raise ModelError if the stored tensors are not those of `model`, a transformers model on the meta device: some are missing,
+    have no place in it, have another shape, or are quantized. Returns what is stored and left out, by reason."""
+    odd = sorted(name for name, tensor in stored.items() if tensor.dtype not in PLAIN)
+    quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
+    if quantized:
+        raise ModelError(
+            f"{named(quantized)} {_are(quantized)} stored as {stored[quantized[0]].dtype}: the weights are quantized, and its "
+            "config.json does not say how; take the checkpoint that they were made from (bfloat16, float16 or float32)"
+        )
+    wanted = dict(model.state_dict(keep_vars=True))
+    conversions, unknown = loading_conversions(model, wanted, stored)
+    filled: set[int] = set()
+    wrong: list[str] = []
+    for conversion in conversions:
+        try:
+            made = conversion.make(lambda name: _meta(stored[name]), model)
+        except (RuntimeError, ValueError, IndexError) as problem:
+            wrong.append(f"{conversion.name} (its parts do not fit together: {str(problem).splitlines()[0]})")
+            continue
+        filled.update(id(wanted[name]) for name in made)
+        wrong += [
+            f"{name} ({_sizes(made[name].shape)} in its files, {_sizes(wanted[name].shape)} by config.json)"
+            for name in made
+            if made[name].shape != wanted[name].shape
+        ]
+    own = {id(tensor): name for name, tensor in reversed(wanted.items())}  # a tied tensor by the first of its names
+    missing = [name for name, tensor in wanted.items() if id(tensor) not in filled and own[id(tensor)] == name]
+    left_out, strange = _sorted(model, unknown)
+    problems = [
+        f"{len(wrong)} have another shape: {named(wrong)}" if wrong else "",
+        f"{len(missing)} of {len(own)} are not in its files: {named(missing)}" if missing and not wrong else "",
+        f"{len(strange)} of its files have no place in {type(model).__name__}: {named(strange)}" if strange else "",
+    ]
+    if any(problems):
+        raise ModelError(
+            f"its weights are not those of its config.json: tensors, {'; '.join(filter(None, problems))}. Fetch the model again, "
+            "or correct config.json; a checkpoint of another program must be converted to the form that transformers saves"
+        )
+    return [f"{count} tensors not used: {reason}" for reason, count in left_out.items()]
+
+
+def _sorted(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]]:
+    """Tensors without a place in the model: those known to be harmless, counted by reason, and the others."""
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    counts: Counter[str] = Counter()
+    strange = []
+    for name in unknown:
+        number = re.search(r"\blayers\.(\d+)\.", name)
+        reason = next((reason for reason, pattern in HARMLESS.items() if re.search(pattern, name)), None)
+        if reason is None and number is not None and isinstance(layers, int) and _behind(model, int(number[1]), layers):
+            reason = "layers that predict several tokens at once"
+        if reason is None and any(pattern.search(name) for pattern in ignored):
+            reason = f"left out by {type(model).__name__}"
+        if reason is None:
+            strange.append(name)
+        else:
+            counts[reason] += 1
+    return counts, strange
+
+
+def _behind(model: Any, number: int, layers: int) -> bool:
+    """Whether a layer is one of those that some families keep behind the model's own, to predict several tokens."""
+    return layers <= number < layers + (getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
+
+
+def named(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def _meta(stored: Header) -> Any:
+    import torch
+
+    return torch.empty(stored.shape, device="meta")
+
+
+def _files(folder: Path, config_named: str | None) -> list[Path]:
+    # As WeightFiles looks for them.
+    for name in [config_named] if config_named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]:
+        if not (folder / name).is_file():
+            continue
+        return _of_index(folder / name) if name.endswith(".json") else [folder / name]
+    others = sorted({file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)})
+    if "adapter_model.safetensors" in others:
+        raise ModelError(
+            "it holds adapters alone: merge them into their base model first (peft: merge_and_unload, save_pretrained)"
+        )
+    if ggufs := [name for name in others if name.endswith(".gguf")]:
+        raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {folder / ggufs[0]}")
+    raise ModelError(
+        f"it has no weights: expected {SINGLE} or {INDEX}"
+        + (f", found {named(others)}; convert it with the script of the model's family" if others else "; fetch the whole model")
+        + ", or load it in transformers, and save_pretrained(FOLDER)"
+    )
+
+
+def _of_index(index: Path) -> list[Path]:
+    try:
+        parts = sorted(set(read_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as problem:
+        raise ModelError(f"{index.name} is not an index of weights ({problem!r}); fetch it again") from problem
+    missing = [part for part in parts if not (index.parent / part).is_file()]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of the {len(parts)} files that {index.name} names are not there: {named(missing)}; fetch them"
+        )
+    return [index.parent / part for part in parts]
+
+
+def _tensors(file: Path) -> dict[str, Header]:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(str(file), framework="pt") as handle:
+                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # the handle is not a mapping
+                return {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        # weights_only: a pickle from elsewhere could run code. mmap: no tensor is read.
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return {name: Header(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in held.items()}
+    except (SafetensorError, OSError, ValueError, RuntimeError) as problem:
+        raise ModelError(
+            f"{file.name} ({file.stat().st_size} bytes) is damaged or cut off: {str(problem).strip().splitlines()[0]}; fetch it "
+            "again"
+        ) from problem
+
+
+def _in_cache(path: str) -> Path | None:
+    """The folder of a hub name's files on this machine; None if weights are not all there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in (SINGLE, INDEX, OLD_SINGLE, OLD_INDEX):
+        found = try_to_load_from_cache(path, name)
+        if isinstance(found, str):
+            folder = Path(found).parent
+            whole = not name.endswith(".json") or all(
+                (folder / part).is_file() for part in read_json(Path(found).read_text(encoding="utf-8"))["weight_map"].values()
+            )
+            return folder if whole else None
+    return None
+
+
+def _of_hub(path: str) -> dict[str, Header]:
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        files = get_safetensors_metadata(path).files_metadata
+    except NotASafetensorsRepoError as problem:
+        raise ModelError(
+            f"the hub has no {SINGLE} or {INDEX} of it; convert it first: load it in transformers, save_pretrained"
+        ) from problem
+    return {name: Header(info.dtype, tuple(info.shape)) for file in files.values() for name, info in file.tensors.items()}

@@ -1,0 +1,177 @@
+"""Tools that run in child processes, which can be killed: `@tool(process=True)`.
+
+A child serves one call after the other; if a call is abandoned (a timeout, a cancelled episode), its child is killed
+and the next call starts another. A child imports the tool's module itself, so the tool is a plain module function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import types
+from asyncio import CancelledError
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from agentrl.utils.errors import EnvError, ToolError
+from agentrl.utils.threads import TOOLS
+
+FunctionRef = tuple[str, str, str]
+"""Module, qualified name and file of a function."""
+
+_idle: list[Child] = []
+os.register_at_fork(after_in_child=_idle.clear)  # they are not its children
+
+
+def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
+    """What a child needs to find the function. Raises TypeError, naming the tool, if no child could import it."""
+    kind = (
+        "a coroutine function"
+        if inspect.iscoroutinefunction(function)
+        else "a method"
+        if next(iter(inspect.signature(function).parameters), None) == "self"
+        else "defined inside a function"
+        if "<" in function.__qualname__
+        else ""
+    )
+    if kind:
+        raise TypeError(
+            f"tool {name}: process=True needs a plain function of a module, which a child process can import; this one is {kind}"
+        )
+    return function.__module__, function.__qualname__, inspect.getfile(function)
+
+
+@asynccontextmanager
+async def child_for(name: str, place: FunctionRef) -> AsyncIterator[Child]:
+    """A child that has imported the function already, so that its start does not count as the tool's time."""
+    child = _idle_child()
+    if child is None:
+        child = await TOOLS.call(name, Child)
+    try:
+        await child.call(name, place, None)
+        yield child
+    finally:
+        if child.lives:  # a child whose call was abandoned has been killed
+            _idle.append(child)
+
+
+def _idle_child() -> Child | None:
+    """An idle child that still runs; one that has ended meanwhile (killed for memory, say) must not fail the next call."""
+    while _idle:
+        child = _idle.pop()
+        if child.runs():
+            return child
+    return None
+
+
+class Child:
+    """A process that serves calls, and this side of its pipe."""
+
+    def __init__(self) -> None:
+        # spawn: a fork of a process with threads (this one has them) may hang on a lock that one of them holds.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, list(sys.path)), daemon=True, name="agentrl-tool")
+        self._process.start()
+        theirs.close()
+        self.lives = True
+        self.used = 0.0
+        """Seconds of CPU time used by the call during which it was killed."""
+
+    def runs(self) -> bool:
+        """Whether the process is alive."""
+        return self._process.is_alive()
+
+    async def call(self, name: str, place: FunctionRef, values: Mapping[str, Any] | None) -> Any:
+        """Call the function (with values None, only import it). Raises what it raises, and EnvError if the child ends
+        instead of answering. If the caller gives up (is cancelled), the child is killed."""
+        began = self._processor_s()
+        try:
+            answered, result = await TOOLS.call(name, self._ask, place, values)
+        except CancelledError:
+            self.used = self._processor_s() - began
+            self._kill()
+            raise
+        except (EOFError, OSError):
+            await TOOLS.call(name, self._process.join, 1)  # it is about to end by itself, and its exit code says why
+            self._kill()
+            raise EnvError(f"tool {name}: its process ended with exit code {self._process.exitcode}") from None
+        if not answered:
+            raise result
+        return result
+
+    def _ask(self, place: FunctionRef, values: Mapping[str, Any] | None) -> tuple[bool, Any]:
+        """Blocks. Raises EOFError or OSError if the process is gone."""
+        self._pipe.send((place, values))
+        answer: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
+        return answer
+
+    def _kill(self) -> None:
+        self.lives = False
+        self._process.kill()
+        self._process.join(1)  # a killed process is gone in milliseconds
+
+    def _processor_s(self) -> float:
+        with suppress(OSError):
+            # The id that Linux gives to the CPU clock of a process (clock_getcpuclockid).
+            return time.clock_gettime((~(self._process.pid or 0) << 3) | 2)
+        return 0.0
+
+
+def serve(pipe: Connection, path: list[str]) -> None:
+    """The child: answer calls until the other side is gone."""
+    sys.path[:] = path
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # they reach all processes; the run still finishes its step
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        try:
+            place, values = pipe.recv()
+        except EOFError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            function = _find(*place)
+            answer = True, function(**values) if values is not None else None
+        except SystemExit as leaving:
+            answer = False, RuntimeError(f"{place[1]} called sys.exit({leaving.code!r})")
+        except Exception as fault:
+            answer = False, fault
+        pipe.send_bytes(_pickled(answer))
+
+
+def _pickled(answer: tuple[bool, Any]) -> bytes:
+    answered, result = answer
+    try:
+        packed = pickle.dumps(answer)
+        if not answered:
+            pickle.loads(packed)  # an exception with more constructor arguments than its message may not unpickle
+        return packed
+    except Exception as problem:
+        if isinstance(result, ToolError):
+            return pickle.dumps((False, ToolError(str(result))))
+        if not answered:
+            return pickle.dumps((False, RuntimeError(f"{type(result).__name__}: {result}")))
+        return pickle.dumps((False, TypeError(f"what it returned cannot be pickled: {problem}")))
+
+
+def _find(module: str, name: str, file: str) -> Callable[..., Any]:
+    package, _, _ = module.rpartition(".")
+    if package.startswith("_agentrl_shelf_") and package not in sys.modules:
+        # Content files are modules of a package that only the catalog's loader creates.
+        parent = types.ModuleType(package)
+        parent.__path__ = [str(Path(file).parent)]
+        sys.modules[package] = parent
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    plain: Callable[..., Any] = getattr(found, "function", found)  # decorated, it is a Tool
+    return plain

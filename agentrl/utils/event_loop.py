@@ -1,0 +1,547 @@
+"""Deadlines that count an event loop's own running time, and a watchdog that names what blocks a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import linecache
+import logging
+import os
+import queue
+import selectors
+import sys
+import sysconfig
+import threading
+import time
+from asyncio import events
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import thread
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+# Deadlines that count only the time in which the event loop was running.
+#
+# `asyncio.timeout` counts wall-clock time: if something blocks the loop for longer than a deadline, everything that was
+# awaited is late at once, even if its result is there. Here one ticker per event loop counts the time in which the loop was
+# not blocked, and every deadline on that loop reads it. It never runs faster than the wall clock, so a deadline can sleep for
+# part of what it has left, up to `LONGEST`; thousands of episodes that wait for slow tools cost the loop almost nothing.
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+TICK = 0.05
+"""Seconds between two ticks of a loop's clock. A tick that comes late counts for at most twice that."""
+LONGEST = 5.0
+"""Seconds after which a deadline reads the clock again at the latest; an eighth of the time left, if that is less."""
+GRACE = 10.0
+"""Seconds that cancelled work has to end; then it is abandoned."""
+
+
+class LateError(TimeoutError):
+    """The awaited result did not come in time."""
+
+
+class LoopClock:
+    """Seconds in which one event loop was running, counted while it has users (`enter` to `leave`)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._users, self._counted, self._last = loop, 0, 0.0, 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    def enter(self) -> None:
+        self._users += 1
+        if self._next is None:
+            self._last = time.monotonic()
+            self._next = self._loop.call_later(TICK, self._tick)
+
+    def leave(self) -> None:
+        self._users -= 1
+
+    def now(self) -> float:
+        """Seconds counted so far. Time is added at each tick and at each call of this."""
+        now = time.monotonic()
+        # Capped: in a longer gap the loop was blocked except for a tick or two, and nothing could be answered.
+        self._counted += min(now - self._last, 2 * TICK)
+        self._last = now
+        return self._counted
+
+    def _tick(self) -> None:
+        self.now()
+        # Ends without users: an idle loop is not woken twenty times a second for a clock that nobody reads.
+        self._next = self._loop.call_later(TICK, self._tick) if self._users else None
+
+
+_CLOCKS: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = WeakKeyDictionary()
+
+
+def loop_clock() -> LoopClock:
+    """The clock of the running event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _CLOCKS:
+        _CLOCKS[loop] = LoopClock(loop)
+    return _CLOCKS[loop]
+
+
+class OwnedTasks:
+    """Own tasks that no caller awaits to their end; `close` cancels them and waits. Also an async context manager."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `work` in a task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what still runs, and wait until it has ended; idempotent."""
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> OwnedTasks:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable[[], bool] = lambda: True) -> T:
+    """The result of `work`. Raises LateError after `seconds`; the work is then cancelled. Time in which `counts` is
+    false (for example while it waits in a queue) does not count. The work runs in a separate task, `contained`."""
+    left = seconds
+
+    def spend(passed: float) -> float:
+        nonlocal left
+        left -= passed if counts() else 0.0
+        return left
+
+    task = asyncio.ensure_future(contained(work, name))
+    try:
+        if not await in_time(task, spend):
+            await end(task, name)
+    except asyncio.CancelledError:
+        await end(task, name)
+        raise
+    if task.done() and not task.cancelled():  # also work that finished while it was being cancelled: its result counts
+        return task.result()
+    raise LateError(f"{name}: not finished within {seconds:g} s")
+
+
+async def contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
+    """The result of `work`; to be run in a task of its own.
+
+    If the work raises CancelledError although nobody cancelled that task, or calls sys.exit, `kind` is raised instead: the
+    first would look like a task that was given up, the second would end the event loop and everything that runs on it.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise kind(f"{name} was cancelled from inside") from None
+    except SystemExit as fault:
+        raise kind(f"{name} called sys.exit({fault.code!r})") from fault
+
+
+async def in_time(task: asyncio.Future[Any], spend: Callable[[float], float], longest: float = LONGEST) -> bool:
+    """Wait until the task is done (True) or no time is left (False). `spend(seconds)` gets the time counted since its last
+    call and returns the time left; the first call gets 0. It is called at least every `longest` seconds. Raises what `spend`
+    raises.
+
+    The caller continues a fixed number of loop iterations after the task's end, no matter when the clock was read: the
+    embedded engine steps once per iteration, so which requests share a step, and thus their last digits, must not depend on
+    the clock.
+    """
+    clock = loop_clock()
+    clock.enter()
+    try:
+        left = spend(0.0)
+        if task.done() or left <= 0:
+            return task.done()
+        return await _Countdown(task, spend, clock, longest).wait(left)
+    finally:
+        clock.leave()
+
+
+class _Countdown:
+    """Timers that read the clock until a task is done; the waiting caller is woken once, at the end."""
+
+    def __init__(self, task: asyncio.Future[Any], spend: Callable[[float], float], clock: LoopClock, longest: float) -> None:
+        self._task, self._spend, self._clock, self._longest = task, spend, clock, longest
+        self._counted = clock.now()
+        self._loop = asyncio.get_running_loop()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait(self, left: float) -> bool:
+        self._task.add_done_callback(self._wake)
+        self._check_later(left)
+        try:
+            await self._woken
+            if self._task.done():
+                self._report()
+            return self._task.done()
+        finally:
+            self._timer.cancel()
+            self._task.remove_done_callback(self._wake)
+
+    def _report(self) -> float:
+        """Report the time since the last call to `spend`; returns the time left."""
+        before, self._counted = self._counted, self._clock.now()
+        return self._spend(self._counted - before)
+
+    def _check_later(self, left: float) -> None:
+        # An eighth of the time left: `counts` may change in between, and one late check would charge the whole span at once.
+        self._timer = self._loop.call_later(min(self._longest, max(left / 8, TICK), left + 0.005), self._check)
+
+    def _check(self) -> None:
+        if self._woken.done() or self._task.done():
+            return
+        try:
+            left = self._report()
+        except Exception as fault:
+            # Raised where it is waited for: out of a timer's callback it would only be logged.
+            self._woken.set_exception(fault)
+            return
+        if left <= 0:
+            self._wake()
+        else:
+            self._check_later(left)
+
+    def _wake(self, _: object = None) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+
+async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> None:
+    """Cancel a task and wait for its end; one that does not end within `grace` seconds is abandoned with a warning."""
+    task.cancel()
+    left = grace
+
+    def spend(passed: float) -> float:
+        nonlocal left
+        left -= passed
+        return left
+
+    # Not without a limit: work that swallows its cancellation would hold up everything that waits for its end. Of the loop's
+    # time: where thousands are cancelled at once, each of them waits for the loop.
+    if not await in_time(task, spend):
+        log.warning("%s did not end within %g s of being cancelled and is abandoned", name, grace)
+
+
+def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
+    """As `asyncio.run`, but what is left at the end has `grace` seconds to end once it is cancelled, and is then abandoned with
+    the loop: `asyncio.run` would wait for work that swallows its cancellation for ever."""
+    runner = asyncio.Runner()
+    try:
+        return runner.run(work)
+    finally:
+        loop = runner.get_loop()
+        if _ended(loop, grace):
+            runner.close()
+        else:  # without what waits: the runner's own close would, for all of them
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+def _ended(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
+    """Cancel what is left in a loop that stands still; whether all of it has ended."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=grace))
+    if tasks:
+        log.warning("%d tasks did not end within %g s of being cancelled and are abandoned", len(tasks), grace)
+    return not tasks
+
+
+# A watchdog for event loops: it says what kept one from turning, while it does.
+#
+# All episodes of a loop wait while one call holds it: a tool written as a coroutine that sleeps or computes, a reward spec, a
+# long text. `LoopWatchdog` is a thread that asks the loop for a sign of life a few times a second. If none comes within the
+# limit, it reads the loop thread's stack, as often as it stays silent, and names the call: the innermost frame of the user's own
+# code if there is one, and the episode. `agentrl/utils/event_loop.py` sees to it that such time is on no episode's account.
+
+EPISODE: ContextVar[str] = ContextVar("agentrl_episode", default="")
+"""The key of the episode that the running code belongs to; "" outside of episodes. Set by `rollout.replay.tape.in_episode`."""
+
+STILL = 10.0
+"""Seconds after which a loop that is still silent is reported without waiting for its end."""
+MOST_PLACES = 32
+"""Places that are told of; of more than that only the seconds are counted."""
+
+Owner = Literal["user", "package", "library"]
+
+_PACKAGE = Path(__file__).resolve().parent
+_LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
+_WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
+_IDLE = {"_Crew._next", "_pass_on"}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program
+_RUN = events.Handle._run.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    """A line of code, and whose it is: the user's (an environment, a tool, a plug-in), this package's, or a library's."""
+
+    file: str
+    line: int
+    function: str
+    owner: Owner
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.line).strip()
+        return f"{_short(self.file)}:{self.line} in {self.function}" + (f" (`{code}`)" if code else "")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBlock:
+    """A time in which a loop did not turn. `share`: of the looks at its stack that found `place`; 0.0 if the call was over
+    before its stack could be read, with `place` None. `inner`: what `place` had called."""
+
+    seconds: float
+    place: CodeLine | None
+    inner: CodeLine | None
+    episode: str
+    share: float
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"{self.seconds:.2f} s in a call that ended before its stack could be read"
+        inner = f", then in {self.inner}" if self.inner is not None else ""
+        often = f", seen in {self.share:.0%} of the looks" if self.share < 0.9 else ""
+        return f"{self.seconds:.2f} s in {self.place}{inner}{f' (episode {self.episode})' if self.episode else ''}{often}"
+
+
+@dataclass(slots=True)
+class _Looks:
+    """What was seen of one block so far."""
+
+    found: Counter[tuple[CodeLine | None, str]] = field(default_factory=Counter)
+    inner: dict[CodeLine | None, CodeLine | None] = field(default_factory=dict)
+
+    def look(self, ident: int) -> None:
+        """One look at the loop's thread. If the loop itself only waits, a thread that keeps the interpreter's lock is named."""
+        frames = sys._current_frames()
+        own = frames.pop(ident, None)
+        frames.pop(threading.get_ident(), None)
+        if own is not None and not _waits(own):
+            self._note(own)
+            return
+        for frame in frames.values():
+            if not _waits(frame) and (place := _place(_of_one_call(frame)[0])[0]) is not None and place.owner != "library":
+                self._note(frame)
+                return
+
+    def _note(self, frame: FrameType) -> None:
+        stack, episode = _of_one_call(frame)
+        place, inner = _place(stack)
+        self.found[place, episode] += 1
+        self.inner[place] = inner
+
+    def block(self, seconds: float) -> LoopBlock:
+        if not self.found:
+            return LoopBlock(seconds, None, None, "", 0.0)
+        (place, episode), times = self.found.most_common(1)[0]
+        return LoopBlock(seconds, place, self.inner.get(place), episode, times / self.found.total())
+
+
+class LoopWatchdog:
+    """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
+
+    `limit`: seconds of silence from which on a block is counted and told of (it is seen for certain from twice that on);
+    0 turns the watchdog off. `say`: gets one line per place, on the loop, the first time that it blocks. `worst`: the longest
+    block so far. Time in which the loop's thread waited for a processor that other programs used is not counted.
+    """
+
+    def __init__(self, limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> None:
+        self.limit = limit
+        self.worst: LoopBlock | None = None
+        self._say, self._name = say, name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._over, self._turned = threading.Event(), threading.Event()
+        self._answered = self._blocked = self._longest = 0.0
+        self._told: set[tuple[str, str]] = set()
+
+    def start(self) -> None:
+        """Watch the running loop; nothing if the limit is 0."""
+        if self.limit <= 0:
+            return
+        self._loop = asyncio.get_running_loop()
+        ident, native = threading.get_ident(), threading.get_native_id()
+        self._thread = threading.Thread(target=self._watch, args=(ident, native), daemon=True, name="agentrl-watchdog")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; idempotent. What was counted stays."""
+        self._over.set()
+        self._turned.set()  # it may be waiting for the loop, which is this very thread
+        if self._thread is not None:
+            self._thread.join(1.0)
+            self._thread = None
+
+    def read(self) -> dict[str, float]:
+        """Since the last reading: `loop/blocked_s`, the seconds of all blocks, and `loop/longest_s`, those of the longest."""
+        found = {"loop/blocked_s": self._blocked, "loop/longest_s": self._longest}
+        self._blocked = self._longest = 0.0
+        return found
+
+    # -- in the watchdog's thread ------------------------------------------------------------------
+
+    def _watch(self, ident: int, native: int) -> None:
+        with _Processor(native, threading.get_native_id()) as processor:
+            while True:
+                processor.begin()
+                due = time.monotonic() + self.limit
+                if self._over.wait(self.limit):
+                    return
+                looks = _Looks()
+                if time.monotonic() - due > self.limit:
+                    # A call that keeps the interpreter's lock (a regular expression, a sort) keeps this thread waiting too. It
+                    # has just ended, and the stack is still that of its caller.
+                    looks.look(ident)
+                self._turned.clear()
+                if not self._ask(self._turn):
+                    return
+                if looks.found or not self._turned.wait(self.limit):
+                    self._follow(ident, due, looks, processor)
+
+    def _ask(self, call: Callable[..., None], *args: object) -> bool:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def _turn(self) -> None:
+        """Runs on the loop: its sign of life."""
+        self._answered = time.monotonic()
+        self._turned.set()
+
+    def _follow(self, ident: int, since: float, looks: _Looks, processor: _Processor) -> None:
+        """Look at the stack until the loop turns, then count and tell."""
+        pause, still = self.limit / 4, STILL
+        while not self._turned.is_set():
+            looks.look(ident)
+            self._turned.wait(pause)
+            pause = min(pause * 1.5, 1.0)
+            if (passed := time.monotonic() - since) > still:
+                log.warning("%s has stood still for %s, and still does", self._name, looks.block(passed))
+                still *= 10
+        seconds = self._answered - since - processor.waited()
+        if self._over.is_set() or seconds < self.limit:
+            return
+        block = looks.block(seconds)
+        self._blocked += seconds
+        self._longest = max(self._longest, seconds)
+        if self.worst is None or seconds > self.worst.seconds:
+            self.worst = block
+        key = (block.place.file, block.place.function) if block.place is not None else ("", "")
+        if key not in self._told and len(self._told) < MOST_PLACES:
+            self._told.add(key)
+            self._ask(self._say, f"{self._name} stood still for {block}: every episode waited (docs/rollouts.md)")
+
+
+@contextlib.contextmanager
+def watched(limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> Iterator[LoopWatchdog]:
+    """A watchdog of the running loop."""
+    watchdog = LoopWatchdog(limit, say, name)
+    watchdog.start()
+    try:
+        yield watchdog
+    finally:
+        watchdog.stop()
+
+
+class _Processor:
+    """Seconds in which threads were ready and other programs had the processors (Linux's schedstat; else always 0)."""
+
+    def __init__(self, *natives: int) -> None:
+        self._files: list[int] = []
+        with contextlib.suppress(OSError):
+            for native in natives:
+                self._files.append(os.open(f"/proc/self/task/{native}/schedstat", os.O_RDONLY))
+        self._before = self._read()
+
+    def __enter__(self) -> _Processor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._before = self._read()
+
+    def waited(self) -> float:
+        """Seconds since `begin`, of the thread that waited longest."""
+        return max((now - then for now, then in zip(self._read(), self._before, strict=True)), default=0.0)
+
+    def _read(self) -> list[float]:
+        try:
+            return [int(os.pread(file, 99, 0).split()[1]) * 1e-9 for file in self._files]
+        except (OSError, ValueError, IndexError):
+            return [0.0] * len(self._files)
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a thread waits for work, for another thread, or for what a socket brings."""
+    return frame.f_code.co_filename in _WAITING or frame.f_code.co_qualname in _IDLE
+
+
+def _of_one_call(frame: FrameType) -> tuple[list[FrameType], str]:
+    """The frames of what the loop runs just now, innermost first, and its episode."""
+    stack: list[FrameType] = []
+    at: FrameType | None = frame
+    while at is not None:
+        if at.f_code is _RUN:
+            # Tasks have a copy of the context that they were made in, so those that an episode makes have its key too.
+            return stack, str(at.f_locals["self"]._context.get(EPISODE, ""))
+        stack.append(at)
+        at = at.f_back
+    return stack, ""
+
+
+def _place(stack: list[FrameType]) -> tuple[CodeLine | None, CodeLine | None]:
+    """The innermost line of the user's code, else of this package's, else of any; and the innermost line of all if it differs."""
+    places = [CodeLine(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname, _owner(f.f_code.co_filename)) for f in stack]
+    if not places:
+        return None, None
+    chosen = next((p for owner in ("user", "package") for p in places if p.owner == owner), places[0])
+    return chosen, places[0] if places[0] != chosen else None
+
+
+@cache
+def _owner(file: str) -> Owner:
+    """Whose code a file is. Content that the package brings along (`_shelf`) counts as the user's, who may have changed it."""
+    if file.startswith("<"):  # made by a library (a dataclass, a named tuple)
+        return "library"
+    path = Path(file).resolve()
+    if path.is_relative_to(_PACKAGE):
+        return "user" if path.is_relative_to(_PACKAGE / "_shelf") else "package"
+    return "library" if any(path.is_relative_to(folder) for folder in _LIBRARIES) else "user"
+
+
+def _short(file: str) -> str:
+    """A path as one reads it: relative to the working folder, or to where its library is installed."""
+    for folder in (Path.cwd(), _PACKAGE.parent, *_LIBRARIES):
+        if Path(file).is_relative_to(folder):
+            return str(Path(file).relative_to(folder))
+    return file

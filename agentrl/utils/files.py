@@ -1,0 +1,132 @@
+"""Files that readers see complete at any moment, how plain ones are opened, and their digests."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+from agentrl.utils.errors import FULL, DiskFullError, OutputError
+
+
+def atomic_write(path: Path, text: str, *, private: bool = False) -> None:
+    """Write to a temporary file, fsync, rename: readers (and a kill) find the old file or the new one, never half of one.
+    `private`: only its owner may read it."""
+    atomic_write_all(path, [text], private=private)
+
+
+def atomic_write_all(path: Path, parts: Iterable[str], *, private: bool = False) -> None:
+    """The same for a text in parts, with one part at a time in memory. If producing a part raises, the old file stays."""
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if private:
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: after a power loss the new name could otherwise have no content
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a write knows no file, in contrast to one of `open`: it gets this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def full_text(path: Path | str, then: str) -> str:
+    """One line for a full disk: the file or folder, how much is free there, and what to do."""
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    return f"{path}: the disk is full ({shutil.disk_usage(there).free} bytes are free): free some space and {then}"
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """True if `error`, or one of its causes, says that no space is left."""
+    seen: set[int] = set()  # what is raised from itself has no end
+    # By its text as well: an error that came from another rank or process has nothing else left of the OSError.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OutputError):
+            return False
+        if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
+            return True
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def full_disk_said(place: Path | str, then: str) -> Iterator[None]:
+    """Whatever could not be written for want of space, here, on a rank or by a library: a DiskFullError with the file (`place`
+    if the error names none), what is free there, and what to do, `then`."""
+    try:
+        yield
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        named = error.filename if isinstance(error, OSError) and error.filename else place
+        raise DiskFullError(f"{error}; {then}" if isinstance(error, DiskFullError) else full_text(named, then)) from error
+
+
+def plain_file(path: str, flags: int) -> int:
+    """An `opener` for `open`, for what should be a plain file: of anything else (a pipe, which would be waited for; a folder; a
+    device) it raises OSError, which names it."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return descriptor
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """A plain file, to be read in bytes. Raises OSError, also for what is none."""
+    return open(path, "rb", opener=plain_file)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user wrote: UTF-8, with or without a mark at its beginning. Raises OSError; UnicodeDecodeError,
+    which names another encoding and says what to do."""
+    return decoded(path.read_bytes())
+
+
+def decoded(data: bytes) -> str:
+    """`read_text`, of what was read."""
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (b"\0" in data[:8] and len(data) % 2 == 0):  # also UTF-32
+        raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        reason = f"{error.reason}; save it as UTF-8"
+        raise UnicodeDecodeError(error.encoding, error.object, error.start, error.end, reason) from None
+
+
+def read_plain(path: Path, errors: str = "strict") -> str:
+    """The text of a plain file, in UTF-8. Raises OSError, also for what is none; ValueError if it is no UTF-8 (`errors`)."""
+    with open_plain(path) as file:
+        return file.read().decode("utf-8", errors)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

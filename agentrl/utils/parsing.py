@@ -1,0 +1,380 @@
+"""Read and write JSON and TOML, parse Python source, and read numbers as people write them.
+
+Each reader takes untrusted text in linear time and raises ValueError for what it cannot read."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import re
+import threading
+import tomllib
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from math import gcd
+from typing import Any, Literal
+
+from pydantic_core import to_jsonable_python
+
+from agentrl.utils.threads import fork_safe
+
+# JSON and TOML
+
+MOST_BITS = 1023
+"""Of an integer that a double, as which most readers take numbers, can hold."""
+MOST_TOML = 1_000_000
+"""Characters of a TOML text."""
+MOST_DOTS = 64
+"""Dots in a key of TOML, each of which makes a table; `tomllib` takes quadratic time and memory for them."""
+_PART = r"""[\w"'-]"""
+_DOTTED = re.compile(rf"(?<!{_PART})(?:{_PART}++[ \t]*+\.[ \t]*+){{{MOST_DOTS}}}")
+
+
+def read_json(text: str | bytes | bytearray) -> Any:
+    """`json.loads`. Raises ValueError, also for what is nested too deep for it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """`tomllib.loads`. Raises ValueError, also for what is nested too deep for it, long, or has a key of very many parts, and for
+    an integer of more than 64 bits, which TOML need not hold."""
+    if len(text) > MOST_TOML:
+        raise ValueError(f"{len(text)} characters; at most {MOST_TOML} are read")
+    if _DOTTED.search(text):
+        raise ValueError(f"a key with more than {MOST_DOTS} dots")
+    try:
+        table = tomllib.loads(text)
+        large = next(_large(table), None)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if large is not None:
+        raise ValueError(f"{str(large)[:24]}... is beyond the integers of TOML, which have 64 bits")
+    return table
+
+
+def _large(value: Any) -> Iterator[int]:
+    """The integers of more than 64 bits in a TOML value."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _large(item)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        yield value
+
+
+def json_text(
+    value: Any,
+    *,
+    indent: int | None = None,
+    default: Callable[[Any], Any] | None = None,
+    ensure_ascii: bool = True,
+    sort_keys: bool = False,
+    separators: tuple[str, str] | None = None,
+) -> str:
+    """`json.dumps`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers that Python refuses
+    to write (over 4,300 digits). Raises TypeError for what has no JSON form."""
+    form: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys, "separators": separators}
+    try:
+        return json.dumps(value, default=default, allow_nan=False, **form)
+    except ValueError:  # rare, so the others pay for no look at each number
+        return json.dumps(_plain(value, default), allow_nan=False, **form)
+
+
+def unbounded(value: Any) -> bool:
+    """Whether it is a number that JSON cannot represent, or that most of its readers cannot."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
+
+
+def in_json(value: Any) -> Any:
+    """A Python value (dataclasses, pydantic models, enums and dates included) as one that JSON can represent: NaN and the
+    infinities are texts ("NaN", "-Infinity"), integers beyond a double a text that names their size. Raises ValueError for what
+    has no JSON form."""
+    # pydantic's own `inf_nan_mode` leaves floats as they are in Python's form.
+    return _in_words(to_jsonable_python(value))
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_words(item) for item in value]
+    if not unbounded(value):
+        return value
+    if isinstance(value, float):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return f"an integer of about {int(value.bit_length() * math.log10(2))} digits"
+
+
+def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
+    if isinstance(value, Mapping):
+        return {None if unbounded(key) else key: _plain(item, default) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, default) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return None if unbounded(value) else value
+    return value if default is None else _plain(default(value), default)
+
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def detached(value: Any) -> Any:
+    """A copy of a JSON value that shares no list and no dictionary with it, however deep it is nested."""
+    if not isinstance(value, dict | list):
+        return value
+    whole = value.copy()
+    rest = [whole]
+    while rest:  # not by recursion: a policy may nest deeper than Python's stack
+        part = rest.pop()
+        # Values are replaced under keys that stay, which an iteration allows.
+        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
+            if type(item) in _SCALARS:
+                continue
+            if isinstance(item, dict | list):
+                part[key] = item.copy()
+                rest.append(part[key])
+            elif not isinstance(item, str | int | float):
+                part[key] = copy.deepcopy(item)  # an author's data may hold more than JSON has: a tuple of lists, say
+    return whole
+
+
+def identical(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0, as it is in Python."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or one != other:
+        return False
+    rest = [(one, other)]
+    while rest:
+        here, there = rest.pop()
+        keyed = isinstance(here, Mapping)
+        for a, b in ((item, there[key]) for key, item in here.items()) if keyed else zip(here, there, strict=True):
+            if a is b:
+                continue
+            if type(a) is not type(b):
+                return False
+            if isinstance(a, Mapping | list | tuple):
+                rest.append((a, b))
+    return True
+
+
+# Python source as trees
+
+_LOCK = fork_safe(threading.RLock())
+_WRONG = "recursion depth mismatch"
+_TIMES = 8
+
+
+def module_of(source: str | bytes, filename: str = "<unknown>") -> ast.Module:
+    """`ast.parse(source)`. Raises SyntaxError, ValueError, RecursionError and MemoryError as it does."""
+    found = _tree(source, filename, "exec")
+    assert isinstance(found, ast.Module)
+    return found
+
+
+def expression_of(text: str) -> ast.expr:
+    """The one expression that a text is. Raises as `module_of`."""
+    found = _tree(text, "<unknown>", "eval")
+    assert isinstance(found, ast.Expression)
+    return found.body
+
+
+def _tree(source: str | bytes, filename: str, mode: Literal["exec", "eval"]) -> ast.AST:
+    """Python 3.11 counts how deep a tree is in a place that all its threads share: a parse within another (in another thread, or
+    in what the garbage collector calls) ends the outer one with a SystemError, whatever the source is (CPython issue 106905).
+    The lock keeps agentrl's own threads apart; others' are rare enough that a further try is alone."""
+    for left in reversed(range(_TIMES)):
+        try:
+            with _LOCK:
+                return ast.parse(source, filename, mode)
+        except SystemError as problem:
+            if not left or _WRONG not in str(problem):
+                raise
+    raise AssertionError
+
+
+# Numbers as people write them
+
+LONGEST = 400
+"""Characters of a number."""
+_SCRIPTS = (
+    r"\u0e01-\u0e2e\u0e30-\u0e45\u0e81-\u0ece\u1000-\u1021\u1780-\u17b3\u1100-\u11ff\u3005\u3007\u3040-\u30ff\u3130-\u318f"
+    r"\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
+)
+_LETTER = rf"(?:\d|(?![{_SCRIPTS}])\w)"
+"""What goes on with a word or a number. Scripts without blanks between words end one at each character."""
+_TIMES_TEN = "[十百万萬億亿만억조천백십]|[千兆](?![克米瓦卡赫])"
+_SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
+_MONEY = r"(?:[$€£¥₹₩]|\\\$)"
+_GROUPS = "|".join(
+    rf"[1-9][0-9]{{0,2}}(?:{between}[0-9]{{3}})+(?![0-9])"
+    for between in (",", r"\{,\}", r"\\[,;: ]", " ", "\u00a0", "\u2009", "\u202f", "'", "\u2019")
+)
+_INTEGER = rf"(?:{_GROUPS}|[0-9]+)"
+_PLAIN = rf"(?:(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+\u2212]?[0-9]{{1,4}})?)"
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
+_REPEATED = r"(?:\\(?:overline|bar|dot)\s?\{(?P<again>[0-9]{1,20})\}|\((?P<round>[0-9]{1,20})\))"
+_FRACTION = (
+    rf"(?:\\[dtc]?frac\s?(?:\{{\s?(?P<top_sign>{_SIGN}?)\s?(?P<top>{_PLAIN})\s?\}}|(?P<top1>[0-9]))\s?"
+    rf"(?:\{{\s?(?P<bottom>{_PLAIN})\s?\}}|(?P<bottom1>[0-9]))|(?P<vulgar>[{_VULGAR}]))"
+)
+# Most numbers are digits with nothing behind them that could belong to them; to know it early is ten times as fast.
+_SIMPLE = (
+    rf"(?P<simple>[0-9]+(?![0-9.eE{{(\\\u2044/×x*·⋅^√{_VULGAR}])(?!.?[0-9]{{3}}(?![0-9]))(?!\s?[-/\\×x*·⋅\u2044{_VULGAR}])"
+    rf"(?!\s+[0-9.,]+\s?[/\u2044]))"
+)
+_VALUE = (
+    rf"(?:{_SIMPLE}|(?P<repeated>(?P<before>{_INTEGER}?\.[0-9]{{0,40}}){_REPEATED})"
+    rf"|(?P<whole>{_INTEGER})?\s?{_FRACTION}"
+    rf"|(?:(?P<and>{_INTEGER})(?:\s+|-))?(?P<over>{_PLAIN})\s?[/\u2044]\s?(?P<under>{_PLAIN})"
+    rf"|(?P<mantissa>{_PLAIN})\s?(?:[x×*·⋅]|\\times|\\cdot)\s?10\s?"
+    rf"(?:(?:\^|\*\*)\s?[{{(]?\s?(?P<power>{_SIGN}?[0-9]{{1,4}})\s?[}})]?|(?P<raised>[⁺⁻]?[{_RAISED}]{{1,4}}))"
+    rf"|(?P<plain>{_PLAIN}))"
+)
+_TOKEN = re.compile(
+    rf"(?P<sign>{_SIGN}?)(?P<money>(?:{_MONEY}\s?)?)(?P<sign2>{_SIGN}?){_VALUE}(?P<percent>\s?(?:\\?%|per ?cent\b|pct\b))?"
+)
+# Beside these a number is part of another one, or of what is none: a power, a product, a date, a version, a name.
+_BEFORE = re.compile(
+    rf"(?:{_LETTER}|[.√∛^]|[{_VULGAR}]|\d[,:/'\u2019*×·⋅]|\d[-\u2013][0-9]{{1,4}}[-\u2013]|[/:]\s?\d|\d\s?/\s?|[_^}}]\{{|\\sqrt\s?\{{|[十百千万萬億亿만억조천백십]|%[0-9a-fA-F]?)\Z"
+)
+_AFTER = re.compile(
+    rf"{_LETTER}|{_TIMES_TEN}|[.,:/'\u2019*×·⋅][0-9]|[-\u2013][0-9]{{1,4}}[-\u2013][0-9]|\s?\^(?!\{{?\\circ)|\*\*[({{0-9]|\s?√|\s?\\sqrt"
+    rf"|[{_VULGAR}]|\s?/\s?[0-9]|\s?\\frac"
+)
+_FULL = str.maketrans({0xFF01 + i: 0x21 + i for i in range(94)})
+_MINUS = frozenset("-\u2212\u2010\u2011\u2013\ufe63⁻")
+_LOOSE_MINUS = re.compile(rf"(?<=[=≈<>≤≥(]) ?([-\u2212\u2013])\s(?={_MONEY}?[0-9.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Numeral:
+    """A number and how it was written. `exact`: without decimals; `lowest`: no fraction that can be reduced."""
+
+    value: Fraction
+    text: str
+    exact: bool
+    lowest: bool = True
+    percent: bool = False
+
+
+def numerals(text: str) -> Iterator[Numeral]:
+    """Yield every complete number of a text: 170 does not contain 17, nor 5/2 a 5, nor 10³ a 10, and v17 has no number."""
+    text = _LOOSE_MINUS.sub(r"\1", text.translate(_FULL))
+    start = 0
+    while (found := _TOKEN.search(text, start)) is not None:
+        token, end = _bounded(text, found)
+        if token is not None:
+            yield token
+        start = max(end, found.start() + 1)
+
+
+def _bounded(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]:
+    """The number of a match, if it stands by itself, and where to look on."""
+    begin, value_at = found.start(), found.end("sign2")
+    before = text[max(0, begin - 8) : begin]
+    if found["sign"] and re.search(rf"(?:{_LETTER}|[)\]}}!])\Z", before):
+        # A dash between two words or numbers is no sign: 10-20, A-5.
+        begin, before = found.start("money"), text[max(0, found.start("money") - 8) : found.start("money")]
+        signed = ""
+    else:
+        signed = found["sign"]
+    end = found.end()
+    if _BEFORE.search(before) or _AFTER.match(text, end) or len(found.group()) > LONGEST:
+        # What is joined to it is no number either.
+        return None, _end_of_joined(text, end)
+    if {signed, found["sign2"]} & {"±", "∓"} or (signed and found["sign2"]):
+        return None, end
+    value = _value(found, text[begin:end])
+    if value is None:
+        return None, max(value_at + 1, end)
+    negative = signed in _MINUS or found["sign2"] in _MINUS
+    return (Numeral(-value.value, value.text, value.exact, value.lowest, value.percent) if negative else value), end
+
+
+_JOINED = re.compile(rf"(?:{_LETTER}|[.,:/'\u2019^*×·⋅√{_VULGAR}\-\u2212\u2010\u2011\u2013{{}}](?=[\w{{]))*")
+
+
+def _end_of_joined(text: str, end: int) -> int:
+    found = _JOINED.match(text, end)
+    return found.end() if found is not None else end
+
+
+def _plain_number(text: str) -> Fraction:
+    return Fraction(re.sub(r"[^0-9.eE+-]", "", text.replace("\u2212", "-")).lstrip("+"))
+
+
+def _value(found: re.Match[str], text: str) -> Numeral | None:
+    """The number without its sign; None for a fraction over zero."""
+    percent = found["percent"] is not None
+    if found["simple"] is not None:
+        return Numeral(Fraction(int(found["simple"])), text, True, True, percent)
+    if found["repeated"] is not None:
+        whole, _, digits = re.sub(r"[^0-9.]", "", found["before"]).partition(".")
+        again = found["again"] or found["round"]
+        share = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
+        return Numeral(Fraction(f"{whole or 0}.{digits or 0}") + share, text, True, True, percent)
+    if found["mantissa"] is not None:
+        raised = found["raised"] and found["raised"].translate(str.maketrans(_RAISED + "⁺⁻", "0123456789+-"))
+        power = int((raised or found["power"]).replace("\u2212", "-").replace("\u2013", "-"))
+        mantissa = _plain_number(found["mantissa"])
+        # 3 × 10² is a product left standing; 1.6 × 10⁻¹⁹ is how such a number is written.
+        return Numeral(mantissa * Fraction(10) ** power, text, False, abs(power) > 3 and 1 <= mantissa < 10, percent)
+    if found["plain"] is not None:
+        return Numeral(_plain_number(found["plain"]), text, re.search("[.eE]", found["plain"]) is None, True, percent)
+    if found["vulgar"] is not None:
+        share = Fraction(unicodedata.numeric(found["vulgar"])).limit_denominator(10)
+        top, bottom, negative, exact = Fraction(share.numerator), Fraction(share.denominator), False, True
+    else:
+        over = found["over"] or found["top"] or found["top1"]
+        under = found["under"] or found["bottom"] or found["bottom1"]
+        top, bottom = _plain_number(over), _plain_number(under)
+        exact = re.search("[.eE]", over + under) is None
+        negative = (found["top_sign"] or "") in _MINUS
+    if not bottom or (found["top_sign"] or "") in ("±", "∓"):
+        return None
+    first = found["whole"] or found["and"]
+    lowest = exact and gcd(top.numerator, bottom.numerator) == 1 and bottom > 1 and (first is None or top < bottom)
+    value = (_plain_number(first) if first else 0) + top / bottom
+    return Numeral(-value if negative else value, text, exact, lowest, percent)
+
+
+def numeral(text: str) -> Numeral | None:
+    """Return the number that a text is as a whole, or None."""
+    text = text.strip()
+    if len(text) > LONGEST + 8:
+        return None
+    while len(text) > 1 and text[0] in "({" and text[-1] == {"(": ")", "{": "}"}[text[0]]:
+        text = text[1:-1].strip()
+    text = re.sub(rf"^({_SIGN})\s+", r"\1", text).translate(_FULL)
+    found = _TOKEN.fullmatch(text) or _TOKEN.fullmatch(text.removesuffix("."))
+    return None if found is None else _bounded(found.string, found)[0]
+
+
+def digits(text: str) -> str | None:
+    """Return a text that is a plain number without signs of thousands or money, or None; leading zeros are those of a name."""
+    found = numeral(text)
+    if found is None or found.percent or re.search(r"[^-+\u2212$€£¥₹₩0-9., '\u2019\u00a0\u202f]|^0[0-9]", found.text):
+        return None
+    return f"{'-' * (found.value < 0)}{re.sub('[^0-9.]', '', found.text)}"
+
+
+def amounts(text: str) -> set[str]:
+    """Return the amounts of money of a text, as 12.34: numbers with two decimals, or behind a sign of money."""
+    found = (number for number in numerals(text) if re.search(rf"{_MONEY}|\.[0-9]{{2}}(?![0-9])", number.text))
+    return {f"{Decimal(number.value.numerator) / Decimal(number.value.denominator):.2f}" for number in found}
+
+
+def is_letter(character: str) -> bool:
+    """Return whether a character goes on with a word: of scripts without blanks between words none does, but marks do."""
+    return bool(character) and (re.fullmatch(_LETTER, character) is not None or unicodedata.category(character) in ("Mn", "Mc"))

@@ -1,0 +1,265 @@
+"""Secrets: how a config refers to them without holding them, and the one place that takes them out of what leaves a process.
+
+A config says `env:NAME`, or `${env:NAME}` within a longer text; `resolved` puts the variable's value in its place, as late as it
+is used, and what it gave is a secret from then on. So are values of environment variables and config keys whose names say so
+(API_KEY, token, password, ...), passwords in addresses, and what follows such a flag in a command.
+
+`redact` replaces every known secret, `redact_said` also what looks like one (bearer tokens, keys of well-known providers): for
+messages, logs and errors. What a policy sees and writes is only changed where it holds a known secret.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from agentrl.utils.errors import ConfigError, OutputError
+from agentrl.utils.terminal import safe
+from agentrl.utils.threads import fork_safe
+
+SHORTEST = 8
+"""Characters of a value that is taken for a secret by its name: shorter ones stand in too much that is none."""
+GONE = "[redacted]"
+_WHOLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
+_WITHIN = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_NAMES = {"key", "apikey", "token", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "auth",
+          "authorization", "bearer", "cookie", "pat"}  # fmt: skip
+_NOT_ITSELF = {"env", "path", "file", "dir", "folder", "name", "id", "url", "type", "max", "min", "mode", "sock"}
+"""Last words of names that are not the secret's own: `token_env`, `SSH_AUTH_SOCK`."""
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'<>]+", re.IGNORECASE)
+_LOOKS = re.compile(
+    r"(?<![A-Za-z0-9])(?:sk|rk|pk)-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|"
+    r"xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|agentrl-[A-Za-z0-9_-]{40,}|"
+    r"(?i:(?<=bearer )[A-Za-z0-9._~+/=-]{8,})|(?i:(?<=://)[^\s/@:]*:[^\s/@]+(?=@))"
+)
+_known: set[str] = set()
+_ordered: list[str] = []
+_read: list[bool] = []
+_lock = fork_safe(threading.Lock())
+
+
+def resolved(value: Any, where: str) -> Any:
+    """The value with references replaced in all its texts; the very value if it has none. `where`: its key in the config. Raises
+    ConfigError for a variable that is not set."""
+    if not any(True for _ in references(value, where)):
+        return value
+    if isinstance(value, str):
+        if whole := _WHOLE.fullmatch(value):
+            return _variable(whole.group(1), where)
+        return _WITHIN.sub(lambda found: _variable(found.group(1), where), value)
+    if isinstance(value, Mapping):
+        return {key: resolved(inner, f"{where}.{key}") for key, inner in value.items()}
+    return [resolved(inner, where) for inner in value]
+
+
+def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Where a value refers to environment variables: the key of each text that does, below `where`, and the text."""
+    if isinstance(value, str):
+        if _WHOLE.fullmatch(value) or _WITHIN.search(value):
+            yield where, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from references(inner, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from references(inner, where)
+
+
+def _variable(name: str, where: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{where}: the environment variable {name} is not set")
+    remember(value)
+    return value
+
+
+def remember(*secrets: str) -> None:
+    """Take these out from now on, as they are and as JSON and addresses write them."""
+    with _lock:
+        for secret in secrets:
+            if len(secret) >= 4:
+                _known.update(
+                    {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(secret, safe="")}
+                )
+        _ordered[:] = sorted(_known, key=len, reverse=True)
+
+
+def learn(value: Any, name: str = "") -> None:
+    """Remember what a config or a command holds as plain text: by names, flags and addresses."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            learn(inner, str(key))
+    elif isinstance(value, list | tuple):
+        words = [word if isinstance(word, str) else "" for word in value]
+        for before, word in zip(["", *words], words, strict=False):
+            learn(word, before.lstrip("-") if before.startswith("-") and "=" not in before else name)
+        for inner in value:
+            if not isinstance(inner, str):
+                learn(inner, name)
+    elif isinstance(value, str) and value and not _WHOLE.fullmatch(value):
+        _learn_text(value, name)
+
+
+def _learn_text(text: str, name: str) -> None:
+    if _named_so(name) and len(text) >= SHORTEST and not _WITHIN.search(text) and not text.startswith(("/", "./")):
+        remember(text)
+    for address in _ADDRESS.findall(text):
+        try:
+            parts = urlsplit(address)
+            if parts.password:
+                remember(parts.password, unquote(parts.password), basic(address))
+            remember(*(value for key, value in parse_qsl(parts.query) if _named_so(key) and len(value) >= SHORTEST))
+        except ValueError:
+            continue
+    flag, equal, rest = text.lstrip("-").partition("=")
+    if not equal:
+        flag, equal, rest = text.partition(": ")  # a header
+    if equal and flag != text and " " not in flag and _named_so(flag) and len(rest) >= SHORTEST and not _WITHIN.search(rest):
+        remember(rest.removeprefix("Bearer "))
+
+
+def basic(address: str) -> str:
+    """Name and password of an address, as a request's header has them (RFC 7617)."""
+    parts = urlsplit(address)
+    return b64encode(f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()).decode()
+
+
+def _named_so(name: str) -> bool:
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
+    return bool(words) and words[-1] not in _NOT_ITSELF and not _NAMES.isdisjoint(words)
+
+
+def known() -> list[str]:
+    """All secrets of this process, the longest first: one may be a part of another."""
+    if not _read:
+        _read.append(True)
+        for name, value in os.environ.items():
+            learn(value, name)
+    return _ordered
+
+
+def redact(text: str) -> str:
+    """The text without known secrets."""
+    for secret in known():
+        if secret in text:
+            text = text.replace(secret, GONE)
+    return text
+
+
+def redact_said(text: str) -> str:
+    """The same, and without what looks like a secret: for messages, logs and errors."""
+    return _LOOKS.sub(GONE, redact(text))
+
+
+def redacted(value: Any, *, said: bool = False) -> Any:
+    """A JSON value with all its texts redacted; keys too."""
+    change = redact_said if said else redact
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key) if isinstance(key, str) else key: redacted(inner, said=said) for key, inner in value.items()}
+    return [redacted(inner, said=said) for inner in value] if isinstance(value, list | tuple) else value
+
+
+# -- ways out of a process -------------------------------------------------------------------------
+
+
+def guard_logs() -> None:
+    """Redact every log record of this process, tracebacks too, with what a terminal could act on written out; once."""
+    before = logging.getLogRecordFactory()
+    if getattr(before, "redacts", False):
+        return
+
+    def made(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        try:
+            record.msg, record.args = safe(redact_said(record.getMessage())), ()
+        except Exception:  # a message that does not fit its arguments: logging itself reports it
+            return record
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = safe(redact_said(logging.Formatter().formatException(record.exc_info)))
+        return record
+
+    made.redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(made)
+
+
+class _Stream:
+    """A text stream that redacts what is written to it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def write(self, text: str) -> int:
+        with self._writable():
+            self._inner.write(redact_said(text))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._writable():
+            self._inner.flush()
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """A terminal that is gone takes nothing more, and the work goes on; for a full disk there is an error of its own, since
+        whoever writes to a run's folder would take it for that."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._inner.fileno())  # also for what Python writes at its end
+            if error.errno != errno.EIO:
+                name = {1: "standard output", 2: "standard error"}.get(self._inner.fileno(), "the output")
+                raise OutputError(f"{name}: cannot be written: {error.strerror}. Send it elsewhere") from None
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def guard_process(config: Any = None) -> None:
+    """Redact all that this process logs and prints from now on, for one whose output goes to a log: an actor of Ray's. `config`:
+    what may hold secrets in plain text."""
+    learn(config)
+    guard_logs()
+    if not isinstance(sys.stdout, _Stream):
+        sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in (sys.stdout, sys.stderr))
+
+
+def _open_closed() -> None:
+    """Open what a shell has closed (`>&-`): else the next file that is opened is what programs take for their output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+@contextmanager
+def guarded_output() -> Iterator[None]:
+    """Redact what is logged and printed meanwhile."""
+    guard_logs()
+    _open_closed()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(Any, _Stream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        if isinstance(sys.stdout, _Stream) and isinstance(sys.stderr, _Stream):
+            sys.stdout, sys.stderr = before

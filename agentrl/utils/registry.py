@@ -1,0 +1,289 @@
+"""One way to register things by name: estimators, losses, engines, samplers, context policies, routes, trackers, wrappers.
+
+    ADVANTAGES: Registry[...] = Registry("algorithm.advantage", "ADVANTAGES", "agentrl.trainer.algorithms.advantages", needs={...})
+
+    @ADVANTAGES.register("remax", needs={"baseline"})       # in one file; no table elsewhere names it
+    def remax(batch, *, ...): ...
+
+What a component needs and what it is (`needs`, `traits`) are declared next to its function with words that the registry
+defines, so that the code that prepares a batch or places an engine reads these words and never compares names.
+
+A name is found in the registry's own package, in `plugins/` of the shelves (the user's before all others), and among other
+packages' entry points in the group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched by
+their source text; only the one that registers the name is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.utils.errors import ConfigError, hinted
+from agentrl.utils.parsing import module_of
+from agentrl.utils.search_path import PRIVATE, is_given, load_module, shelves, taken
+
+T = TypeVar("T", bound=Callable[..., Any])
+GROUP = "agentrl.plugins"
+FOLDER = "plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """One registered component: its factory, what it needs from others, and what others must know about it."""
+
+    name: str
+    make: T
+    needs: frozenset[str]
+    traits: frozenset[str]
+
+
+class Registry(Mapping[str, T]):
+    """The components of one kind; a mapping from a name to what was registered."""
+
+    def __init__(
+        self,
+        kind: str,
+        symbol: str,
+        home: str,
+        *,
+        given: int = 0,
+        needs: Mapping[str, str] | None = None,
+        traits: Mapping[str, str] | None = None,
+    ) -> None:
+        """`kind`: the config key, for messages. `symbol`: the name of this object in the source of files that register.
+        `home`: the package (or module) with agentrl's own components. `given`: the number of leading parameters that the
+        caller passes; the others are a config's arguments. `needs`, `traits`: the allowed words, each with its meaning."""
+        self.kind, self.symbol, self.home, self.given = kind, symbol, home, given
+        self.words = {"needs": dict(needs or {}), "traits": dict(traits or {})}
+        self._entries: dict[tuple[str, str], Entry[T]] = {}
+        self._own: dict[str, Entry[T]] = {}
+
+    def register(
+        self, name: str, *, needs: Collection[str] = frozenset(), traits: Collection[str] = frozenset()
+    ) -> Callable[[T], T]:
+        """Decorator for the function or class. Raises ValueError for a word that the registry does not define."""
+        for field, given in (("needs", needs), ("traits", traits)):
+            for word in given:
+                if word not in self.words[field]:
+                    listed = ", ".join(self.words[field]) or "none"
+                    raise ValueError(f"{self.kind} {name!r}: {field}={word!r}{hinted(word, self.words[field])}; known: {listed}")
+
+        def keep(make: T) -> T:
+            self._entries[name, make.__module__] = Entry(name, make, frozenset(needs), frozenset(traits))
+            return make
+
+        return keep
+
+    # -- looking up --------------------------------------------------------------------------------
+
+    def entry(self, name: str) -> Entry[T]:
+        """Raises ConfigError for an unknown name, with the nearest, and for one that two files register. "given:NAME" is what the
+        program gave (agentrl/utils/search_path.py)."""
+        if name in self._own:  # cached, because losses are looked up for every micro-batch
+            return self._own[name]
+        if is_given(name):
+            given = taken(name, self.kind)
+            return Entry(name, given.value, given.needs, given.traits)
+        files = self._files_by_name().get(name, [])
+        if not files:
+            listed = ", ".join(sorted(self))
+            raise ConfigError(f"{self.kind}: unknown name {name!r}{hinted(name, self)}; known: {listed or 'none'}")
+        if len(files) > 1:
+            raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
+        found = self._entries.get((name, _loaded(files[0], f"{self.kind}/{name}")))
+        if found is None:
+            # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
+            raise ConfigError(f"{self.kind}: {files[0]} does not register {name!r} when it is loaded")
+        if name in dict(_packaged(self.home, self.symbol)):
+            self._own[name] = found
+        return found
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._files_by_name():
+            raise KeyError(name)
+        return self.entry(name).make
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._files_by_name()))
+
+    def __len__(self) -> int:
+        return len(self._files_by_name())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files_by_name()
+
+    def own(self) -> list[Entry[T]]:
+        """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
+        return [self.entry(name) for name in sorted(dict(_packaged(self.home, self.symbol)))]
+
+    def that_need(self, word: str, yes: bool = True) -> str:
+        """The names of agentrl's own components that need `word` (or do not), for a message."""
+        assert word in self.words["needs"], word
+        return _listed(entry.name for entry in self.own() if (word in entry.needs) == yes)
+
+    def that_are(self, word: str, yes: bool = True) -> str:
+        """The names of agentrl's own components with the trait `word` (or without it), for a message."""
+        assert word in self.words["traits"], word
+        return _listed(entry.name for entry in self.own() if (word in entry.traits) == yes)
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def bind(self, name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+        """The component registered under the name, with its keyword arguments bound.
+
+        Raises ConfigError for an unknown name, an unknown argument, a missing one, a value of the wrong type or range, and
+        for numbers `low` >= `high` (given or default).
+        """
+        make = self.entry(name).make
+        return bind(f"{self.kind} {name!r}", make, self._parameters(make), args)
+
+    def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""
+        bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
+        known = self._parameters(self.entry(name).make)
+        return {key: bound.keywords.get(key, parameter.default) for key, parameter in known.items()}
+
+    def parameters(self, name: str) -> dict[str, inspect.Parameter]:
+        """The arguments that a config may give to the name, in order. Raises ConfigError as `entry` does."""
+        return self._parameters(self.entry(name).make)
+
+    def _parameters(self, make: T) -> dict[str, inspect.Parameter]:
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        rest = list(inspect.signature(make).parameters.items())[self.given :]
+        return {key: parameter for key, parameter in rest if parameter.kind in named}
+
+    # -- where names are ---------------------------------------------------------------------------
+
+    def _files_by_name(self) -> dict[str, list[str]]:
+        """The module or file that registers each name."""
+        found: dict[str, list[str]] = {}
+
+        def add(name: str, place: str) -> None:
+            if place not in found.setdefault(name, []):
+                found[name].append(place)
+
+        for name, place in _packaged(self.home, self.symbol):
+            add(name, place)
+        for name, module in self._entries:
+            if not module.startswith(PRIVATE):
+                add(name, module)
+        seen = set(found)
+        for shelf in shelves():
+            files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no folder, no editor's lock
+            here = [(name, path) for path in files for name in registered_in(path, self.symbol)]
+            for name, path in here:
+                if name not in seen or name in dict(_packaged(self.home, self.symbol)):
+                    add(name, str(path))
+            seen |= {name for name, _ in here}
+        for kind, name, module in _announced():
+            if kind == self.kind and name not in seen:
+                add(name, module)
+        return found
+
+
+def bind(
+    label: str, make: Callable[..., Any], known: Mapping[str, inspect.Parameter], args: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`make` with a config's keyword arguments bound, of which there are those in `known`. Raises ConfigError as `Registry.bind`
+    does; its messages begin with `label`."""
+    called: Any = vars(make).get("__init__", make) if isinstance(make, type) else make
+    hints = get_type_hints(called, include_extras=True)
+    bound = {}
+    for key, value in args.items():
+        if key not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"{label}: unknown argument {key!r}{hinted(key, known)}; known: {listed}")
+        try:
+            bound[key] = TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{label}: argument {key} = {value!r}: {reason}") from None
+    missing = [key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in bound]
+    if missing:
+        raise ConfigError(f"{label}: argument {missing[0]!r} is required")
+    low, high = (bound.get(key, known[key].default) if key in known else None for key in ("low", "high"))
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        raise ConfigError(f"{label}: argument low = {low:g} must be below high = {high:g}")
+    return partial(make, **bound)
+
+
+def registered_in(path: Path, symbol: str) -> tuple[str, ...]:
+    """The names that a file registers with `SYMBOL.register("name", ...)`, read without running it."""
+    stat = path.stat()
+    return _registered(path, symbol, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4096)
+def _registered(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
+    source = path.read_bytes()  # as bytes, Python's own rules of encoding hold
+    if f"{symbol}.register(".encode() not in source:
+        return ()
+    try:
+        tree = module_of(source)
+    except (SyntaxError, ValueError) as problem:
+        raise ConfigError(f"{path}: not a Python file: {problem}") from problem
+    names = [name for node in ast.walk(tree) if (name := _name_in(node, symbol)) is not None]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: it registers {name!r} twice; rename one")
+    return tuple(names)
+
+
+def _name_in(node: ast.AST, symbol: str) -> str | None:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "register"):
+        return None
+    given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
+    owner, first = node.func.value, given[0] if given else None
+    same = owner.id == symbol if isinstance(owner, ast.Name) else isinstance(owner, ast.Attribute) and owner.attr == symbol
+    return str(first.value) if same and isinstance(first, ast.Constant) else None
+
+
+@lru_cache(maxsize=64)
+def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
+    """(name, module) of what agentrl's own files register; cached, since they do not change while a process runs."""
+    spec = find_spec(home)
+    assert spec is not None and spec.origin is not None, home
+    if spec.submodule_search_locations is None:
+        return tuple((name, home) for name in registered_in(Path(spec.origin), symbol))
+    root = Path(spec.origin).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = ".".join([home, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        found += [(name, module) for name in registered_in(path, symbol)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _announced() -> tuple[tuple[str, str, str], ...]:
+    """(kind, name, module) of the installed packages' entry points."""
+    return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))
+
+
+def _loaded(place: str, point: str) -> str:
+    """Load the module or file; returns the module's name. Raises ConfigError if the module that the entry point `point` names
+    does not import, CatalogError if the file does not load."""
+    if place.endswith(".py"):
+        return load_module(Path(place)).__name__
+    try:
+        import_module(place)
+    except Exception as problem:
+        if place.startswith("agentrl."):  # agentrl's own file: a fault of its own, not the name of one
+            raise
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"the entry point {point} names {place!r}, which does not import: {reason}") from problem
+    return place
+
+
+def _listed(names: Iterator[str]) -> str:
+    return ", ".join(f'"{name}"' for name in sorted(names)) or "none"

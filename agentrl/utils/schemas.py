@@ -1,0 +1,590 @@
+"""Match untrusted regular expressions and validate untrusted JSON Schemas with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import regex
+from jsonschema import Draft7Validator, Draft202012Validator, ValidationError, validators
+from jsonschema.exceptions import best_match
+from referencing.jsonschema import EMPTY_REGISTRY
+
+from agentrl.utils.threads import QUICK, TooLongError
+
+# Patterns of others against what a policy wrote: with a time limit, and never for long on an event loop.
+#
+# A regular expression may take exponential time on a text that is made for it, and `re` can neither be stopped nor lets another
+# thread run meanwhile. `regex` can and does. What it reads in another way than `re`, it is given in a form that both read alike.
+
+AT_ONCE_S = 0.005
+"""Seconds of this process's processor time that a match may take on an event loop, which is `regex`'s clock: waiting for the
+processor does not count, but what other threads compute meanwhile does."""
+
+
+def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
+    """`look(text)`, where `look` is a method of a compiled `regex` pattern.
+
+    Raises TimeoutError after `seconds`, TextTooLongError, which is one, for a text of more than `MOST_TEXT` characters, and
+    TooLongError if it takes long and is tried at once (`executors.at_once`).
+    """
+    if len(text) > MOST_TEXT:
+        raise TextTooLongError(f"a text of {len(text)} characters, of which no pattern is looked for in more than {MOST_TEXT}")
+    hurry = QUICK.get() and seconds > AT_ONCE_S
+    if not hurry:
+        return look(text, timeout=seconds)
+    # Twice: a quick one whose thread stood still while another one computed must not go aside for it, since whether a thread
+    # answers decides which requests share an engine's step, hence last digits.
+    for _ in range(2):
+        with contextlib.suppress(TimeoutError):
+            return look(text, timeout=AT_ONCE_S)
+    raise TooLongError
+
+
+MOST_PATTERN = 10_000
+"""Characters of a pattern."""
+MOST_COPIES = 10_000
+"""Parts that a pattern may have, each as often as it must match at least: `regex` writes out that many copies of it."""
+MOST_TEXT = 1_000_000
+"""Characters of a text that a pattern is looked for in: what groups found is remembered at each of them."""
+_TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|[()]|.", regex.DOTALL)
+_RECURSION = regex.compile(r"\(\?(?:R|[+-]?\d+|&\w*|P>\w*)\)")
+_BRACKET = regex.compile(r"\\.|\[", regex.DOTALL)
+_NAMED = frozenset({r"\p", r"\P", r"\N", r"\x"})
+"""Escapes with a name in braces."""
+_SPACED = regex.compile(r"\(\?[\w-]*x")
+
+
+def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
+    """A pattern of `regex`. Raises ValueError, which says why, if it is none, or could cost more than the time limit of its
+    match: if it is long, repeats so often that its compiled form fills the memory, or calls itself."""
+    if len(pattern) > MOST_PATTERN:
+        raise ValueError(f"a pattern of {len(pattern)} characters; at most {MOST_PATTERN} are allowed")
+    if _RECURSION.search(pattern):
+        raise ValueError(f"{pattern[:80]!r} calls itself, which no time limit ends")
+    if (copies := _copies(pattern)) > MOST_COPIES:
+        raise ValueError(f"{pattern[:80]!r} repeats a part {copies:.0e} times; at most {MOST_COPIES} are allowed")
+    try:
+        return regex.compile(_as_re(pattern), flags)
+    except (regex.error, RecursionError, OverflowError) as problem:
+        raise ValueError(f"{pattern[:80]!r} is not a regular expression: {problem}") from None
+
+
+def _as_re(pattern: str) -> str:
+    """A pattern without what `regex` alone reads: fuzzy matches, as in a{e<=1}, and classes like [:alpha:] within brackets."""
+    tokens, before = list[str](), ""
+    for token in _TOKEN.finditer(pattern):
+        text = token.group()
+        if text in ("{", "{}") and before[:2] not in _NAMED:
+            text = text.replace("{", "\\{")
+        elif text[0] == "[":
+            text = "[" + _BRACKET.sub(lambda found: "\\[" if found.group() == "[" else found.group(), text[1:])
+        tokens.append(text)
+        before = text
+    return "".join(tokens)
+
+
+def _copies(pattern: str) -> float:
+    """How many copies its parts are at most, if each repeat is written out as often as it must match."""
+    flat = _SPACED.search(pattern) is not None  # comments may hold brackets, so each repeat counts as if nested in all others
+    groups, last = [0.0], 0.0
+    for token in _TOKEN.finditer(pattern):
+        match token.group():
+            case "(":
+                groups.append(0.0)
+                last = 0.0
+            case ")":
+                last = groups.pop() if len(groups) > 1 else 0.0
+                groups[-1] += last
+            case _ if token.group(1) is not None:
+                times = float(token.group(1) or 0)
+                groups[-1] += last * max(times - 1, 0)
+                last *= max(times, 1)
+                if flat:
+                    groups = [max(item, 1) * max(times, 1) for item in groups]
+            case _:
+                last = 1.0
+                groups[-1] += 1
+    return sum(groups)
+
+
+class TextTooLongError(TimeoutError):
+    """A text is longer than `MOST_TEXT`, so that no pattern is looked for in it."""
+
+
+# JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
+#
+# A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
+# be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is wrong;
+# what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
+# (https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
+
+SCHEMA_S = 1.0
+"""Seconds that a value's check against a schema may take in all."""
+AT_ONCE = 1000
+"""Comparisons of a value with a schema's keywords that are made on an event loop, about 5 ms. They are counted, not timed: how
+long they take hangs on what else the machine does, and whether a thread answers decides which requests share an engine step."""
+AT_ONCE_CPU_S = 0.05
+"""Seconds of the processor that they may take there, ten times what they do: a limit for many patterns, none of them slow."""
+MOST_DEPTH = 64
+"""Levels of objects and arrays in a schema."""
+MOST_NODES = 100_000
+"""Values in a schema, all levels together."""
+MOST_CHARACTERS = 1_000_000
+"""Characters of all names and texts in a schema."""
+MOST_WORK = 10_000
+"""Schemas that one value may have to fit at once: those of `allOf`, `anyOf`, `$ref` and the like, and theirs."""
+MOST_CHAIN = 64
+"""How many references and the like may lead from one to the next before a value is looked into."""
+
+
+class BadSchemaError(ValueError):
+    """A schema is not one that can be used: `place` (a JSON Pointer), what was found there, what to do."""
+
+    def __init__(self, place: str, found: str, remedy: str) -> None:
+        super().__init__(f"at {place or '(the root)'}: {found}; {remedy}")
+        self.place = place
+
+
+Kind = Literal["schema", "map", "data"]
+DATA = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are data, and no schemas."""
+_MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises BadSchemaError if using the schema could fetch something, never end, or take more time or memory than it is worth.
+    What is only of no meaning is not looked at (`checked_validator` does that)."""
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        text = ""  # the walk says what it is
+    if text and len(text) <= MOST_CHARACTERS:
+        _check_text(text)
+    else:
+        _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
+
+
+@lru_cache(maxsize=4096)
+def _check_text(text: str) -> None:
+    schema = json.loads(text)
+    _Walk(as_2020(schema) if isinstance(schema, Mapping) else schema).check()
+
+
+@dataclass
+class _Walk:
+    """One look through a schema; iterative, since a deep one would overflow."""
+
+    root: Any
+    nodes: int = 0
+    characters: int = 0
+    anchors: dict[str, Any] = field(default_factory=dict)
+    schemas: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    references: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    uses: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        if not isinstance(self.root, dict | bool):
+            raise BadSchemaError("", f"a schema is an object, not {_short(self.root)}", "give an object")
+        self._look(self.root, "")
+        targets: dict[tuple[int, str], Any] = {}
+        for holder, key, place in self.references:  # grows while targets that are no schemas otherwise are looked at
+            target = targets[id(holder), key] = self._target(holder[key], f"{place}/{key}")
+            if id(target) not in self.schemas:
+                self._look(target, f"{place}/{key}")
+        if "unevaluatedProperties" in self.uses and "patternProperties" in self.uses:
+            raise BadSchemaError(
+                self.uses["unevaluatedProperties"],
+                "unevaluatedProperties in a schema with patternProperties, whose patterns would have no time limit",
+                "use additionalProperties",
+            )
+        _check_work(self.schemas, targets)
+
+    def _look(self, start: Any, where: str) -> None:
+        stack: list[tuple[Any, str, int, Kind]] = [(start, where, 1, "schema")]
+        while stack:
+            node, place, depth, kind = stack.pop()
+            self._count(node, place, depth)
+            if isinstance(node, dict):
+                if kind == "schema":
+                    self.schemas[id(node)] = node, place
+                    self._look_at(node, place)
+                for key, value in node.items():
+                    inner: Kind = "data" if kind == "data" or (kind == "schema" and key in DATA) else "schema"
+                    if kind == "schema" and key in _MAPS:
+                        inner = "map"
+                    stack.append((value, f"{place}/{_escaped(key)}", depth + 1, inner))
+            elif isinstance(node, list | tuple):
+                stack += [(item, f"{place}/{i}", depth + 1, "schema" if kind == "map" else kind) for i, item in enumerate(node)]
+
+    def _count(self, node: Any, place: str, depth: int) -> None:
+        shown = place if len(place) < 200 else f"{place[:200]}..."
+        self.nodes += 1
+        if depth > MOST_DEPTH:
+            raise BadSchemaError(shown, f"nested deeper than {MOST_DEPTH} levels", "define parts under $defs and refer to them")
+        if self.nodes > MOST_NODES:
+            raise BadSchemaError(shown, f"a schema of more than {MOST_NODES} values", "leave out what a model need not know")
+        texts = list(node) if isinstance(node, dict) else [node] if isinstance(node, str) else []
+        for text in texts:
+            if not isinstance(text, str):
+                raise BadSchemaError(shown, f"the key {_short(text)} is no string", "give JSON")
+            self.characters += len(text)
+            if not text.isascii() and _lone_surrogate(text):
+                raise BadSchemaError(shown, "a lone surrogate in a text", "give Unicode text")
+        if self.characters > MOST_CHARACTERS:
+            raise BadSchemaError(
+                shown, f"a schema of more than {MOST_CHARACTERS} characters", "leave out what a model need not know"
+            )
+        if isinstance(node, float) and not math.isfinite(node):
+            raise BadSchemaError(shown, f"{node} is not JSON", "give a finite number")
+        if not isinstance(node, dict | list | tuple | str | int | float | None):
+            raise BadSchemaError(shown, f"{type(node).__name__} is not JSON", "give JSON")
+
+    def _look_at(self, node: dict[str, Any], place: str) -> None:
+        for key in ("$id", "$schema"):
+            if place and isinstance(node.get(key), str):
+                raise BadSchemaError(
+                    f"{place}/{key}", f"{_short(node[key])} begins a schema of its own within a schema", "leave it out"
+                )
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(key), str):
+                self.anchors[node[key]] = node
+        self.references += [(node, key, place) for key in _REFERENCES if key in node]
+        patterns = [(f"{place}/pattern", node["pattern"])] if isinstance(node.get("pattern"), str) else []
+        if isinstance(node.get("patternProperties"), dict):
+            patterns += [(f"{place}/patternProperties", pattern) for pattern in node["patternProperties"]]
+        for where, pattern in patterns:
+            try:
+                compile_pattern(pattern)
+            except ValueError as problem:
+                raise BadSchemaError(where, str(problem), "write a shorter or simpler pattern") from None
+        for key in ("unevaluatedProperties", "patternProperties"):
+            if key in node:
+                self.uses.setdefault(key, f"{place}/{key}")
+
+    def _target(self, reference: Any, place: str) -> Any:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise BadSchemaError(
+                place,
+                f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
+                "put that schema under $defs and refer to it by '#/$defs/NAME'",
+            )
+        target = referred(reference, self.root, self.anchors)
+        if not isinstance(target, dict | bool):
+            raise BadSchemaError(place, f"a reference to {_short(reference)}, where there is no schema", "define it under $defs")
+        return target
+
+
+def referred(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
+    """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if there
+    is none. `anchors`: the parts by anchor, if they are known; else they are looked for."""
+    name = unquote(reference.removeprefix("#"))
+    if name and not name.startswith("/"):
+        return next(_anchored(name, root), None) if anchors is None else anchors.get(name)
+    found = root
+    for part in name.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(key)
+        elif isinstance(found, list | tuple) and key.isdecimal() and len(key) < 7 and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+def _anchored(name: str, root: Any) -> Iterator[Any]:
+    rest = [root]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, Mapping):
+            if name in (part.get("$anchor"), part.get("$dynamicAnchor")):
+                yield part
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
+
+
+def _check_work(schemas: Mapping[int, tuple[Any, str]], targets: Mapping[tuple[int, str], Any]) -> None:
+    """Raises BadSchemaError if a value that fits a schema has to fit, at the same place, too many others, or this one again."""
+    work: dict[int, tuple[int, int]] = {}  # schemas in all, and the longest chain
+    for first in schemas:
+        stack, open_ones = [first], set[int]()
+        while stack:
+            number = stack[-1]
+            node, place = schemas[number]
+            if number in work:
+                stack.pop()
+                continue
+            following = [id(item) for item in _at_once(node, targets) if id(item) in schemas]
+            rest = [item for item in following if item not in work]
+            if not rest:
+                own = [work[item] for item in following]
+                work[number] = 1 + sum(item[0] for item in own), 1 + max((item[1] for item in own), default=0)
+                if work[number][0] > MOST_WORK or work[number][1] > MOST_CHAIN:
+                    raise BadSchemaError(
+                        place, f"one value would have to fit {work[number][0]} schemas at once", "write fewer alternatives"
+                    )
+                open_ones.discard(number)
+                stack.pop()
+                continue
+            open_ones.add(number)
+            if again := [item for item in rest if item in open_ones]:
+                raise BadSchemaError(
+                    place,
+                    f"it leads to itself by way of {schemas[again[0]][1] or 'the root'}",
+                    "refer to it below a property or item",
+                )
+            stack += rest
+
+
+def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> Iterator[dict[str, Any]]:
+    """The schemas that the same value has to be compared with."""
+    found = [targets[id(node), key] for key in _REFERENCES if (id(node), key) in targets]
+    for key in _LISTS:
+        found += node[key] if isinstance(node.get(key), list) else []
+    found += [node[key] for key in _ONES if key in node]
+    for key in ("dependencies", "dependentSchemas"):
+        found += node[key].values() if isinstance(node.get(key), dict) else []
+    return (item for item in found if isinstance(item, dict))
+
+
+def _lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema in draft 2020-12, without "$schema": one of an older draft (4 to 2019-09) is rewritten by the draft's rules. Where
+    none is declared, so are keywords in a form that only older drafts have: a tuple as a list under "items", "dependencies", a
+    boolean "exclusiveMinimum". Raises BadSchemaError for a draft that is not known."""
+    declared = schema.get("$schema", "")
+    draft = str(declared).partition("://")[2].rstrip("#")
+    if declared and draft not in (_NEWEST, "json-schema.org/schema", _RECURSIVE, *_OLDER):
+        raise BadSchemaError("/$schema", f"{_short(declared)} is no draft from 4 to 2020-12", f"name https://{_NEWEST}, or none")
+    plain = {key: value for key, value in schema.items() if key != "$schema"}
+    try:
+        return plain if draft == _NEWEST else _rewritten(plain, plain, draft in _OLDER)
+    except RecursionError:
+        return plain  # `check_schema` says how deep
+
+
+_NEWEST = "json-schema.org/draft/2020-12/schema"
+_RECURSIVE = "json-schema.org/draft/2019-09/schema"
+_OLDER = tuple(f"json-schema.org/draft-0{number}/schema" for number in (4, 6, 7))
+_NOTES = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions"}
+)
+
+
+def _rewritten(node: Any, root: Any, alone: bool) -> Any:
+    """`alone`: as drafts 4 to 7 have it, keywords beside "$ref" count for nothing, and an id such as "#a" is an anchor."""
+    if not isinstance(node, Mapping):
+        return node
+    new: dict[str, Any] = {}
+    for key, value in node.items():
+        if alone and "$ref" in node and key != "$ref" and key not in _NOTES:
+            continue
+        if key == "$recursiveRef":  # a schema within a schema, which would make a difference, is refused
+            new["$ref"] = value
+        elif key == "$ref" and isinstance(value, str):
+            new[key] = _moved(value, root)
+        elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
+            new["$anchor"] = value[1:]
+        elif key == "items" and isinstance(value, list):
+            new["prefixItems"] = [_rewritten(item, root, alone) for item in value]
+        elif key == "additionalItems":
+            if isinstance(node.get("items"), list):
+                new["items"] = _rewritten(value, root, alone)
+        elif key == "dependencies" and isinstance(value, Mapping):
+            lists = {name: item for name, item in value.items() if isinstance(item, list)}
+            schemas = {name: _rewritten(item, root, alone) for name, item in value.items() if name not in lists}
+            new |= ({"dependentRequired": lists} if lists else {}) | ({"dependentSchemas": schemas} if schemas else {})
+        elif key in _LIMITS and isinstance(value, bool):
+            if value and _LIMITS[key] in node:
+                new[key] = node[_LIMITS[key]]
+        elif key in _LIMITS.values() and node.get(_EXCLUSIVE[key]) is True:
+            continue
+        elif key in _MAPS and isinstance(value, Mapping):
+            new[key] = {name: _rewritten(item, root, alone) for name, item in value.items()}
+        elif key not in DATA and isinstance(value, list):
+            new[key] = [_rewritten(item, root, alone) for item in value]
+        else:
+            new[key] = value if key in DATA else _rewritten(value, root, alone)
+    return new
+
+
+_LIMITS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
+
+
+def _moved(reference: str, root: Any) -> str:
+    """A reference by a pointer through keywords that `_rewritten` renames."""
+    if not reference.startswith("#/"):
+        return reference
+    node, parts, named = root, [], False
+    for part in reference[2:].split("/"):
+        renamed = {} if named else {"dependencies": "dependentSchemas"}
+        if not named and isinstance(node, Mapping) and isinstance(node.get("items"), list):
+            renamed |= {"items": "prefixItems", "additionalItems": "items"}
+        parts.append(renamed.get(part, part))
+        named = not named and part in _MAPS
+        node = referred(f"#/{part}", node)
+    return "#/" + "/".join(parts)
+
+
+def _escaped(key: Any) -> str:
+    return str(key)[:80].replace("~", "~0").replace("/", "~1")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "an array"
+    return repr(value[:80] if isinstance(value, str) else value)
+
+
+_LATE: contextvars.ContextVar[float] = contextvars.ContextVar("agentrl_schema_late", default=math.inf)
+_LEFT: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("agentrl_schema_left")
+
+
+def _in_time() -> float:
+    """The seconds that are left. Raises TimeoutError, and TooLongError on an event loop, if there are none."""
+    left = _LATE.get() - (time.thread_time() if QUICK.get() else time.monotonic())
+    if left > 0:
+        return left
+    if QUICK.get():
+        raise TooLongError
+    raise TimeoutError(f"the check against its schema took longer than {SCHEMA_S:g} s")
+
+
+def _found(pattern: str, text: str) -> bool:
+    left = _in_time()
+    try:
+        return within_seconds(_compiled(pattern).search, text, min(left, SCHEMA_S)) is not None
+    except TimeoutError:
+        if QUICK.get():
+            raise TooLongError from None
+        raise TimeoutError(f"the pattern {pattern!r} took longer than {SCHEMA_S:g} s on {len(text)} characters") from None
+
+
+_compiled = lru_cache(maxsize=4096)(compile_pattern)
+Keyword = Callable[[Any, Any, Any, Any], Any]
+_PLAIN: dict[str, Keyword] = dict(Draft202012Validator.VALIDATORS)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _found(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "object"):
+        for pattern, inner in patterns.items():
+            for name, value in instance.items():
+                if _found(pattern, name):
+                    yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """`additionalProperties`: jsonschema's own looks for the patterns beside it with `re`."""
+    if not schema.get("patternProperties") or not validator.is_type(instance, "object"):
+        yield from _PLAIN["additionalProperties"](validator, wanted, instance, schema) or ()
+        return
+    known, patterns = schema.get("properties", {}), list(schema["patternProperties"])
+    others = [name for name in instance if name not in known and not any(_found(pattern, name) for pattern in patterns)]
+    if isinstance(wanted, dict):
+        for name in others:
+            yield from validator.descend(instance[name], wanted, path=name)
+    elif not wanted and others:
+        yield ValidationError(f"{', '.join(map(repr, sorted(others)))} match none of the patterns {patterns!r}")
+
+
+def _unique(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    """`uniqueItems`: jsonschema's own compares each object with each."""
+    if wanted and validator.is_type(instance, "array") and len({_identity(item) for item in instance}) < len(instance):
+        yield ValidationError(f"{instance!r} has non-unique elements")
+
+
+def _identity(value: Any) -> Any:
+    """Equal for what JSON Schema calls equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, _identity(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "array", tuple(map(_identity, value))
+    return isinstance(value, bool), value
+
+
+def _multiple(validator: Any, of: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    try:
+        yield from _PLAIN["multipleOf"](validator, of, instance, schema) or ()
+    except (OverflowError, ValueError, ZeroDivisionError):
+        yield ValidationError(f"a number too large to say whether it is a multiple of {of}")
+
+
+def _timed(keyword: Keyword) -> Keyword:
+    def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        if QUICK.get() and next(_LEFT.get(), None) is None:
+            raise TooLongError
+        _in_time()
+        return keyword(validator, value, instance, schema)
+
+    return check
+
+
+_extend: Callable[..., Any] = validators.extend
+_OWN: dict[str, Keyword] = {
+    "additionalProperties": _additional, "multipleOf": _multiple, "pattern": _pattern, "patternProperties": _pattern_properties,
+    "uniqueItems": _unique, "dependencies": Draft7Validator.VALIDATORS["dependencies"],
+}  # fmt: skip
+
+
+SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
+"""jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
+
+
+def validator(schema: Any) -> Any:
+    """A `SchemaValidator` of a schema of agentrl's own, or one that was checked; it retrieves nothing."""
+    return SchemaValidator(schema, registry=EMPTY_REGISTRY)
+
+
+def checked_validator(schema: Any) -> Any:
+    """The same of anyone's schema. Raises BadSchemaError if it should not be used (`check_schema`), or is no JSON Schema."""
+    check_schema(schema)
+    plain = as_2020(schema) if isinstance(schema, Mapping) else schema
+    if (fault := first_fault(_META, plain, at_once=False)) is not None:
+        place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
+        raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
+    return validator(plain)
+
+
+_META = SchemaValidator(Draft202012Validator.META_SCHEMA)
+
+
+def first_fault(validator: Any, instance: Any, *, at_once: bool = True) -> ValidationError | None:
+    """The error that says most of why the instance does not fit, or None. Raises TimeoutError after `SCHEMA_S`, and TooLongError
+    if it takes long and is tried at once (`executors.at_once`), unless `at_once` is false."""
+    hurry = at_once and QUICK.get()
+    late = _LATE.set(time.thread_time() + AT_ONCE_CPU_S if hurry else time.monotonic() + SCHEMA_S)
+    quick, count = QUICK.set(hurry), _LEFT.set(iter(range(AT_ONCE)))
+    try:
+        found: ValidationError | None = best_match(validator.iter_errors(instance))
+        return found
+    except RecursionError:
+        raise TimeoutError("the value is nested too deep to be checked against its schema") from None
+    finally:
+        _LATE.reset(late)
+        QUICK.reset(quick)
+        _LEFT.reset(count)

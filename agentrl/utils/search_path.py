@@ -1,0 +1,291 @@
+"""Find environments, tools, rewards, configs and plug-ins on the search path, and objects given inline from Python."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean, hinted
+
+# What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
+# losses, filters, policies.
+#
+# A class or function of a notebook's cell is in no file that another process could import. It is kept here by name, for this
+# process; processes that play or train get it by value (`packed`, with cloudpickle).
+
+PREFIX = "given:"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One thing that was given; `needs` and `traits` as of a registry's `register`."""
+
+    value: Any
+    needs: frozenset[str] = frozenset()
+    traits: frozenset[str] = frozenset()
+
+
+_TABLE: dict[str, Given] = {}
+
+
+def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), traits: Collection[str] = ()) -> str:
+    """Keep a class, a function or a reward spec under `name`, by default its own, and return what a config calls it:
+    "given:NAME". What had that name is replaced (a cell that is run again), for what starts from now on.
+
+    `needs`, `traits`: what a registered component says of itself, such as `needs={"proximal"}` of a loss. Raises ConfigError for
+    something without a name.
+    """
+    name = name or _name_of(value)
+    if not name or name.startswith(PREFIX) or name == "<lambda>":
+        raise ConfigError(f"{value!r:.80}: it needs a name to be called by: agentrl.give(value, 'name')")
+    before = _TABLE.get(name)
+    if before is not None and isinstance(before.value, Mapping) != isinstance(value, Mapping):
+        raise ConfigError(f"{name!r} was given already, as something else (a reward spec, or a function); give it another name")
+    _TABLE[name] = Given(value, frozenset(needs), frozenset(traits))
+    return PREFIX + name
+
+
+def own_reward(made: Any) -> str | None:
+    """What the attribute `reward` of an environment's class names: a spec; one that is a spec itself, or a function, is given as
+    "given:CLASS.reward"."""
+    reward = inspect.getattr_static(made, "reward", None)
+    reward = reward.__func__ if isinstance(reward, staticmethod) else reward
+    return reward if reward is None or isinstance(reward, str) else give(reward, f"{made.__name__}.reward")
+
+
+def is_given(name: object) -> bool:
+    """Whether a config's value is the name of something that was given."""
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
+def taken(name: str, key: str) -> Given:
+    """What was given under "given:NAME". Raises ConfigError, with the config's `key`, if this process has no such thing."""
+    found = _TABLE.get(name.removeprefix(PREFIX))
+    if found is None:
+        raise ConfigError(
+            f"{key}: {name!r} was defined in Python, and this process does not have it{hinted(name, names())}; give it again "
+            "before it is used: agentrl.give(IT), then agentrl.train(resume=RUN); or put it into a file of envs/ or plugins/"
+        )
+    return found
+
+
+def value_of(name: str) -> Any:
+    """What was given under "given:NAME"; None if nothing was."""
+    found = _TABLE.get(name.removeprefix(PREFIX))
+    return None if found is None else found.value
+
+
+def names() -> list[str]:
+    """All names that a config may use in this process."""
+    return sorted(PREFIX + name for name in _TABLE)
+
+
+def used(table: Any) -> list[str]:
+    """The given names in a config's dump, those that these use (a spec's functions, the reward of an environment's class)
+    included; sorted, each once."""
+    found: set[str] = set()
+    rest = list(_strings(table))
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            given = _TABLE.get(name.removeprefix(PREFIX))
+            rest += _strings(None if given is None else given.value)
+            rest += [other for other in names() if other.startswith(f"{name}.")]
+    return sorted(found)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from (value,) if is_given(value) else ()
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def packed(used_names: Iterable[str]) -> bytes:
+    """These by value, for `unpack` in another process; empty if there are none. Raises ConfigError if one cannot be sent."""
+    found: dict[str, bytes] = {}
+    for name in used_names:
+        try:
+            found[name.removeprefix(PREFIX)] = cloudpickle.dumps(taken(name, "given"))
+        except ConfigError:
+            raise
+        except Exception as problem:  # whatever its attributes and globals raise when they are pickled
+            raise ConfigError(
+                f"{name!r} cannot be sent to another process: {type(problem).__name__}: {problem}; define what it uses inside of "
+                "it, put it into a file of envs/ or plugins/, or set rollout.workers = 0 and cluster.backend = 'inline'"
+            ) from problem
+    return cloudpickle.dumps(found) if found else b""
+
+
+def unpack(content: bytes) -> None:
+    """Keep what `packed` made, in this process."""
+    if content:
+        for name, given in cloudpickle.loads(content).items():
+            _TABLE[name] = cloudpickle.loads(given)
+
+
+def source_digest(name: str) -> str | None:
+    """A digest of the source text of what was given; None if it has none (typed at a prompt), or is not there."""
+    found = _TABLE.get(name.removeprefix(PREFIX))
+    text = None if found is None else _source(found.value)
+    return None if text is None else "sha256:" + sha256(text.encode()).hexdigest()[:16]
+
+
+def _source(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, default=str)
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):  # of a class in a notebook: its functions have a source, it has not
+        parts = [_function_of(part) for part in vars(value).values()] if isinstance(value, type) else []
+    try:
+        return "\n".join(inspect.getsource(part) for part in parts if part is not None) or None
+    except (OSError, TypeError):
+        return None
+
+
+def _function_of(part: Any) -> Callable[..., Any] | None:
+    part = getattr(part, "__func__", getattr(part, "function", part))
+    return part if inspect.isfunction(part) else None
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return str(value.get("name", ""))
+    return str(getattr(value, "__name__", "") or getattr(getattr(value, "func", None), "__name__", ""))
+
+
+# The shelves: folders with `envs/`, `tools/`, `rewards/`, `configs/` and `plugins/` in them, and how their files are loaded.
+#
+# A file on a shelf is not importable by name. It is loaded under a private module name derived from its path,
+# so two shelves may have files of the same name; files next to an `env.py` are imported relatively.
+
+_PACKAGE = Path(__file__).resolve().parent
+PRIVATE = "_agentrl_shelf_"
+"""Prefix of the names of modules that were loaded from a shelf."""
+
+SHIPPED = "AGENTRL_SHIPPED"
+"""Set on the workers of a cluster: the driver's folders whose shelves were copied to AGENTRL_PATH, in order."""
+
+
+def user_folder() -> Path:
+    """What agentrl keeps for a user beside runs (which suites are installed): AGENTRL_HOME, by default ~/.agentrl."""
+    return Path(os.environ.get("AGENTRL_HOME") or "~/.agentrl").expanduser()
+
+
+def here(path: str) -> Path:
+    """The path in this process of a file that the driver names: in the shipped copy of its shelf if there is
+    one, else the same path."""
+    copies = os.environ.get("AGENTRL_PATH", "").split(os.pathsep)
+    for root, copy in zip(os.environ.get(SHIPPED, "").split(os.pathsep), copies, strict=False):
+        if root and Path(path).is_relative_to(root):
+            return Path(copy).resolve() / Path(path).relative_to(root)
+    return Path(path)
+
+
+def shelves() -> list[Path]:
+    """The folders to search, in order; only existing ones, each once."""
+    folders = [
+        Path.cwd(),
+        *(Path(part) for part in os.environ.get("AGENTRL_PATH", "").split(os.pathsep) if part),
+    ]
+    packaged = _PACKAGE / "_shelf"
+    if packaged.is_dir():
+        folders.append(packaged)
+    elif (_PACKAGE.parent / "pyproject.toml").is_file():
+        # In a source checkout the shelf is not copied into the package: it is next to it.
+        folders.append(_PACKAGE.parent)
+    unique: list[Path] = []
+    for folder in folders:
+        resolved = folder.expanduser().resolve()
+        if resolved.is_dir() and resolved not in unique:
+            unique.append(resolved)
+    return unique
+
+
+def find_file(name: str, folder: str, suffix: str, what: str) -> Path:
+    """The file at a path, or `FOLDER/NAME` with the suffix on a shelf. `what`: the kind, for the error. Raises CatalogError
+    naming near ones."""
+    direct = Path(name).expanduser()
+    if direct.is_file():
+        return direct.resolve()
+    known: list[str] = []
+    for shelf in shelves():
+        place = shelf / folder
+        own = [shelf / name] if name.startswith(f"{folder}/") else []  # configs/quickstart.toml is found from anywhere
+        for candidate in (place / f"{name}{suffix}", place / name, *own):
+            if candidate.is_file():
+                return candidate
+        known += [str(p.relative_to(place).with_suffix("")) for p in sorted(place.rglob(f"*{suffix}"))]
+    searched = ", ".join(str(shelf / folder) for shelf in shelves())
+    raise CatalogError(f"no {what} {name!r}: no such file, and none in {searched}; {nearest(name, known)}")
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """What of `known` is near to `name`, or what there is."""
+    return did_you_mean(name, known, f"known: {', '.join(sorted(set(known))[:20]) or 'none'}", most=3)
+
+
+def load_module(path: Path) -> types.ModuleType:
+    """The module of a content file, loaded once per process. Raises CatalogError with the cause."""
+    path = path.resolve()
+    package = PRIVATE + blake2b(str(path.parent).encode(), digest_size=6).hexdigest()
+    if package not in sys.modules:
+        parent = types.ModuleType(package)
+        parent.__path__ = [str(path.parent)]
+        sys.modules[package] = parent
+    name = f"{package}.{path.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise CatalogError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs: dataclasses and pickle look a class's module up there.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as problem:
+        del sys.modules[name]
+        raise CatalogError(f"{path} does not load: {type(problem).__name__}: {problem}") from problem
+    return module
+
+
+def function_named(key: str, target: str) -> Callable[..., Any]:
+    """The function that the config key names as "module:function", or "given:NAME" (agentrl/utils/search_path.py). Raises ConfigError if
+    there is none."""
+    if is_given(target):
+        made: Callable[..., Any] = taken(target, key).value
+        return made
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute.isidentifier():
+        raise ConfigError(f"{key}: {target!r} is not of the form 'module:function'")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        here = Path(*module_name.split(".")).with_suffix(".py").is_file()
+        fix = "; it is in this folder, which Python imports from with PYTHONPATH=." if here else ""
+        raise ConfigError(f"{key}: cannot import {module_name!r}: {error}{fix}") from error
+    found: Any = vars(module).get(attribute)
+    if not callable(found):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ConfigError(f"{key}: {module_name} has no function {attribute!r}; it has: {known or 'none'}")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,333 @@
+"""Threads by purpose, and an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from agentrl.utils.errors import HungError
+
+# Threads by purpose, so that work of one kind that hangs never keeps another kind from running.
+#
+# `asyncio.to_thread` puts everything into one pool of cores + 4 threads: on two cores, six hung tool calls would keep a
+# checkpoint from being committed. Code of this package names its purpose instead: `in_thread` for its own work, which
+# ends, and `DaemonThreads` for functions of users, which may never end.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Lock = TypeVar("Lock")
+
+Purpose = Literal["batch", "engine", "files", "load", "sandbox", "text", "update", "weights"]
+_FEW: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2}
+
+LONG_TEXT = 10_000
+"""Characters from which on a text is worked on in a thread: rendering so many takes about 4 ms, the way there and back 0.1."""
+
+SWITCH_S = 0.001
+"""Seconds after which a thread that computes hands the interpreter's lock on, if another wants it (Python's default is 0.005)."""
+
+_IDLE_S = 10.0  # then a thread without work ends, but for one
+
+MOST_ABANDONED = 256
+"""Number of abandoned threads of one name that still run from which on no more calls of that name are started."""
+
+
+_INHERITED: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+
+
+def after_fork(held: T, renew: Callable[[T], object]) -> T:
+    """`held`, for which `renew(held)` is called in every process that is forked from this one, before anything else there.
+
+    A forked process (AsyncVectorEnv) has none of its parent's threads: pools and loops have nobody who works, and a lock that
+    another thread held at that moment is never released.
+    """
+    _INHERITED[held] = renew
+    return held
+
+
+def _renew() -> None:
+    for held, renew in list(_INHERITED.items()):
+        renew(held)
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def fork_safe(lock: Lock) -> Lock:
+    """A lock (`threading.Lock()` or `RLock()`) that is free in a forked process, unless the thread that forks holds it."""
+    return after_fork(lock, _free)
+
+
+def _free(lock: Any) -> None:
+    if not (hasattr(lock, "_is_owned") and lock._is_owned()):
+        lock._at_fork_reinit()  # as the standard library does to its own
+
+
+def threads(most: int, name: str) -> ThreadPoolExecutor:
+    """A pool of at most `most` threads, which is empty in a forked process and starts threads of its own there."""
+    begin = partial(ThreadPoolExecutor.__init__, max_workers=most, thread_name_prefix=name)
+    return after_fork(ThreadPoolExecutor(most, name), begin)
+
+
+async def in_thread(purpose: Purpose, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """`function(*args, **kwargs)` in a thread of the pool for `purpose`, with the caller's context variables.
+
+    Raises what the function raises. Cancelling the awaiting task does not end the thread.
+    """
+    call = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(_pool(purpose), call)
+
+
+QUICK: contextvars.ContextVar[bool] = contextvars.ContextVar("agentrl_quick", default=False)
+"""Whether work is tried on an event loop, so that what takes long raises TooLongError instead."""
+
+
+class TooLongError(Exception):
+    """Work that was tried at once takes too long for an event loop, and has changed nothing."""
+
+
+def at_once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """`function(*args, **kwargs)`, on an event loop. Raises TooLongError if it notices that it takes long."""
+    token = QUICK.set(True)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        QUICK.reset(token)
+
+
+async def by_size(size: int, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """`function(*args, **kwargs)`: at once if it is about few characters (and does not take long for another reason), in a thread
+    if they are `LONG_TEXT` or more."""
+    if size < LONG_TEXT:
+        try:  # not `suppress`: this runs twice for every call of a tool
+            return at_once(function, *args, **kwargs)
+        except TooLongError:
+            pass
+    return await in_thread("text", function, *args, **kwargs)
+
+
+def size_of(value: Any, most: int = LONG_TEXT) -> int:
+    """Characters of a value as JSON, roughly, counted up to `most`. Objects count as their attributes."""
+    kind = type(value)
+    if kind is str:
+        return len(value)
+    if value is None or kind in (int, float, bool):
+        return 4
+    size, rest = 0, [value]
+    while rest and size < most:
+        item = rest.pop()
+        size += len(item) if isinstance(item, str | bytes) else 4
+        if isinstance(item, dict):
+            size += sum(len(key) for key in item if isinstance(key, str))
+            rest.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            rest.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            rest.extend(vars(item).values())
+    return size
+
+
+def share_the_lock() -> None:
+    """For a process with an event loop and tools in threads: `SWITCH_S`, unless the user has set less.
+
+    A loop gets the interpreter's lock back after each thread that computes had its time: beside 16 of them, it waited for up to
+    80 ms with Python's default. It costs threads that compute 3 % of their time, and nothing if only one wants the lock.
+    """
+    if sys.getswitchinterval() > SWITCH_S:
+        sys.setswitchinterval(SWITCH_S)
+
+
+@cache
+def _pool(purpose: Purpose) -> ThreadPoolExecutor:
+    return threads(_FEW.get(purpose, 4), f"agentrl-{purpose}")
+
+
+class DaemonThreads:
+    """A thread of its own for every call in progress, so that a call that hangs does not block others.
+
+    A thread cannot be killed: a call whose caller is gone keeps running, its result is dropped, and it counts as abandoned
+    until it ends. The threads are daemons: the process can exit even if some of them hang.
+    """
+
+    def __init__(self, purpose: str, most: int) -> None:
+        """`most`: calls that run at once (not counting abandoned ones), so that the event loop still gets its share of time."""
+        self._purpose, self.most = purpose, most
+        self._crew = _Crew(purpose)
+        self._begin()
+        after_fork(self, DaemonThreads._begin)
+
+    def _begin(self) -> None:
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._abandoned: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def slot(self) -> asyncio.Semaphore:
+        """The semaphore to hold during `call`; a deadline of the call starts once it is acquired."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(self.most)
+        return self._semaphores[loop]
+
+    def abandoned(self, name: str) -> int:
+        """Number of calls of that name that still run although nobody waits for them."""
+        return self._abandoned[name]
+
+    async def call(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """`function(*args, **kwargs)` with the caller's context variables. Raises what the function raises, and
+        HungError if `MOST_ABANDONED` calls of that name hang."""
+        if self._abandoned[name] >= MOST_ABANDONED:
+            raise HungError(
+                f"{self._purpose} {name}: {self._abandoned[name]} calls hang in threads that cannot be killed, "
+                "so no more are started"
+            )
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[R] = loop.create_future()
+        given_up = over = False
+
+        def run(call: Callable[[], R]) -> None:
+            nonlocal over
+            settle: Callable[[], None]
+            try:
+                settle = partial(_settle, answer, result=call())
+            except StopIteration as fault:  # a future refuses StopIteration as its exception
+                settle = partial(_settle, answer, fault=RuntimeError(f"StopIteration: {fault}"))
+            except BaseException as fault:
+                settle = partial(_settle, answer, fault=fault)
+            # Under one lock with the caller's cancellation below: exactly one of the two sees the other, so that the count of
+            # abandoned calls is raised and lowered in pairs.
+            with self._lock:
+                over = True
+                self._abandoned[name] -= given_up
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no caller left to notify
+                loop.call_soon_threadsafe(settle)
+
+        work = partial(contextvars.copy_context().run, partial(function, *args, **kwargs))
+        self._crew.give(name, partial(run, work))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with self._lock:
+                if not over:
+                    given_up = True
+                    self._abandoned[name] += 1
+            raise
+
+
+class _Crew:
+    """Threads that take up work at once, as many as there is work.
+
+    `Thread.start` waits until the new thread has run, which beside threads that compute takes them all their turn: called on
+    the event loop, 16 such tools kept it from turning for 0.2 s. So the loop only puts work into a queue, and a thread that
+    takes some starts the next one if none is left to wait.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self._begin()
+        after_fork(self, _Crew._begin)
+
+    def _begin(self) -> None:
+        self._work: SimpleQueue[tuple[str, Callable[[], None]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = 0  # threads that wait for work, or are about to
+
+    def give(self, name: str, work: Callable[[], None]) -> None:
+        """Have a thread do `work`; `name` is for the thread's name."""
+        with self._lock:
+            first, self._free = self._free == 0, max(self._free, 1)
+        if first:
+            self._start()
+        self._work.put((name, work))
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._serve, daemon=True, name=f"agentrl-{self._purpose}").start()
+        except RuntimeError:  # no more threads are to be had: the next work tries again
+            with self._lock:
+                self._free -= 1
+            raise
+
+    def _serve(self) -> None:
+        thread, idle = threading.current_thread(), threading.current_thread().name
+        while (found := self._next()) is not None:
+            name, work = found
+            with self._lock:
+                last, self._free = self._free == 1, max(self._free - 1, 1)
+            if last:  # before the work, which may never end
+                with contextlib.suppress(RuntimeError):
+                    self._start()
+            thread.name = f"{idle} {name}"
+            work()
+            thread.name = idle
+            with self._lock:
+                self._free += 1
+
+    def _next(self) -> tuple[str, Callable[[], None]] | None:
+        """The next work; None if this thread is one more than is needed."""
+        while True:
+            try:
+                return self._work.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._free > 1:
+                        self._free -= 1
+                        return None
+
+
+TOOLS = DaemonThreads("tool", 64)
+SCORING = DaemonThreads("reward spec", 8)
+
+
+def _settle(answer: asyncio.Future[Any], result: Any = None, fault: BaseException | None = None) -> None:
+    if answer.done():  # cancelled: its caller is gone
+        return
+    if fault is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(fault)
+
+
+# A background event loop
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="agentrl-loop", daemon=True)
+        self.thread.start()
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is in this thread, in which nothing of this loop can be waited for."""
+        return threading.current_thread() is self.thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+_lock = fork_safe(threading.Lock())
+_held: list[LoopThread] = []
+os.register_at_fork(after_in_child=_held.clear)
+
+
+def background() -> LoopThread:
+    """The loop of this process, started with its first work."""
+    with _lock:
+        if not _held:
+            _held.append(LoopThread())
+        return _held[0]
