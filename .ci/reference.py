@@ -137,7 +137,7 @@ def _keys_table(keys: Sequence[Key]) -> str:
 # -- registered names ------------------------------------------------------------------------------
 
 HOMES = (
-    "agentrl.trainer.algorithms", "agentrl.trainer.algorithms.losses", "agentrl.trainer.algorithms.losses", "agentrl.rollout.samplers",
+    "agentrl.trainer.algorithms.advantages", "agentrl.trainer.algorithms.losses", "agentrl.rollout.samplers",
     "agentrl.rollout.mixtures", "agentrl.rollout.context", "agentrl.env.wrappers", "agentrl.rollout.engine",
     "agentrl.trainer.train_engine", "agentrl.engines.weights.base", "agentrl.sandbox", "agentrl.run.trackers",
 )  # fmt: skip
@@ -214,8 +214,9 @@ def _content() -> str:
 # -- Python ----------------------------------------------------------------------------------------
 
 ROOMS = (
-    "agentrl", "agentrl.env", "agentrl.env.copying", "agentrl.tool", "agentrl.reward", "agentrl.trainer.algorithms",
-    "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.sandbox", "agentrl.batch", "agentrl.env.catalog", "agentrl.config",
+    "agentrl", "agentrl.env", "agentrl.env.copying", "agentrl.env.tools", "agentrl.reward", "agentrl.trainer.algorithms",
+    "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.sandbox", "agentrl.data.rows", "agentrl.env.catalog",
+    "agentrl.config",
     "agentrl.data.trajectory", "agentrl.utils.errors",
 )  # fmt: skip
 

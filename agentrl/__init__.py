@@ -55,10 +55,11 @@ _HOMES = {
     "load_run": "agentrl.run.reader",
     "make": "agentrl.run.api.base",
     "session": "agentrl.run.api.steps",
+    "train": "agentrl.run.api.functions",
 }
 """Public name -> its module."""
-_ROOMS = ("env", "rollout", "train")
-"""Rooms with a public face; the last two can be called (agentrl/utils/callable_module.py)."""
+_ROOMS = ("env", "rollout")
+"""Rooms with a public face; the last one can be called (agentrl/utils/callable_module.py)."""
 
 __all__ = [
     "AdvantageInput",

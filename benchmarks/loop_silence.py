@@ -27,10 +27,8 @@ from work import Instant
 
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
-from agentrl.env import ToolEnv
+from agentrl.env import Tool, Toolbox, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import Tool, tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.render import make_renderer
 from agentrl.reward import Context, compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode

@@ -35,7 +35,7 @@ VARIABLE = "AGENTRL_BENCH_TOKEN"
 SLEEPER = '''
 import asyncio
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.tool import tool
+from agentrl.env import tool
 
 class Sleeper(ToolEnv):
     """A tool that waits."""

@@ -32,9 +32,8 @@ from work import CONTEXT, Instant, collector_of, scorer
 from agentrl.config import RolloutConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
-from agentrl.env import ToolEnv
+from agentrl.env import ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import tool
 from agentrl.render import make_renderer
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import Limits, Policy

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.data.trajectory import ToolCall
-from agentrl.env.tool import tool
-from agentrl.env.toolbox import Toolbox
+from agentrl.env import Toolbox, tool
 from agentrl.utils import event_loop as deadline
 from agentrl.utils import threads as executors
 from agentrl.utils.errors import EnvError, HungError, ToolTimeoutError

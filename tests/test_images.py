@@ -21,10 +21,9 @@ from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, shown
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, message_of
+from agentrl.env import Toolbox, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
-from agentrl.env.tool import tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.reward import compile_spec
 from agentrl.rollout.context import elided
 from agentrl.rollout.workers.channel import trajectory_frame, trajectory_of

@@ -27,11 +27,9 @@ from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
-from agentrl.env import ToolEnv
+from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
-from agentrl.env.tool import tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.env.users import ModelUser, user_call
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.reward.compile import judge_settings

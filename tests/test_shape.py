@@ -250,7 +250,8 @@ def test_pyproject_is_the_only_place_that_names_a_version() -> None:
 
 def registries() -> list[Registry[Any]]:
     """Every registry of agentrl, loaded."""
-    homes = ["agentrl.trainer.algorithms", "agentrl.trainer.algorithms.losses", "agentrl.trainer.algorithms.losses", "agentrl.env.wrappers",
+    homes = ["agentrl.trainer.algorithms", "agentrl.trainer.algorithms.losses", "agentrl.trainer.algorithms.losses",
+    "agentrl.env.wrappers",
              "agentrl.rollout.context", "agentrl.rollout.engine", "agentrl.rollout.mixtures",
              "agentrl.rollout.samplers", "agentrl.rollout.collector", "agentrl.run.callbacks",
              "agentrl.run.trackers", "agentrl.sandbox", "agentrl.trainer.train_engine",

@@ -17,9 +17,8 @@ from rich.text import Text
 import agentrl
 from agentrl.cli import env as env_command
 from agentrl.config.schema import KeepConfig
-from agentrl.env import Message, Task, ToolEnv
+from agentrl.env import Message, Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import tool
 from agentrl.run.display import Display
 from agentrl.run.folder import LogFile
 from agentrl.utils.redaction import GONE, remember

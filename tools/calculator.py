@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable
 
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 from agentrl.utils.parsing import expression_of
 

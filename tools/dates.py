@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import WithJsonSchema
 
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 
 Date = Annotated[  # "0" alone would be taken for seconds since 1970

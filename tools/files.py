@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import ToolSet, tool
+from agentrl.env import ToolSet, tool
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.threads import by_size
 

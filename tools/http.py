@@ -21,7 +21,7 @@ import jsonschema
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import ToolSet, tool
+from agentrl.env import ToolSet, tool
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.parsing import read_json
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import ToolSet, tool
+from agentrl.env import ToolSet, tool
 from agentrl.utils.errors import ToolError
 
 Title = Annotated[str, Field(min_length=1, max_length=80)]

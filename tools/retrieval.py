@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import ToolSet, tool
+from agentrl.env import ToolSet, tool
 from agentrl.utils.errors import ConfigError, ToolError, hinted
 
 _SUFFIXES = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".html")

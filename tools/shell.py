@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.sandbox.base import ExecResult, SandboxSpec
 from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
 from agentrl.utils.errors import ResourceError, ToolError

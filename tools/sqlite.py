@@ -1,4 +1,4 @@
-"""A SQLite database of the episode's own: queries, and changes unless it is read-only (limits: agentrl/contrib/toolkit/sqlite.py)."""
+"""A SQLite database of the episode's own: queries, and changes unless it is read-only (limits: contrib/toolkit/sqlite.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from agentrl.contrib.toolkit.sqlite import QueryLimits, change, contents, query
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import ToolSet, tool
+from agentrl.env import ToolSet, tool
 from agentrl.utils.errors import ConfigError, ToolError
 
 Sql = Annotated[str, Field(min_length=1)]

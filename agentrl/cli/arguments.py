@@ -13,7 +13,19 @@ from typing import Any, NoReturn
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.run.callbacks import ended_as_interrupted
 from agentrl.utils.errors import WorkerDiedError, hinted
+from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
+
+COMMANDS: Registry[Callable[[argparse.ArgumentParser], None]] = Registry("command", "COMMANDS", "agentrl.cli")
+"""Subcommands. A function adds arguments, `run` (which returns the exit code) and `epilog` to the parser; its docstring is the
+help."""
+
+
+def short_help(add_arguments: Callable[..., None]) -> str:
+    """A command's line in `agentrl --help`."""
+    line = (add_arguments.__doc__ or "").partition("\n\n")[0]
+    return " ".join(line.split()).removesuffix(".")
+
 
 # The parser
 

@@ -1,4 +1,4 @@
-"""`agentrl completion`: complete commands, options, configs, environments, runs and keys. Loads neither torch nor an environment."""
+"""`agentrl completion`: complete commands, options, configs, environments, runs and keys, without loading torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.search_path import shelves
 from agentrl.utils.terminal import say
 
@@ -144,7 +145,6 @@ def _of(completers: tuple[Completer, ...]) -> Callable[..., list[str]]:
 
 # agentrl completion
 
-COMPLETION_HELP = "print the shell completion of bash, zsh or fish"
 COMPLETION_EPILOG = """examples:
   eval "$(agentrl completion bash)"                     in ~/.bashrc
   eval "$(agentrl completion zsh)"                      in ~/.zshrc, after compinit
@@ -152,8 +152,10 @@ COMPLETION_EPILOG = """examples:
 """
 
 
+@COMMANDS.register("completion")
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Print the shell completion of bash, zsh or fish."""
+    parser.epilog = COMPLETION_EPILOG
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     parser.set_defaults(run=run_completion)
 

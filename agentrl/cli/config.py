@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.arguments import COMMANDS
 from agentrl.run.config_file import find_config_file, is_override
 from agentrl.utils.errors import ConfigError, hinted
 from agentrl.utils.terminal import say
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 # agentrl config
 
-CONFIG_HELP = "explain keys, show and compare configs, print a schema for editors"
 CONFIG_EPILOG = """examples:
   agentrl config docs                                  every key: type, default, unit, meaning
   agentrl config docs rollout                          a section
@@ -37,8 +37,10 @@ CONFIG_EPILOG = """examples:
 CONFIG = "a TOML file, a run's folder, or the name of a packaged config"
 
 
+@COMMANDS.register("config")
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands with their arguments."""
+    """Explain keys, show and compare configs, print a schema for editors."""
+    parser.epilog = CONFIG_EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     docs = actions.add_parser("docs", help="what keys mean, with type, default and unit", epilog=CONFIG_EPILOG, **_RAW)
     docs.add_argument("key", nargs="?", help="a key or a section, for example rollout.groups (default: all)")
@@ -216,7 +218,6 @@ def _entry(key: Key) -> list[str]:
 
 # agentrl metrics
 
-METRICS_HELP = "what the numbers in metrics.jsonl mean"
 METRICS_EPILOG = """examples:
   agentrl metrics                                    all of them, with units and formulas
   agentrl metrics entropy                            those whose name or meaning has this word
@@ -225,8 +226,10 @@ METRICS_EPILOG = """examples:
 """
 
 
+@COMMANDS.register("metrics")
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """What the numbers in metrics.jsonl mean."""
+    parser.epilog = METRICS_EPILOG
     parser.add_argument("words", nargs="*", metavar="WORD", help="only names and meanings with one of these")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON array")

@@ -9,15 +9,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import seed
+from agentrl.cli.arguments import COMMANDS, seed
 from agentrl.utils.errors import CatalogError, ConfigError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agentrl.env import ToolEnv
-    from agentrl.env.call_options import Options
+    from agentrl.env import Options, ToolEnv
     from agentrl.env.catalog import EnvEntry, EnvRef
     from agentrl.env.check_tools import CheckFinding, Subject
     from agentrl.env.difficulty import DifficultyReport
@@ -317,7 +316,6 @@ def _list() -> int:
 
 # agentrl env
 
-ENV_HELP = "list, show, create, check, play and serve environments"
 ENV_EPILOG = """examples:
   agentrl env list                           which environments there are, and where they come from
   agentrl env show key_value calls=4         its parameters, tools and a sample task
@@ -340,8 +338,10 @@ EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
+@COMMANDS.register("env")
 def add_env_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands with their arguments."""
+    """List, show, create, check, play and serve environments."""
+    parser.epilog = ENV_EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every environment on the shelves")
     listing.add_argument("--json", action="store_true", help="one JSON array")

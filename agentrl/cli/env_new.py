@@ -14,7 +14,7 @@ import random
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
 from agentrl.utils.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env import tool
 
 THINGS = ["milk", "bread", "tea", "rice", "soap", "paper", "salt", "oil", "eggs", "nuts", "honey", "flour"]
 

@@ -1,4 +1,4 @@
-"""`agentrl eval` and `agentrl rollout`: pass@k and pass^k of models on held-out tasks, and episodes of a model as trajectories."""
+"""`agentrl eval` and `agentrl rollout`: pass@k and pass^k on held-out tasks, and episodes as trajectories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.cli.arguments import seed, with_parent
+from agentrl.cli.arguments import COMMANDS, seed, with_parent
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.event_loop import run_loop
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # agentrl rollout
 
-ROLLOUT_HELP = "write a model's trajectories on an environment"
 ROLLOUT_EPILOG = """examples:
   agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
   agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
@@ -38,8 +37,10 @@ then runs only the missing ones.
 """
 
 
+@COMMANDS.register("rollout")
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Write a model's trajectories on an environment."""
+    parser.epilog = ROLLOUT_EPILOG
     add_options(parser, tasks=16, split="train", folder="rollouts")
     parser.set_defaults(run=run_rollout)
 
@@ -199,7 +200,6 @@ def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
 
 # agentrl eval
 
-EVAL_HELP = "evaluate models on environments, or as a run did"
 EVAL_EPILOG = """examples:
   agentrl eval --run runs/quickstart                        the trained model, exactly as the run evaluated it
   agentrl eval --run runs/quickstart --checkpoint best -n 500 -k 4 eval.temperature=1     ... but for what is given here
@@ -227,8 +227,10 @@ MOSTLY = 0.5
 """An evaluation of which a larger share is unscored has failed."""
 
 
+@COMMANDS.register("eval")
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Evaluate models on environments, or as a run did."""
+    parser.epilog = EVAL_EPILOG
     add_options(parser, tasks=100, split="heldout", folder="evals", models=True)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--run", dest="run_folder", metavar="RUN", help="evaluate as the run in this folder did")

@@ -1,4 +1,4 @@
-"""`agentrl`: one file per subcommand, with HELP, EPILOG (its examples) and `add_arguments(parser)`.
+"""`agentrl`: the program. Commands register themselves (`COMMANDS`), also those of contrib and of plug-ins.
 
 Heavy imports stay inside the commands, so that `--help` is quick.
 """
@@ -6,13 +6,12 @@ Heavy imports stay inside the commands, so that `--help` is quick.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from agentrl import __version__
-from agentrl.cli.arguments import Parser
+from agentrl.cli.arguments import COMMANDS, Parser, short_help
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import AgentrlError, UserError
 from agentrl.utils.files import disk_full, full_text
@@ -21,26 +20,8 @@ from agentrl.utils.processor import PASSIVE
 from agentrl.utils.redaction import guarded_output
 from agentrl.utils.terminal import say
 
-COMMANDS = (
-    "train",
-    "view",
-    "runs",
-    "show",
-    "eval",
-    "rollout",
-    "init_model",
-    "sft",
-    "env",
-    "reward",
-    "metrics",
-    "config",
-    "completion",
-    "export",
-    "push",
-    "pull",
-    "doctor",
-    "test",
-)
+ORDER = ("train", "view", "runs", "show", "eval", "rollout", "init-model", "sft", "env", "reward", "metrics", "config")
+"""Commands that `--help` lists first."""
 
 EPILOG = """examples:
   agentrl train configs/quickstart.toml              learn the key-value task on a laptop
@@ -60,13 +41,12 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        command = importlib.import_module(f"agentrl.cli.{name}")
-        command.add_arguments(
+    for name in sorted(COMMANDS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
+        add_arguments = COMMANDS[name]
+        add_arguments(
             commands.add_parser(
-                name.replace("_", "-"),
-                help=command.HELP,
-                epilog=command.EPILOG,
+                name,
+                help=short_help(add_arguments),
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )

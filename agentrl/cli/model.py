@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.arguments import seed
+from agentrl.cli.arguments import COMMANDS, seed
 from agentrl.config.schema import InitModelConfig
 from agentrl.run.config_file import add_config, read_config
 from agentrl.utils.terminal import say
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # agentrl doctor
 
-DOCTOR_HELP = "check this machine and cluster without starting a run"
 DOCTOR_EPILOG = """examples:
   agentrl doctor                                     this machine, and a local Ray
   agentrl doctor configs/quickstart.toml             also whether the config's pools and rollout workers fit
@@ -31,8 +30,10 @@ Exit code 2 if a check failed; a warning alone does not fail.
 MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 
+@COMMANDS.register("doctor")
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Check this machine and cluster without starting a run."""
+    parser.epilog = DOCTOR_EPILOG
     add_config(parser, "a config whose cluster section is checked")
     parser.add_argument("--no-ray", action="store_true", help="do not start or join Ray")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
@@ -69,7 +70,6 @@ def line(finding: MachineFinding) -> str:
 
 # agentrl init-model
 
-INIT_MODEL_HELP = "write a tiny randomly initialized model and its tokenizer, or the model of a GGUF file"
 INIT_MODEL_EPILOG = """examples:
   agentrl init-model models/tiny
   agentrl init-model models/wider --hidden 128 --mlp 256 --seed 1
@@ -77,8 +77,10 @@ INIT_MODEL_EPILOG = """examples:
 """
 
 
+@COMMANDS.register("init-model")
 def add_init_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Write a tiny randomly initialized model and its tokenizer, or the model of a GGUF file."""
+    parser.epilog = INIT_MODEL_EPILOG
     parser.add_argument("folder", help="where to write it; must not exist, or be empty")
     parser.add_argument("--from", dest="file", metavar="FILE", help="a GGUF file, whose weights and tokenizer are written")
     parser.add_argument(
@@ -144,7 +146,6 @@ def _from_file(args: argparse.Namespace, target: Path) -> int:
 
 # agentrl export
 
-EXPORT_HELP = "write a run's checkpoint as a Hugging Face model folder, or its adapter as peft's"
 EXPORT_EPILOG = """examples:
   agentrl export runs/quickstart models/mine              the newest checkpoint
   agentrl export runs/quickstart models/step10 --step 10  the checkpoint of step 10
@@ -156,8 +157,10 @@ The folder holds config, weights and tokenizer; plain transformers and vLLM load
 """
 
 
+@COMMANDS.register("export")
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Write a run's checkpoint as a Hugging Face model folder, or its adapter as peft's."""
+    parser.epilog = EXPORT_EPILOG
     parser.add_argument("run_folder", help="a run folder", metavar="RUN")
     parser.add_argument("out", help="where to write the model; must not exist, or be empty", metavar="OUT")
     which = parser.add_mutually_exclusive_group()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import seed
+from agentrl.cli.arguments import COMMANDS, seed
 from agentrl.utils.errors import CatalogError, UserError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.terminal import console as safe_console
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Episodes whose value alone changes that `diff` lists."""
-HELP = "check, explain and apply reward specs"
 EPILOG = """examples:
   agentrl reward lint key_value                                  mistakes in the spec
   agentrl reward lint my_spec.json --env agentrl/KeyValue-v0     ... on gold, empty and spam episodes
@@ -43,8 +42,10 @@ needs --env; one with a judge asks the model that it names, at --judge-url if gi
 """
 
 
+@COMMANDS.register("reward")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands with their arguments."""
+    """Check, explain and apply reward specs."""
+    parser.epilog = EPILOG
     raw = argparse.RawDescriptionHelpFormatter
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)

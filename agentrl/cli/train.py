@@ -13,7 +13,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.arguments import Drive, with_parent
+from agentrl.cli.arguments import COMMANDS, Drive, with_parent
 from agentrl.config import TrainConfig
 from agentrl.config.identity import check_resumed
 from agentrl.config.origin import Origins, read_origins
@@ -33,7 +33,6 @@ from agentrl.utils.terminal import say
 
 # agentrl train
 
-TRAIN_HELP = "train a policy on an environment"
 TRAIN_EPILOG = """examples:
   agentrl train configs/quickstart.toml
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
@@ -49,8 +48,10 @@ Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice sto
 """
 
 
+@COMMANDS.register("train")
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Train a policy on an environment."""
+    parser.epilog = TRAIN_EPILOG
     add_config(parser, "a TOML file or the name of a packaged config")
     parser.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
@@ -173,7 +174,6 @@ def _configs(args: argparse.Namespace) -> tuple[TrainConfig, TrainConfig | None]
 
 # agentrl sft
 
-SFT_HELP = "train on a teacher's transcripts, or on data: episodes, conversations, preferences"
 SFT_EPILOG = """examples:
   agentrl sft configs/quickstart.toml name=warm                  the warm start of [sft]: writes runs/warm/warm_start
   agentrl sft configs/quickstart.toml name=warm sft.gate=0.9 sft.teacher.wrong=0.1
@@ -194,8 +194,10 @@ Ctrl-C once finishes the step, writes a checkpoint and exits with 130; twice sto
 """
 
 
+@COMMANDS.register("sft")
 def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Train on a teacher's transcripts, or on data: episodes, conversations, preferences."""
+    parser.epilog = SFT_EPILOG
     add_config(
         parser, "a TOML file or the name of a packaged config, with an [sft] or a [data] section; with --data it may be left out"
     )

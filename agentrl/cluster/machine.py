@@ -110,7 +110,8 @@ def network_interfaces() -> list[str]:
 
 # Pages of Ray's object store, made while the episodes of a run are played, not while its first batch is written.
 #
-# The store is shared memory that nothing has touched when Ray starts. The kernel makes and clears a page at its first touch, which
+# The store is shared memory that nothing has touched when Ray starts. The kernel makes and clears a page at its first touch,
+# which
 # takes several times as long as copying to it, and in a virtual machine far longer: the host has to find a page too. The pages
 # that are made here are those that the batch is written to a moment later: no memory is taken that the run would not take, and it
 # is the store's, which gives it back when Ray ends, however it ends.

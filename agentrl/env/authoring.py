@@ -16,8 +16,8 @@ from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.call_options import Problem
 from agentrl.env.copying import Copier, Snapshot, copier, copy_parts
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.tool import Tool, ToolSession, ToolSet, ToolSource, tool_methods
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
+from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource, tool_methods
 from agentrl.env.users import User, UserModel
 from agentrl.utils.errors import EnvError, TaskDataError
 

@@ -20,7 +20,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
 from agentrl.env.address import EnvAddress, asked, build_remote, server_card
-from agentrl.env.tool import Tool, ToolSet
+from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
 from agentrl.utils.errors import CatalogError, ConfigError, hinted
@@ -188,7 +188,8 @@ class EnvEntry:
 class EnvRef:
     """An environment by name: what a worker needs to build one where it runs.
 
-    `params` are the keyword arguments of its class, in which references to variables (agentrl/utils/redaction.py) stay until it is
+    `params` are the keyword arguments of its class, in which references to variables (agentrl/utils/redaction.py) stay until
+    it is
     built; `seed` is what its first reset uses if it is given none. `source` is filled in when the reference is pickled, so that
     a worker with another working directory still finds the same file, or its copy if the shelves were shipped to the worker.
     `tools`: sets and MCP servers in addition to the environment's own. `wrappers`: by name, innermost first.
@@ -345,7 +346,7 @@ def list_envs() -> list[EnvEntry]:
 
 
 def find_env(name: str) -> EnvEntry:
-    """The environment with that id or short name, or "given:NAME" (agentrl/utils/search_path.py). Raises CatalogError naming the nearest
+    """The environment with that id or short name, or "given:NAME" (utils/search_path.py). Raises CatalogError naming the nearest
     known ones, ConfigError for one that this process was not given."""
     if is_given(name):
         return _given_entry(name)

@@ -15,7 +15,7 @@ from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, T
 from agentrl.env.base import ScoreLike, ScorerLike, ToolEnv
 from agentrl.env.call_options import Options
 from agentrl.env.spaces import Action, run_sync, sample_arguments
-from agentrl.env.tool import Tool
+from agentrl.env.tools import Tool
 from agentrl.reward import Scorer
 from agentrl.reward.lint import copied_question
 from agentrl.utils.errors import EnvError

@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, Trajectory
 from agentrl.env.spaces import run_sync
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import Toolbox
+from agentrl.env.tools import Tool
 from agentrl.env.users import RecordedUser
 from agentrl.reward.twins import TurnOutcome, tool_texts
 from agentrl.utils.parsing import in_json
@@ -262,9 +262,9 @@ class _Unpickler(pickle.Unpickler):
 # Copies of a large state that share with it all that an episode does not touch.
 #
 # A database of 3 MB of JSON takes some 10 MB as Python objects, and as much again for each episode that copies it. `branch` gives
-# an episode a copy that is a dictionary or list of its own, but whose parts are copied only as the episode reads them, each at its
-# own level: a row that nobody looks at is shared by all episodes of the process. Large tables are best dictionaries: a list that is
-# read is copied with the first level of each of its items.
+# an episode a copy that is a dictionary or list of its own, but whose parts are copied only as the episode reads them, each at
+# its own level: a row that nobody looks at is shared by all episodes of the process. Large tables are best dictionaries: a list
+# that is read is copied with the first level of each of its items.
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from agentrl.data.images import Image
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.env.base import ToolEnv
 from agentrl.env.call_options import Options
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import as_text, error_text, read
+from agentrl.env.tools import Tool
 from agentrl.utils import keeper
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
 from agentrl.utils.parsing import json_text

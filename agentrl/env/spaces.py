@@ -8,8 +8,8 @@ import math
 import re
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
-from re import _constants as sre
-from re import _parser
+from re import _constants as sre  # type: ignore[attr-defined]  # the standard library's own parse tree
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
 import gymnasium

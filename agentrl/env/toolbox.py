@@ -13,8 +13,8 @@ from typing import Any
 from agentrl.data.images import MOST_IMAGES, Image
 from agentrl.data.trajectory import Json, ToolCall, ToolResult
 from agentrl.env.call_options import MAX_OUTPUT, Problem, formed, nearest
-from agentrl.env.tool import Tool
-from agentrl.env.tool import tool as make_tool
+from agentrl.env.tools import Tool
+from agentrl.env.tools import tool as make_tool
 from agentrl.utils.child_process import Child
 from agentrl.utils.errors import AgentrlError, EnvError, ImageError, PolicyTimeoutError, ToolError, ToolTimeoutError
 from agentrl.utils.event_loop import LateError, contained, within

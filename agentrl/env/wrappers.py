@@ -18,8 +18,8 @@ from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.call_options import nearest
 from agentrl.env.copying import Copier, EnvTwin, Snapshot, WrapperCopier
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.tool import Tool, ToolSet, ToolSource
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, estimate_tokens, fit
+from agentrl.env.tools import Tool, ToolSet, ToolSource
 from agentrl.env.users import GOLD, User, UserModel
 from agentrl.utils.child_process import Child
 from agentrl.utils.errors import ConfigError, ToolError

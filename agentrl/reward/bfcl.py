@@ -226,7 +226,8 @@ LANGUAGES: dict[str, tuple[Reader, dict[str, type]]] = {
 # value by value. In its Java and JavaScript categories every argument is a text, read as source (`agentrl.reward.bfcl`).
 #
 # The leaderboard's rules are kept with what is odd about them, because a verdict that differs is not comparable: values are equal
-# as in Python (1, 1.0 and True are), texts are normalized at the depths where it looks for them and nowhere below, a value may have
+# as in Python (1, 1.0 and True are), texts are normalized at the depths where it looks for them and nowhere below, a value may
+# have
 # the type of the first possible answer instead of the declared one (then it must equal one, letter by letter), and an empty list
 # stands for "" among the answers. Two differences: what makes its program fail is a value that does not fit, and lists of objects
 # whose items have no declared type are compared as such.

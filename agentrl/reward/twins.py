@@ -217,8 +217,10 @@ def _canonical(value: Json) -> Json:
 
 # Passes over an episode's rounds, which twins (`agentrl.reward.twins`) play once more with its own calls or with the gold ones.
 #
-# A pass goes through all rounds of the episode on one twin: a round's calls, its state and answers, then the text that ends it, to
-# which the twin's user replies as the record's did. All leaves and all rounds share a pass, and the members of a group the gold's.
+# A pass goes through all rounds of the episode on one twin: a round's calls, its state and answers, then the text that ends
+# it, to
+# which the twin's user replies as the record's did. All leaves and all rounds share a pass, and the members of a group the
+# gold's.
 
 log = logging.getLogger(__name__)
 MakeEnv = Callable[[Task], Any]  # a ReplayEnv (`agentrl.reward.leaf`)

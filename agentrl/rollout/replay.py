@@ -14,8 +14,8 @@ from typing import Any
 from agentrl.data.trajectory import Json, StopReason, ToolResult, Trajectory, Turn, UserCall, as_row, message_of, user_calls_of
 from agentrl.env import Action, Message, Observation, StepResult, Task, ToolEnv
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import Toolbox
+from agentrl.env.tools import Tool
 from agentrl.env.wrappers import ToolWrapper
 from agentrl.reward.judge import Verdict
 from agentrl.reward.leaf import JudgeClient

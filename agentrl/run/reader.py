@@ -325,7 +325,8 @@ def _step_seconds(rows: list[dict[str, Any]]) -> float:
 
 # `tokens/<name>.jsonl`: what training made of the tokens in `trajectories/<name>.jsonl`, row by row.
 #
-# A row is `{"check": n, "ledgers": [{"advantage": a, "log_ratio": r}, ...]}`, with an entry for each ledger, or "ledgers": null for
+# A row is `{"check": n, "ledgers": [{"advantage": a, "log_ratio": r}, ...]}`, with an entry for each ledger, or "ledgers":
+# null for
 # an episode that is not trained on. `a` is one number if it is that of all sampled tokens, else base64 of little-endian float32,
 # one for each sampled token; `r` is base64 of float16, or null. `check` is of the sampled log probabilities in the
 # trajectory's row: a resumed run writes both files again, and if it is killed in between, they are of different episodes.

@@ -5,34 +5,31 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import agentrl
 from agentrl.config.keys import inline
 from agentrl.utils.errors import UserError
-from agentrl.utils.registry import Registry, registered_in
+from agentrl.utils.registry import Registry, registered_in, sources_of_package
 from agentrl.utils.search_path import shelves
 
 REGISTRIES = {
-    "algorithm.advantage": ("agentrl.trainer.algorithms.advantages", "ADVANTAGES", "algorithm/advantage"),
-    "algorithm.correction": ("agentrl.trainer.algorithms.losses", "CORRECTIONS", "algorithm/correction.py"),
-    "algorithm.kl.kind": ("agentrl.trainer.algorithms.losses", "KL", "algorithm/kl.py"),
-    "algorithm.loss": ("agentrl.trainer.algorithms.losses", "POLICY_LOSSES", "algorithm/loss"),
-    "callbacks": ("agentrl.run.callbacks", "CALLBACKS", "run/callbacks.py"),
-    "engine": ("agentrl.rollout.engine", "ENGINES", "backends"),
-    "env.sandbox.provider": ("agentrl.sandbox", "SANDBOXES", "sandbox"),
-    "env.wrappers": ("agentrl.env.wrappers", "WRAPPERS", "env"),
-    "model.engine": ("agentrl.trainer.train_engine", "TRAIN_ENGINES", "train"),
-    "rollout.accept": ("agentrl.rollout.collector", "FILTERS", "rollout/accept.py"),
-    "rollout.context": ("agentrl.rollout.context", "CONTEXTS", "rollout/context"),
-    "rollout.mixture": ("agentrl.rollout.mixtures", "MIXTURES", "rollout/mixture"),
-    "rollout.sampler": ("agentrl.rollout.samplers", "SAMPLERS", "rollout/sampler"),
-    "trackers": ("agentrl.run.trackers", "TRACKERS", "run/trackers"),
-    "weights.route": ("agentrl.engines.weights.base", "ROUTES", "weights"),
+    "algorithm.advantage": ("agentrl.trainer.algorithms.advantages", "ADVANTAGES"),
+    "algorithm.correction": ("agentrl.trainer.algorithms.losses", "CORRECTIONS"),
+    "algorithm.kl.kind": ("agentrl.trainer.algorithms.losses", "KL"),
+    "algorithm.loss": ("agentrl.trainer.algorithms.losses", "POLICY_LOSSES"),
+    "callbacks": ("agentrl.run.callbacks", "CALLBACKS"),
+    "engine": ("agentrl.rollout.engine", "ENGINES"),
+    "env.sandbox.provider": ("agentrl.sandbox", "SANDBOXES"),
+    "env.wrappers": ("agentrl.env.wrappers", "WRAPPERS"),
+    "model.engine": ("agentrl.trainer.train_engine", "TRAIN_ENGINES"),
+    "rollout.accept": ("agentrl.rollout.collector", "FILTERS"),
+    "rollout.context": ("agentrl.rollout.context", "CONTEXTS"),
+    "rollout.mixture": ("agentrl.rollout.mixtures", "MIXTURES"),
+    "rollout.sampler": ("agentrl.rollout.samplers", "SAMPLERS"),
+    "trackers": ("agentrl.run.trackers", "TRACKERS"),
+    "weights.route": ("agentrl.engines.weights.base", "ROUTES"),
 }
-"""Module and name of each registry, and where in the package agentrl's own components are. Not imported here, since most of them
-load torch."""
+"""Config key -> module and name of its registry. Not imported here, since most of them load torch."""
 SAME = {"env.sampler": "rollout.sampler", "env.advantage": "algorithm.advantage"}
 """Keys of an environment that take the names of a key of the run."""
 
@@ -54,14 +51,10 @@ def registry_of(key: str) -> Registry[Any] | None:
 
 def written_names(key: str) -> list[str]:
     """The names that a key takes as they stand in the source of agentrl and of `plugins/`: quickly, since nothing is loaded."""
-    _, symbol, place = REGISTRIES.get(SAME.get(key, key), ("", "", ""))
+    _, symbol = REGISTRIES.get(SAME.get(key, key), ("", ""))
     if not symbol:
         return []
-    own = Path(agentrl.__file__).parent / place
-    files = [
-        *([own] if own.is_file() else own.rglob("*.py")),
-        *(file for shelf in shelves() for file in shelf.glob("plugins/*.py")),
-    ]
+    files = [*sources_of_package(), *(file for shelf in shelves() for file in shelf.glob("plugins/*.py"))]
     return sorted({name for file in files for name in registered_in(file, symbol)})
 
 

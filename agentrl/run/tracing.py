@@ -76,9 +76,9 @@ class Timeline:
         if torch is None:
             return
         self.dropped += torch["dropped"]
-        for name, kind, place, thread, begin, took in torch["events"]:
+        for name, kind, place, thread, start, took in torch["events"]:
             track = torch["names"].get(f"{place} {thread}") or f"{place} {thread}"
-            self._tracks[process, f"torch: {track}"].append((begin + ahead, begin + ahead + took, name, kind, {}))
+            self._tracks[process, f"torch: {track}"].append((start + ahead, start + ahead + took, name, kind, {}))
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """The file; one of that name is replaced at the end. Raises OSError."""
@@ -293,9 +293,9 @@ async def _noted(group: WorkerGroup[Any]) -> list[Ranks]:
         asked = now()
         times = await group.in_processes(clock)
         took = now() - asked
-        for rank, (place, time) in enumerate(times):
+        for rank, (place, clocked) in enumerate(times):
             # The middle of question and answer, as NTP does; of this machine, the clock is the same.
-            ahead = 0 if place == machine() else asked + took // 2 - time
+            ahead = 0 if place == machine() else asked + took // 2 - clocked
             best[rank] = min(best[rank], (took, ahead))
     for one, (_, ahead) in zip(found, best, strict=True):
         one.ahead = ahead

@@ -159,7 +159,8 @@ def sft_steps(engine: BaseEngine, view: Ragged, rate_at: Callable[[int], float],
 #
 # Such a loss depends on an episode only through one number: the sum of its tokens' log probabilities, or its score. So a step
 # first computes these numbers for all episodes, without gradient, and adds them up over rows and ranks; then the loss and its
-# derivative by each number, d; and then, micro-batch by micro-batch, the gradient of d times the number. By the chain rule that is
+# derivative by each number, d; and then, micro-batch by micro-batch, the gradient of d times the number. By the chain rule
+# that is
 # the gradient of the loss. The rows of a pair may therefore be in different micro-batches and on different ranks, for one more
 # forward pass.
 

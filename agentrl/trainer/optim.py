@@ -1,4 +1,4 @@
-"""Optimizers: learning-rate schedules, state by parameter name, rates that a config leaves open, and tensors offloaded to host memory."""
+"""Optimizers, their schedules, default learning rates, and tensors offloaded to host memory."""
 
 from __future__ import annotations
 

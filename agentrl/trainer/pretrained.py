@@ -75,7 +75,7 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
     """
     from transformers import PreTrainedTokenizerFast
 
-    assets = files("agentrl.train") / "assets"
+    assets = files("agentrl.trainer") / "assets"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
         eos_token=END_OF_TURN,

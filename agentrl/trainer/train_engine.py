@@ -235,7 +235,7 @@ class BaseEngine(ABC):
 TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
     "model.engine",
     "TRAIN_ENGINES",
-    "agentrl.train",
+    "agentrl.trainer",
     given=5,
     traits={
         "alone": "runs in one process without a process group",

@@ -1,4 +1,4 @@
-"""The state of an engine: saved and loaded by torch.distributed.checkpoint, with any number of ranks, without running a pickle."""
+"""Training state: saved and loaded by torch.distributed.checkpoint for any number of ranks, without pickles."""
 
 from __future__ import annotations
 

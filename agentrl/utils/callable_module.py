@@ -1,7 +1,7 @@
-"""Rooms that are also calls: `agentrl.train` is a package of this library, and `agentrl.train("quickstart")` a run.
+"""A room that is also a call: `agentrl.rollout` is a package of this library, and `agentrl.rollout(...)` plays episodes.
 
-Importing `agentrl.trainer.learner` anywhere makes `agentrl.train` the package, whatever `agentrl/__init__.py` says; so the package
-itself can be called.
+Importing `agentrl.rollout.episode` anywhere makes `agentrl.rollout` the package, whatever `agentrl/__init__.py` says; so the
+package itself can be called.
 """
 
 from __future__ import annotations

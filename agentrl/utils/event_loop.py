@@ -287,7 +287,7 @@ MOST_PLACES = 32
 
 Owner = Literal["user", "package", "library"]
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib")]
 _WAITING = frozenset({selectors.__file__, threading.__file__, queue.__file__, thread.__file__, connection.__file__})
 _IDLE = {"_Crew._next", "_pass_on"}  # where a thread waits: of `executors` for a call, of `redaction` for a line of a program

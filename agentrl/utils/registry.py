@@ -1,6 +1,7 @@
 """One way to register things by name: estimators, losses, engines, samplers, context policies, routes, trackers, wrappers.
 
-    ADVANTAGES: Registry[...] = Registry("algorithm.advantage", "ADVANTAGES", "agentrl.trainer.algorithms.advantages", needs={...})
+    ADVANTAGES: Registry[...] = Registry("algorithm.advantage", "ADVANTAGES", "agentrl.trainer.algorithms.advantages",
+    needs={...})
 
     @ADVANTAGES.register("remax", needs={"baseline"})       # in one file; no table elsewhere names it
     def remax(batch, *, ...): ...
@@ -35,6 +36,8 @@ from agentrl.utils.search_path import PRIVATE, is_given, load_module, shelves, t
 T = TypeVar("T", bound=Callable[..., Any])
 GROUP = "agentrl.plugins"
 FOLDER = "plugins"
+CONTRIB = "agentrl.contrib"
+"""The package of features that the core does not import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,11 @@ def _name_in(node: ast.AST, symbol: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
-    """(name, module) of what agentrl's own files register; cached, since they do not change while a process runs."""
+    """(name, module) of the components in `home` and in contrib; cached, since files do not change while a process runs."""
+    return (*_registering(home, symbol), *(() if home.startswith(CONTRIB) else _registering(CONTRIB, symbol)))
+
+
+def _registering(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
     spec = find_spec(home)
     assert spec is not None and spec.origin is not None, home
     if spec.submodule_search_locations is None:
@@ -262,6 +269,12 @@ def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
         module = ".".join([home, *(parts[:-1] if parts[-1] == "__init__" else parts)])
         found += [(name, module) for name in registered_in(path, symbol)]
     return tuple(found)
+
+
+def sources_of_package() -> list[Path]:
+    """agentrl's own Python files."""
+    folder = Path(__file__).resolve().parents[1]
+    return [file for file in folder.rglob("*.py") if "_shelf" not in file.parts]
 
 
 @lru_cache(maxsize=1)

@@ -122,9 +122,10 @@ class TextTooLongError(TimeoutError):
 
 # JSON Schemas of others (a tool's, a server's, a task's): looked through before they are used, and used with a time limit.
 #
-# A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential time, or
-# be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is wrong;
-# what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
+# A schema is a small program: it may name documents to fetch, call itself without end, hold patterns that take exponential
+# time, or
+# be as large as its author likes. `as_2020` reads older drafts; `check_schema` refuses such a schema by the place of what is
+# wrong; what `validator` makes retrieves nothing, and `first_fault` ends after `SCHEMA_S`. Draft 2020-12
 # (https://json-schema.org/draft/2020-12), but for `$id` and `$schema` below the root, and references to other documents.
 
 SCHEMA_S = 1.0

@@ -177,7 +177,7 @@ def _name_of(value: Any) -> str:
 # A file on a shelf is not importable by name. It is loaded under a private module name derived from its path,
 # so two shelves may have files of the same name; files next to an `env.py` are imported relatively.
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 PRIVATE = "_agentrl_shelf_"
 """Prefix of the names of modules that were loaded from a shelf."""
 
@@ -269,7 +269,7 @@ def load_module(path: Path) -> types.ModuleType:
 
 
 def function_named(key: str, target: str) -> Callable[..., Any]:
-    """The function that the config key names as "module:function", or "given:NAME" (agentrl/utils/search_path.py). Raises ConfigError if
+    """The function that the config key names as "module:function", or "given:NAME". Raises ConfigError if
     there is none."""
     if is_given(target):
         made: Callable[..., Any] = taken(target, key).value

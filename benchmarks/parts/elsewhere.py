@@ -10,9 +10,8 @@ from work import CONTEXT, Instant, scorer
 
 from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Message, Task, ToolCall
-from agentrl.env import ToolEnv
+from agentrl.env import ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import tool
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy

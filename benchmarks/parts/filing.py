@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 from agentrl.data.trajectory import Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.utils.errors import ToolError
 
 

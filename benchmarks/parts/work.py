@@ -15,9 +15,8 @@ from agentrl.cluster.machine import reachable_address
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import InitModelConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
 from agentrl.data.trajectory import Message, Task, ToolCall
-from agentrl.env import ToolEnv
+from agentrl.env import ToolEnv, tool
 from agentrl.env.catalog import EnvRef, find_reward
-from agentrl.env.tool import tool
 from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec

@@ -9,10 +9,9 @@ from pathlib import Path
 from agentrl.contrib.suites.benchmarks import calling
 from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task
+from agentrl.env import Message, Task, tool
 from agentrl.env.official import groups, in_percent, mean_row, whole_row
 from agentrl.env.suites import OfficialRow, Played, SuiteTask
-from agentrl.env.tool import tool
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}
 VARIANTS = 3  # tasks of a scenario

@@ -9,8 +9,7 @@ from urllib.parse import parse_qs
 
 from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall
-from agentrl.env.call_options import Problem
+from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.copying import EnvTwin
 from agentrl.env.official import groups
 from agentrl.env.suites import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask

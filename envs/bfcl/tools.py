@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.data.trajectory import Json
-from agentrl.env.tool import Tool
+from agentrl.env import Tool
 from agentrl.render.text_calls import with_json_types
 
 from .package import Package

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall, ToolEnv, content_split, draw, task_rng
-from agentrl.env.call_options import Options
+from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv, content_split, draw, task_rng
 from agentrl.env.spaces import sample_arguments
-from agentrl.env.tool import Tool
 from agentrl.utils.errors import ConfigError, TaskDataError
 
 from .generate import fingerprint, propose

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall
+from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.suites import SuiteEnv, SuiteTask, by_split, checkout_version
-from agentrl.env.tool import tool
 from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox
 from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
 from agentrl.utils.errors import ConfigError, EnvError, ToolError

@@ -12,10 +12,8 @@ from typing import Any
 
 from agentrl.data.chat_forms import declaration
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.call_options import Options
+from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.taskdata import TaskSet, load_tasks
-from agentrl.env.tool import Tool
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import function_named
 

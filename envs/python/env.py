@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox, SandboxSpec
 from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
 from agentrl.utils.errors import ConfigError

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env import SPLITS, Message, Task, ToolCall, ToolEnv, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import SPLITS, Message, Task, ToolCall, ToolEnv, task_rng, tool
 from agentrl.utils.errors import ConfigError, TaskDataError, ToolError, hinted
 
 from .question import ask

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ConfigError, TaskDataError
 from agentrl.utils.parsing import detached
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from agentrl.contrib.toolkit.sqlite import QueryLimits, Table, query
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ConfigError, ToolError
 
 from .questions import FORMS, Question

@@ -7,8 +7,7 @@ from typing import Any
 
 from agentrl.contrib.suites.benchmarks import AskedUser, message_of, text_constant, two_sided_turns
 from agentrl.data.trajectory import Json
-from agentrl.env import Message, Task, ToolCall
-from agentrl.env.call_options import Problem
+from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import pass_hat_table
 from agentrl.env.suites import OfficialRow, Played, SuiteEnv, SuiteTask
 from agentrl.env.users import ModelUser, UserModel

@@ -1,4 +1,4 @@
-"""Run by the benchmark's own Python (see `agentrl.contrib.suites.foreign`): its scenarios, tools and evaluator, called as they are.
+"""Run by the benchmark's own Python (`agentrl.contrib.suites.foreign`): its scenarios, tools and evaluator.
 
     foreign_main.py inside.py FOLDER NOW
 

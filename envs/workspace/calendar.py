@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from datetime import date
 
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 
 from .apps import Apps, Json, Minutes, Short, has

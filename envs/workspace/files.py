@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 
 from .apps import Apps, Json, Long, Short, has

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.env.tool import Tool
+from agentrl.env import Tool
 
 from .apps import Apps, export
 from .back import Past, back, remember

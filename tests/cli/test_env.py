@@ -102,7 +102,7 @@ def test_tools_that_are_the_same_for_each_task_are_shown_once_with_those_of_own_
     own = here / "elsewhere" / "tools"
     own.mkdir(parents=True)
     (own / "mine.py").write_text(
-        'from agentrl.tool import tool\n\n\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n    return \'ring\'\n'
+        'from agentrl.env import tool\n\n\n@tool\ndef ring(times: int) -> str:\n    """ring a bell"""\n    return \'ring\'\n'
     )
     monkeypatch.setenv("AGENTRL_PATH", str(own.parent))
     assert run("show", "key_value", 'tools.sets=["mine", "calculator"]') == 0

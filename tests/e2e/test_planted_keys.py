@@ -36,7 +36,7 @@ import logging
 import sys
 
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.tool import tool
+from agentrl.env import tool
 
 
 class Leaky(ToolEnv):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.users import Parting, ScriptedUser
 from agentrl.utils.errors import ToolError
 

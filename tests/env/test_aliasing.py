@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Json, StopReason
-from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.tool import Tool, tool
+from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv, tool
 from agentrl.reward import Context, compile_spec
 
 LOOSE = {"type": "object", "properties": {"items": {}, "at": {}}, "additionalProperties": True}

@@ -12,12 +12,11 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from agentrl.config.schema import RewardConfig
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
+from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.env.base import StepResult
 from agentrl.env.catalog import EnvRef, make_scorer
 from agentrl.env.check import CHECKS, check_all, share_interval
 from agentrl.env.check_tools import Subject
-from agentrl.env.tool import Tool, tool
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import EnvError, ToolError
 from tests.conftest import PROOFS, proof

@@ -21,10 +21,9 @@ import pytest
 from agentrl.config.schema import McpServerConfig, ToolsConfig
 from agentrl.data.images import Image
 from agentrl.data.trajectory import Message, StopReason, ToolCall
-from agentrl.env import Task, ToolEnv
+from agentrl.env import Task, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
-from agentrl.env.tool import tool
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 
 sys.path.insert(0, str(Path(__file__).parent))

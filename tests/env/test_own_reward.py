@@ -60,7 +60,7 @@ def test_a_fork_is_rewarded_as_well() -> None:
 
 HOME = """
 from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.tool import tool
+from agentrl.env import tool
 
 class Doubled(ToolEnv):
     id, reward, summary = "own/Doubled-v0", "replayed.json", "doubles"

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter
 
+from agentrl.env import Tool
 from agentrl.env.spaces import Unsupported, sample_arguments, sample_pattern, sample_value
 from agentrl.env.taskdata import load_tasks
-from agentrl.env.tool import Tool
 from agentrl.render.tool_calls import typed_value
 from agentrl.utils.errors import TaskDataError
 

@@ -12,12 +12,11 @@ from agentrl.cli.env import _called_as
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.data.trajectory import Json, Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env import Message, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.call_options import MAX_OUTPUT, Options, Problem
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.tool import Tool
 from agentrl.env.wrappers import ToolFaults
 from agentrl.reward import compile_spec
 

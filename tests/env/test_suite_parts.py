@@ -32,9 +32,9 @@ from agentrl.contrib.suites.benchmarks import (
 )
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.data.trajectory import Message, StopReason, ToolCall
+from agentrl.env import Tool
 from agentrl.env.official import groups, in_percent, pass_hat_table, whole_row
 from agentrl.env.suites import Played, found_version, need
-from agentrl.env.tool import Tool
 from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml, with_json_types
 from agentrl.utils.errors import ConfigError, known_word, members, within
 

@@ -16,9 +16,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from agentrl.data.trajectory import StopReason, Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env import Hidden, Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import make_env
-from agentrl.env.tool import Hidden, tool
 from agentrl.env.wrappers import TurnLimit
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import background

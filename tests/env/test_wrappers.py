@@ -14,11 +14,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from agentrl.data.trajectory import Message, StopReason, Task
-from agentrl.env import ToolEnv
+from agentrl.env import ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.tool import tool
 from agentrl.env.wrappers import (
     ObservationLimit,
     SystemPrompt,

@@ -6,8 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ToolError
 
 

@@ -10,7 +10,7 @@ import json
 from agentrl.env import Message, ToolCall
 from agentrl.env.suites import OfficialRow, SuiteEnv, SuiteTask
 from agentrl.utils.errors import ConfigError
-from agentrl.tool import tool
+from agentrl.env import tool
 
 
 class Sums(SuiteEnv):

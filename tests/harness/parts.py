@@ -14,8 +14,7 @@ from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.episode import Harness
 from agentrl.contrib.agents.programs import Episode
 from agentrl.data.trajectory import Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.users import ScriptedUser
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec

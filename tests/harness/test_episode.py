@@ -15,7 +15,7 @@ import pytest
 from agentrl.config.schema import AgentConfig
 from agentrl.contrib.agents.programs import Episode
 from agentrl.data.trajectory import Message, StopReason, Trajectory
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.spans import TracePlace, TraceSpan, at, listen

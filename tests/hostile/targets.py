@@ -30,9 +30,8 @@ from agentrl.contrib.remote_envs.sessions import Secret
 from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.engines.chat_format import RequestError
+from agentrl.env import Tool, Toolbox
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import Tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.render.base import ProseReader
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools

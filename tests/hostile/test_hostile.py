@@ -17,8 +17,8 @@ from rich.console import Console
 from agentrl.cli.env import _print_table
 from agentrl.contrib.view.terminal import table
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
+from agentrl.env import Tool
 from agentrl.env.check_tools import CheckFinding
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import Toolbox, shaped
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.run.compare import print_official, print_side_by_side

@@ -86,7 +86,7 @@ from typing import Any
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.utils.errors import ToolError
 from agentrl.data.images import Image
-from agentrl.tool import Tool, tool
+from agentrl.env import Tool, tool
 
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

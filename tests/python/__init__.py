@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 
 TINY = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
 

@@ -132,7 +132,8 @@ def test_a_table_becomes_a_config_with_names_for_what_is_python(tmp_path: Path) 
 def test_what_is_sent_by_value_is_there_in_another_process(tmp_path: Path) -> None:
     """A class of a cell (`__main__`), and its reward, in a process that has no such file."""
     code = (
-        "import sys, agentrl\nfrom agentrl.utils.search_path import packed, used\nfrom agentrl.env import Message, Task, ToolEnv\n"
+        "import sys, agentrl\nfrom agentrl.utils.search_path import packed, used\n"
+        "from agentrl.env import Message, Task, ToolEnv\n"
         "class Cell(ToolEnv):\n"
         "    def reward(episode):\n        return len(episode.messages) > LEAST\n"
         "    def make_task(self, rng_seed, split): return Task(f't{rng_seed}', rng_seed, split)\n"

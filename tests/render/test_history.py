@@ -8,8 +8,7 @@ from families import IM, QWEN3, QWEN25
 from render_tokenizers import build_tokenizer
 
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.env import Task, ToolEnv
-from agentrl.env.tool import tool
+from agentrl.env import Task, ToolEnv, tool
 from agentrl.render import make_renderer
 from agentrl.render.template_text import shape_of, skeleton
 from agentrl.reward import compile_spec, load_spec

@@ -18,8 +18,7 @@ from real_templates import OURS, REAL, ROOT, Real, tokenizer_of
 from report_templates import RECORD, found
 
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.env import Task, ToolEnv
-from agentrl.env.tool import tool
+from agentrl.env import Task, ToolEnv, tool
 from agentrl.render.template import TemplateRenderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.utils.errors import RenderError

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
+from agentrl.env import Tool, tool
 from agentrl.env.copying import ForkCopier, PickleCopier, branch
-from agentrl.env.tool import Tool, tool
 from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.leaf import episode_view

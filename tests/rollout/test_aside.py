@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from agentrl.config import RolloutConfig
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
-from agentrl.env import ToolEnv
-from agentrl.env.tool import Tool, tool
+from agentrl.env import Tool, ToolEnv, tool
 from agentrl.env.toolbox import MARK, Toolbox, estimate_tokens, fit
 from agentrl.env.users import RuleUser
 from agentrl.render import base as text

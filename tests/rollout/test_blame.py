@@ -35,7 +35,7 @@ ENV = '''
 import asyncio
 
 from agentrl.env import Message, Task, ToolEnv
-from agentrl.tool import tool
+from agentrl.env import tool
 
 
 async def for_ever():

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from agentrl.config import Choice, TrainConfig
 from agentrl.data.collate import collate
 from agentrl.data.trajectory import StopReason, Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
-from agentrl.env.tool import tool
 from agentrl.render.base import Renderer
 from agentrl.render.chatml import ChatML
 from agentrl.reward import compile_spec

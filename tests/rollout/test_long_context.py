@@ -17,9 +17,8 @@ import pytest
 from agentrl.config.schema import ToolsConfig
 from agentrl.data.collate import collate
 from agentrl.data.trajectory import StopReason, Trajectory
-from agentrl.env import Message, Task, ToolCall, ToolEnv
+from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import EnvRef, add_tool_set, find_reward
-from agentrl.env.tool import tool
 from agentrl.render.base import Renderer
 from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec

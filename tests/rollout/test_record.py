@@ -30,7 +30,7 @@ import asyncio
 
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.utils.errors import ToolTimeoutError
-from agentrl.tool import tool
+from agentrl.env import tool
 
 BUMP = {"name": "bump", "arguments": {}}
 

@@ -356,7 +356,7 @@ def test_one_model_of_several_environments_is_asked_once_and_each_other_too(tmp_
 USERS = '''
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.users import ModelUser, UserModel
-from agentrl.tool import tool
+from agentrl.env import tool
 
 
 class Helped(ToolEnv):

@@ -16,8 +16,7 @@ from agentrl.cluster.launch import InlinePending
 from agentrl.config.schema import CheckpointConfig, ClusterConfig, WeightsConfig
 from agentrl.data.trajectory import Task, ToolCall, Trajectory
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
-from agentrl.env.tool import tool
-from agentrl.env.toolbox import Toolbox
+from agentrl.env import Toolbox, tool
 from agentrl.reward import Scorer, compile_spec
 from agentrl.run.session import Saver
 from agentrl.trainer.publish import Publisher
@@ -94,7 +93,7 @@ def test_a_process_ends_although_its_tools_and_specs_hang() -> None:
     code = """
 import asyncio, threading
 from agentrl.utils.threads import SCORING
-from agentrl.tool import Toolbox, tool
+from agentrl.env import Toolbox, tool
 from agentrl.data.trajectory import ToolCall
 
 @tool(timeout=0.1, on_timeout="answer")

@@ -24,7 +24,7 @@ ENV = '''
 from agentrl.env import Message, Task, ToolCall, ToolEnv
 from agentrl.env.users import ModelUser
 from agentrl.utils.errors import ToolError
-from agentrl.tool import tool
+from agentrl.env import tool
 
 
 class Talk(ToolEnv):

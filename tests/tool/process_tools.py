@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from agentrl.env.tool import tool
+from agentrl.env import tool
 from agentrl.utils.errors import ToolError
 
 

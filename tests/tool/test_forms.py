@@ -21,8 +21,8 @@ from agentrl.contrib.offline.layouts import openai_chat, preference
 from agentrl.contrib.offline.prepare import rendered
 from agentrl.data.chat_forms import FormError, calls_of, declaration, declarations, from_annotation, without_padding
 from agentrl.data.trajectory import Message
+from agentrl.env import tool
 from agentrl.env.catalog import make_env
-from agentrl.env.tool import tool
 from agentrl.render import make_renderer
 from agentrl.utils.errors import BadRowError
 from tests.conftest import examples

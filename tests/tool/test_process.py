@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from agentrl.data.trajectory import ToolCall
+from agentrl.env import Tool, Toolbox, tool
 from agentrl.env.catalog import load_tools
-from agentrl.env.tool import Tool, tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.utils import child_process as children
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 from agentrl.utils.threads import TOOLS
@@ -102,7 +101,7 @@ def test_a_refusal_that_pickle_cannot_make_again_reaches_the_policy() -> None:
 def test_a_content_file_of_a_shelf_can_ask_for_it(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("TWO = 2\n")
     (tmp_path / "twice.py").write_text(
-        "from agentrl.tool import tool\nfrom .helper import TWO\n\n"
+        "from agentrl.env import tool\nfrom .helper import TWO\n\n"
         "@tool(process=True, timeout=20)\ndef twice(n: int) -> int:\n    return TWO * n\n"
     )
     [made] = load_tools(tmp_path / "twice.py")

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from agentrl.data.trajectory import ToolCall, ToolResult
+from agentrl.env import Hidden, Tool, Toolbox, tool
 from agentrl.env.call_options import Options, Problem, compile_validator
-from agentrl.env.tool import Hidden, Tool, tool
-from agentrl.env.toolbox import Toolbox
 from agentrl.utils.errors import EnvError, ToolError
 
 PUBLISHED = {

@@ -12,8 +12,8 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from agentrl.data.trajectory import ToolCall
-from agentrl.env.tool import Hidden, read_signature, tool
-from agentrl.env.toolbox import Toolbox
+from agentrl.env import Toolbox
+from agentrl.env.tools import Hidden, read_signature, tool
 
 
 class Color(Enum):

@@ -529,7 +529,7 @@ def test_a_fork_and_a_snapshot_have_sets_of_their_own(kept: Callable[[], ToolEnv
 
 def test_sets_are_opened_and_closed_once_an_episode(tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text(
-        "from agentrl.tool import ToolSet, tool\n"
+        "from agentrl.env import ToolSet, tool\n"
         "LOG = []\n"
         "class Watch(ToolSet):\n"
         "    name = 'watch'\n"

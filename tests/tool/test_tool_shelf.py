@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.trajectory import ToolCall
+from agentrl.env import Toolbox
 from agentrl.env.catalog import find_tools, load_tools
-from agentrl.env.toolbox import Toolbox
 
 BOX = Toolbox([*load_tools(find_tools("calculator")), *load_tools(find_tools("dates"))])
 

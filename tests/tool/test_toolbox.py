@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from agentrl.data.trajectory import ToolCall, ToolResult
-from agentrl.env.tool import Tool, tool
+from agentrl.env import Tool, tool
 from agentrl.env.toolbox import Toolbox, estimate_tokens, fit
 from agentrl.utils.errors import EnvError, ToolError, ToolTimeoutError
 from tests.strict_json import strict

@@ -122,12 +122,12 @@ def updated(path: str, case: Case, context: WorkerContext) -> tuple[Actor, dict[
 def moved(actor: Actor) -> bool:
     """Whether all weights are the same after the memory was given back and taken again, and none of it was left meanwhile."""
     before = weights_on(actor)
-    agentrl.train.layout.HOST, kept = (), agentrl.train.layout.HOST
+    agentrl.trainer.train_engine.HOST, kept = (), agentrl.trainer.train_engine.HOST
     actor.offload()
     engine: Any = actor._made()
     left = sum(p.to_local().untyped_storage().nbytes() for p in engine.module.parameters())
     actor.onload()
-    agentrl.train.layout.HOST = kept
+    agentrl.trainer.train_engine.HOST = kept
     after = weights_on(actor)
     return left == 0 and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import agentrl.train
+import agentrl.trainer
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -21,7 +21,7 @@ from tests.run import damage
 from tests.view.folders import episode, run_folder, unscored
 from tests.view.test_api import client
 
-TOKENIZER = Path(agentrl.train.__file__).parent / "assets" / "tokenizer.json"
+TOKENIZER = Path(agentrl.trainer.__file__).parent / "assets" / "tokenizer.json"
 
 
 class Made:

@@ -6,10 +6,10 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.errors import DependencyError
 from agentrl.utils.processor import usable_cpus
 
-HELP = "run test files, each on the GPUs that it declares"
 EPILOG = """examples:
   agentrl test                                   the folder tests, on all cards that are free
   agentrl test tests/gpu --cards 0,1             only on these two
@@ -25,8 +25,10 @@ interrupt on to what runs and reports every test; a second one kills. Exit code 
 """
 
 
+@COMMANDS.register("test")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Run test files, each on the GPUs that it declares."""
+    parser.epilog = EPILOG
     parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders, or FILE::TEST (default: tests)")
     cards = parser.add_mutually_exclusive_group()
     cards.add_argument(

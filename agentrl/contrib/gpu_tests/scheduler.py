@@ -14,7 +14,8 @@ from agentrl.contrib.gpu_tests.verdict import Case, FileResult
 
 # Which waiting test file starts next: the largest first, smaller ones beside it, and none waits for ever.
 #
-# Pure functions. As in EASY backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995) the largest file that does not fit gets a
+# Pure functions. As in EASY backfilling (Lifka, "The ANL/IBM SP scheduling system", 1995) the largest file that does not fit
+# gets a
 # reservation: of the files that ran when it was first refused, those expected to end soonest, until their cards and the free ones
 # suffice. What these leave over goes to smaller files at once. So a file with a reservation starts, at the latest, when all files
 # have ended that ran when it got it. Unlike EASY, no file is let past the reservation because it is expected to end in time: that

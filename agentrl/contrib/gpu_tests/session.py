@@ -1,7 +1,7 @@
 """One test file's pytest session: its processes, its environment, its end.
 
-The session is started by `agentrl.utils.keeper`, which adopts everything that the session leaves behind, double forks included, and
-ends all of it when the session ends, when it is told to, and when the scheduler dies in whatever way.
+The session is started by `agentrl.utils.keeper`, which adopts everything that the session leaves behind, double forks
+included, and ends all of it when the session ends, when it is told to, and when the scheduler dies in whatever way.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.terminal import say
 
-PUSH_HELP = "push a run's model or adapter, data or an environment to a hub"
 PUSH_EPILOG = """examples:
   agentrl push runs/quickstart me/quickstart               its last model
   agentrl push runs/quickstart me/mine --best              the best checkpoint
@@ -19,8 +19,10 @@ Repositories are private (HF_TOKEN). Secrets, links and pickles are refused. To 
 """
 
 
+@COMMANDS.register("push")
 def add_push_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Push a run's model or adapter, data or an environment to a hub."""
+    parser.epilog = PUSH_EPILOG
     parser.add_argument("source", help="a run, a model folder, an environment's folder, or data", metavar="SOURCE")
     parser.add_argument("name", help="the repository: NAME or OWNER/NAME", metavar="NAME")
     which = parser.add_mutually_exclusive_group()
@@ -40,7 +42,6 @@ def run_push(args: argparse.Namespace) -> int:
     return 0
 
 
-PULL_HELP = "get a model, data or an environment from a hub"
 PULL_EPILOG = """examples:
   agentrl pull me/quickstart models/quickstart              the newest revision; then: model.path=models/quickstart
   agentrl pull me/quickstart old --revision 3f2a9c1         an earlier one: a commit, branch or tag
@@ -51,8 +52,10 @@ Repeat the command if it was interrupted: it continues.
 """
 
 
+@COMMANDS.register("pull")
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Get a model, data or an environment from a hub."""
+    parser.epilog = PULL_EPILOG
     parser.add_argument("name", help="the repository: NAME, or datasets/NAME for data and environments", metavar="NAME")
     parser.add_argument("target", help="the folder to make; must not exist", metavar="TARGET")
     parser.add_argument("--revision", default=None, help="a commit, branch or tag (default: the newest)")

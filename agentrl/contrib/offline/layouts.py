@@ -160,7 +160,8 @@ def checked(chat: Chat) -> Chat:
 # Pairs of conversations of which one is preferred, in two layouts.
 #
 # TRL's: `{"prompt": [messages], "chosen": [messages], "rejected": [messages], "tools": [...]}`; without `prompt` it is what both
-# begin with. OpenAI's: `{"input": {"messages": [...], "tools": [...]}, "preferred_output": [...], "non_preferred_output": [...]}`.
+# begin with. OpenAI's: `{"input": {"messages": [...], "tools": [...]}, "preferred_output": [...], "non_preferred_output":
+# [...]}`.
 #
 # Messages and tools are as in agentrl/contrib/offline/layouts.py. Only the assistant's messages after the prompt count.
 
@@ -211,12 +212,13 @@ def _side(chat: Chat, name: str) -> Chat:
 
 # Two layouts of function calling that write calls as text, in messages `{"from": ..., "value": ...}` under `conversations`:
 #
-# Hermes (NousResearch/hermes-function-calling-v1): from "system", "human", "gpt", "tool"; a call is `<tool_call>` with an object of
+# Hermes (NousResearch/hermes-function-calling-v1): from "system", "human", "gpt", "tool"; a call is `<tool_call>` with an
+# object of
 # `name` and `arguments` (JSON, or Python's way to write it), a result `<tool_response>`; tools in the key `tools`, or between
 # `<tools>` and `</tools>` in the system message.
 #
-# ToolACE (Team-ACE/ToolACE): a key `system`, whose text holds a JSON list of functions; from "user", "assistant", "tool"; calls as
-# `[name(a=1, b="x"), other()]`, where names may hold spaces; results of all calls as one list.
+# ToolACE (Team-ACE/ToolACE): a key `system`, whose text holds a JSON list of functions; from "user", "assistant", "tool";
+# calls as `[name(a=1, b="x"), other()]`, where names may hold spaces; results of all calls as one list.
 #
 # A system message that tells the model its tools and how to call them is left out of the chat (in ToolACE: from the list of
 # functions on), since the model's own chat template says both, in its own way.

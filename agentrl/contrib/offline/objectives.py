@@ -1,4 +1,4 @@
-"""Objectives of training on data (`data.loss`): one step of each loss, its value on held-out examples, and the reward model that learns."""
+"""Objectives of training on data: a step's loss, its value on held-out examples, and the reward model."""
 
 from __future__ import annotations
 

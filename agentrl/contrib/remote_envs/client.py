@@ -36,8 +36,8 @@ from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.call_options import Options
 from agentrl.env.copying import EnvTwin, Snapshot
 from agentrl.env.spaces import Action, Observation
-from agentrl.env.tool import Tool, ToolSet, ToolSource
 from agentrl.env.toolbox import Toolbox, Waiting
+from agentrl.env.tools import Tool, ToolSet, ToolSource
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError, RemoteEnvError, UserError
 from agentrl.utils.parsing import read_json

@@ -20,8 +20,8 @@ from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.call_options import Problem, compile_validator
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import as_text
+from agentrl.env.tools import Tool
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, RemoteEnvError, TaskDataError, ToolError
 from agentrl.utils.network import strict_json
 from agentrl.utils.parsing import read_json

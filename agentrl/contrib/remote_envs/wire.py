@@ -13,8 +13,8 @@ from agentrl.data.images import Image
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn, UserCall, message_of
 from agentrl.env.call_options import Options
 from agentrl.env.spaces import Action
-from agentrl.env.tool import Tool
 from agentrl.env.toolbox import Toolbox
+from agentrl.env.tools import Tool
 from agentrl.utils import errors
 from agentrl.utils.errors import EnvError, ToolTimeoutError, UserError
 

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from agentrl.data.trajectory import Json, Message, Task
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ToolEnv
-from agentrl.env.tool import Tool
+from agentrl.env.tools import Tool
 from agentrl.utils.errors import CatalogError, TaskDataError, ToolError
 
 

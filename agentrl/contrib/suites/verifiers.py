@@ -13,7 +13,7 @@ from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, T
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv
 from agentrl.env.spaces import Observation
-from agentrl.env.tool import Tool
+from agentrl.env.tools import Tool
 from agentrl.utils.errors import DependencyError, EnvError, TaskDataError
 from agentrl.utils.parsing import read_json
 

@@ -28,8 +28,10 @@ from agentrl.utils.redaction import learn, redact_said, redacted
 # The state that an episode began with, and what it changed.
 #
 # A trajectory has only its final state. The first one is what the environment sets up for the task, so it is made again from the
-# task's seed, when somebody looks: that costs a run nothing. It is shown only if the environment also makes the same task as then.
-# What would start more than Python code (a server, a sandbox, tools of other processes, an agent's program) is not started for it.
+# task's seed, when somebody looks: that costs a run nothing. It is shown only if the environment also makes the same task as
+# then.
+# What would start more than Python code (a server, a sandbox, tools of other processes, an agent's program) is not started for
+# it.
 
 Json = Any
 LIMIT_S = 10.0

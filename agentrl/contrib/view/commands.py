@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.errors import RunFolderError
 from agentrl.utils.terminal import say
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 # agentrl view
 
-VIEW_HELP = "look at runs in a browser: curves, episodes, tokens, failures"
 VIEW_EPILOG = """examples:
   agentrl view                                all runs in runs/, also those that go on
   agentrl view runs/quickstart                one run
@@ -31,8 +31,10 @@ The page is on this machine only (127.0.0.1). From another one: ssh -L 8300:127.
 PORT = 8300
 
 
+@COMMANDS.register("view")
 def add_view_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Look at runs in a browser: curves, episodes, tokens, failures."""
+    parser.epilog = VIEW_EPILOG
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders, or folders of runs (default: runs)")
     parser.add_argument("--port", type=int, default=PORT, help=f"the port on 127.0.0.1 (default {PORT}; 0: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
@@ -69,7 +71,6 @@ def run_view(args: argparse.Namespace) -> int:
 
 # agentrl runs
 
-RUNS_HELP = "list runs, compare them, group their failures"
 RUNS_EPILOG = """examples:
   agentrl runs                                       the runs in runs/
   agentrl runs list other/runs --json                those of another folder, as JSON
@@ -80,8 +81,10 @@ In a browser: agentrl view. One run, a step of it or an episode: agentrl show.
 """
 
 
+@COMMANDS.register("runs")
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands with their arguments."""
+    """List runs, compare them, group their failures."""
+    parser.epilog = RUNS_EPILOG
     parser.set_defaults(run=run_list, folders=[])
     parser.add_argument("--json", action="store_true", help="as JSON")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
@@ -173,7 +176,6 @@ def _short(path: Path) -> Path:
 
 # agentrl show
 
-SHOW_HELP = "show a run, a step or an episode in the terminal"
 SHOW_EPILOG = """examples:
   agentrl show runs/quickstart                                  its result, its steps, failures, suspects
   agentrl show runs/quickstart --step 10                        the metrics, groups and episodes of a step
@@ -185,8 +187,10 @@ What a policy or a tool wrote is shown as text: escape sequences are written out
 """
 
 
+@COMMANDS.register("show")
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Show a run, a step or an episode in the terminal."""
+    parser.epilog = SHOW_EPILOG
     parser.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--step", type=int, help="the episodes after so many updates")

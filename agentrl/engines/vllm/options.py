@@ -1,4 +1,4 @@
-"""Options of a vLLM replica: versions that can be driven, `vllm.args`, families computed differently, environment and arguments."""
+"""Options of a vLLM replica: supported versions, `vllm.args`, special families, environment and arguments."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class TurnWatch:
 
 # A request as several, on a vLLM that does not say which weights sampled which token.
 #
-# Before weights change, every request is ended and keeps what it has sampled; afterwards it goes on as another request whose prompt
+# Before weights change, every request is ended and keeps what it has sampled; afterwards it goes on as another request whose
+# prompt
 # ends with those tokens. So nothing that vLLM answers spans two versions, and each token has the version of its segment. What is
 # computed again, the prefix, a vLLM with spans computes again too, since no cache outlives an update.
 

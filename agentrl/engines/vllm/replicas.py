@@ -1,4 +1,4 @@
-"""The replicas of a vLLM engine, one Ray actor each: routing, failures, respawns; machines that come and go; rollout workers in them."""
+"""Replicas of vLLM: start, failures, respawns, elastic machines, and rollout workers inside replicas."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentrl.config.schema import WeightsConfig

@@ -29,8 +29,8 @@ from agentrl.utils.parsing import module_of, read_json
 # Run a task's tests against the code that a policy wrote, in this machine's sandbox.
 #
 # Two processes: pytest with the tests (`runner.py`), and the policy's code (`policy.py`), which the tests call through a pipe by
-# plain data. What runs in one process with its tests can make each of them pass: patch pytest, end it with status 0, return objects
-# that equal everything. Here the code can only answer.
+# plain data. What runs in one process with its tests can make each of them pass: patch pytest, end it with status 0, return
+# objects that equal everything. Here the code can only answer.
 
 HERE = Path(__file__).parent
 PACKAGES = ("_pytest", "pytest", "py", "pluggy", "iniconfig", "packaging")

@@ -1,4 +1,4 @@
-"""Checks of tasks and episodes: the held-out split is apart, the parts fit, tasks can be solved within the limits, the warm start, the next config."""
+"""Checks of episodes: held-out tasks, assembly, limits, the warm start, and the next config."""
 
 from __future__ import annotations
 

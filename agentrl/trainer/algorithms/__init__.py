@@ -1,6 +1,7 @@
 """Advantage estimators and policy losses: one small file each, pure functions on flat ragged columns.
 
-Each file registers its functions by name, with what they need (agentrl/utils/registry.py), and is loaded when that name is requested.
+Each file registers its functions by name, with what they need (agentrl/utils/registry.py), and is loaded when that name is
+requested.
 """
 
 from __future__ import annotations

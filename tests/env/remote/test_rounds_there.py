@@ -14,9 +14,8 @@ from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Trajectory
-from agentrl.env import Message, Task, ToolCall
+from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.copying import EnvTwin
-from agentrl.env.tool import tool
 from agentrl.reward import Scorer
 from agentrl.rollout.replay import Recorder, Replayer
 from agentrl.rollout.tape import Recorded

@@ -28,11 +28,10 @@ from agentrl.contrib.remote_envs.server import _listen
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
 from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import StopReason, Trajectory
-from agentrl.env import Message, ToolEnv
+from agentrl.env import Message, ToolEnv, tool
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
-from agentrl.env.tool import tool
 from agentrl.rollout.deadlines import running
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, RemoteEnvError, ToolTimeoutError, UserError
 from tests.conftest import proof

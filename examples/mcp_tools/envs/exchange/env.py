@@ -2,8 +2,7 @@
 
 import random
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 
 
 class Exchange(ToolEnv):

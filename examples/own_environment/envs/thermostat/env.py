@@ -2,8 +2,7 @@
 
 import random
 
-from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng
-from agentrl.env.tool import tool
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ToolError
 
 ROOMS = ["hall", "kitchen", "bath", "study", "cellar", "attic", "bedroom", "studio", "office", "lounge", "porch", "pantry"]

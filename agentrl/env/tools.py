@@ -346,8 +346,8 @@ class Tool:
         keyword arguments, among them those named in `hidden`, which the environment fills in (`ToolEnv.hidden`).
 
         Raises ValueError if the schema shows one of those, and TypeError, which names the place, if it could fetch something,
-        never end or fill the memory (`agentrl.utils.schemas`). What arguments are checked against is `Options.check`; with "strict" the
-        schema must be valid JSON Schema, which is found out when the tool is added to a toolbox.
+        never end or fill the memory (`agentrl.utils.schemas`). What arguments are checked against is `Options.check`; with
+        "strict" the schema must be valid JSON Schema, which is found out when the tool is added to a toolbox.
         """
         safe_schema(name, parameters)
         if shown := [name for name in hidden if name in parameters.get("properties", {})]:
