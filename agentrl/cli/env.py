@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed
+from agentrl.cli.arguments import COMMANDS, seed, short_help
 from agentrl.utils.errors import CatalogError, ConfigError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
 
@@ -332,9 +332,9 @@ ENV_EPILOG = """examples:
   agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256
 """
 
-PORT = 8100
-EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
-"""Limits of `env serve`, as SessionLimits has them; not from there, since every `--help` would load the environments."""
+ENV_ACTION = "env "
+"""Prefix in `COMMANDS` of actions of `agentrl env`, which get the arguments of `with_env` too."""
+RAW = argparse.RawDescriptionHelpFormatter
 PARAMS = 'a=b: parameters of the environment, values in TOML (a bare word is a string); tool sets: tools.sets=["notes"]'
 
 
@@ -346,7 +346,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="every environment on the shelves")
     listing.add_argument("--json", action="store_true", help="one JSON array")
     listing.set_defaults(run=run_list)
-    show = _with_env(actions.add_parser("show", help="parameters, tools, reward spec and a sample task"))
+    show = with_env(actions.add_parser("show", help="parameters, tools, reward spec and a sample task"))
     show.set_defaults(run=run_show)
     new = actions.add_parser("new", help="write a working environment with reward spec and test")
     new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
@@ -355,60 +355,25 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     add_install_arguments(actions.add_parser("install", help="a benchmark's environments, from your checkout or package of it"))
     _add_check(actions.add_parser("check", help="does it fulfill the contract? exit code 1 if it does not"))
     add_difficulty_arguments(
-        _with_env(actions.add_parser("difficulty", help="calls, turns, tokens and state writes of its gold solutions"))
+        with_env(actions.add_parser("difficulty", help="calls, turns, tokens and state writes of its gold solutions"))
     )
     add_floor_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
-    play = _with_env(actions.add_parser("play", help="be the agent, in the terminal"))
+    play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=seed, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
     play.add_argument(
         "--model-user", action="store_true", help="the environment's own user, a model say; without it that of the gold solution"
     )
     play.set_defaults(run=run_play)
-    _add_serve(_with_env(actions.add_parser("serve", help="offer it, or its tools, to other programs")))
+    for name in COMMANDS:
+        if name.startswith(ENV_ACTION):
+            COMMANDS[name](
+                with_env(actions.add_parser(name.removeprefix(ENV_ACTION), help=short_help(COMMANDS[name]), formatter_class=RAW))
+            )
 
 
-SERVE_EPILOG = """examples:
-  agentrl env serve key_value calls=4 --http              a server to train against, on 127.0.0.1:8100; prints its token
-  agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256
-  agentrl train run.toml env.url=http://HOST:9000 env.token_env=SQL_TOKEN       the run, on another machine
-  agentrl env serve key_value --mcp                       its tools, over stdio, for any MCP client
-  agentrl env serve key_value --mcp --http 8000           the same over HTTP
-"""
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = SERVE_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--mcp", action="store_true", help="its tools, as a Model Context Protocol server")
-    parser.add_argument(
-        "--http",
-        type=int,
-        nargs="?",
-        const=PORT,
-        metavar="PORT",
-        help=f"its episodes, to train against (env.url) and for OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
-        "on 127.0.0.1 instead of stdio",
-    )
-    parser.add_argument("--seed", type=seed, default=0, help="with --mcp: which task (default 0)")
-    parser.add_argument("--split", default="train", help="with --mcp: the task's split (default train)")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: only this machine)")
-    parser.add_argument("--port", type=int, help="the port (0: a free one)")
-    parser.add_argument(
-        "--token-env", metavar="NAME", help="the environment variable with its secret token (default: a new one, printed)"
-    )
-    parser.add_argument("--max-episodes", type=int, metavar="N", default=EPISODES, help=f"at once (default {EPISODES})")
-    parser.add_argument(
-        "--idle-timeout",
-        type=float,
-        default=IDLE,
-        metavar="S",
-        help=f"seconds without a request after which an episode is closed (default {IDLE:g})",
-    )
-    parser.add_argument("--max-body", type=int, default=BODY, metavar="BYTES", help=f"of a request (default {BODY})")
-    parser.set_defaults(run=run_serve)
-
-
-def _with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def with_env(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the environment and its parameters."""
     parser.add_argument("env", help="an id such as agentrl/KeyValue-v0, or a short name such as key_value")
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     return parser
@@ -597,39 +562,3 @@ def run_play(args: argparse.Namespace) -> int:
     ref = reference(args.env, args.params)
     scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
     return play_by_hand(ref.build(**scorer), args.seed, args.split, input, say, args.model_user)
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """Serve until the client goes away or Ctrl-C; returns the exit code."""
-    ref = reference(args.env, args.params)
-    if args.mcp:
-        from agentrl.env.mcp import serve_mcp
-
-        serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http)
-        return 0
-    if args.http is None:
-        raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")
-    return _serve_http(ref, args)
-
-
-def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
-    from agentrl.contrib.remote_envs.offer import EnvOffer
-    from agentrl.contrib.remote_envs.server import EnvApp, serve_http
-    from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
-    from agentrl.contrib.remote_envs.wire import Asked
-    from agentrl.run.digests import env_digest
-
-    for name in ("max_episodes", "idle_timeout", "max_body"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: expected more than 0")
-    offer, secret = EnvOffer(ref, env_digest), Secret.of(args.token_env)
-    offer.card(Asked(ref.id))  # a mistake in its parameters is one now, and not a client's
-    app = EnvApp(offer, secret, SessionLimits(args.max_episodes, args.idle_timeout, args.max_body))
-
-    def began(url: str) -> None:
-        where = f"in {args.token_env}" if args.token_env else secret.token
-        say(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
-        say(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
-
-    serve_http(app, args.host, args.http if args.port is None else args.port, began)
-    return 0

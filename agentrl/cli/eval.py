@@ -146,26 +146,6 @@ def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[
     return table, manifest if args.model is None else {**manifest, "model": args.model}
 
 
-def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
-    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created. A
-    replay is checked call by call instead."""
-    if config.agent is not None and (request.replay is not None or request.record is not None):
-        raise ConfigError("[agent]: what an agent does is not recorded, so neither --record nor --replay goes with one")
-    if request.replay is not None:
-        for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
-            if given:
-                raise ConfigError(
-                    f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out"
-                )
-    else:
-        from agentrl.run.checks import check_eval
-        from agentrl.run.engine_choice import without_trainer
-
-        config = without_trainer(config)
-        check_eval(config, request.purpose)
-    return config
-
-
 def run_rollout(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
     return with_parent(args, partial(_roll_out, args))
@@ -173,6 +153,8 @@ def run_rollout(args: argparse.Namespace) -> int:
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:
     config, request = read_request(args, "rollout")
+    from agentrl.run.evaluate import check_request
+
     config = check_request(config, request)
     from agentrl.run.display import Display
     from agentrl.run.evaluate import run_rollout
@@ -263,6 +245,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def _evaluate(args: argparse.Namespace, _: int) -> int:
     plans = read_plans(args)
+    from agentrl.run.evaluate import check_request
+
     plans = [Plan(**{**vars(p), "config": check_request(p.config, next(iter(p.requests.values())))}) for p in plans]
     from agentrl.run.display import Display
 

@@ -274,14 +274,13 @@ def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
     """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
     from agentrl.config.origin import Origins, read_origins
-    from agentrl.contrib.offline.checks import check_data
-    from agentrl.contrib.offline.data_run import write_data
     from agentrl.run.callbacks import ended_as_interrupted
     from agentrl.run.display import Display
-    from agentrl.run.driver import execute
+    from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import check_free
 
-    notes = check_data(config)
+    kind = RUN_KINDS[DATA]
+    notes = kind.check(config)
     if not args.overwrite:
         check_free(config)  # before the data is read, which may take long
     out = Path(config.out)
@@ -289,7 +288,7 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))
     try:
         with ended_as_interrupted(), Display() as display:
-            write_data(config, read, display)
+            kind.prepare(config, read, display)
         file = None if args.config is None else find_config_file(args.config)
         origins = Origins() if file is None else read_origins(file, overrides, find_config_file)
         folder = open_folder(config, overwrite=args.overwrite, origins=origins)
@@ -303,8 +302,7 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
     """Go on with a run on data; with one of a warm start alone too, if `warm_start`."""
     from agentrl.config.identity import check_resumed
     from agentrl.config.origin import read_origins
-    from agentrl.contrib.offline.checks import check_data
-    from agentrl.run.driver import execute
+    from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import RunFolder
     from agentrl.run.provenance import check_resumable
 
@@ -319,6 +317,6 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
             f"{args.resume}: it is no run on data; continue it, its warm start too, by agentrl train --resume {run}"
         )
     check_resumed(before, config, Path(args.resume))
-    notes = check_resumable(before, config, folder, partial(check_data, prepared=True))
+    notes = check_resumable(before, config, folder, partial(RUN_KINDS[DATA].check, prepared=True))
     origins = read_origins(folder.config, texts)
     return execute(config, folder, resumed=True, notes=notes, origins=origins, restarts=restarts)

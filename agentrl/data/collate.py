@@ -11,8 +11,7 @@ from tensordict import TensorDict
 from agentrl.data.expert_routing import free
 from agentrl.data.rows import IMAGES, build, items_column, jagged
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.data.trajectory import Trajectory
-from agentrl.reward.score import Score, Spot, reward_spots
+from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_reward
 
 
 def collate(
@@ -74,14 +73,14 @@ def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
 def _spots(trajectory: Trajectory) -> list[Spot]:
     """The tokens that carry `trajectory.reward`, as (ledger, token, amount).
 
-    The turns' rewards, and the rest of the episode's, go where `reward.credit.reward_spots` puts
-    them. Ledgers without turns (transcripts) carry the whole reward on the last sampled token. A trajectory
-    that sampled nothing has no token to carry a reward. If it is unscored, the rest is NaN.
+    The turns' rewards, and the rest of the episode's, go where `reward_spots` puts them. Ledgers without turns
+    (transcripts) carry the whole reward on the last sampled token. A trajectory that sampled
+    nothing has no token to carry a reward. If it is unscored, the rest is NaN.
     """
     total = float("nan") if trajectory.reward is None else trajectory.reward
     if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
         turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
-        return reward_spots(trajectory, Score(total, turns))
+        return reward_spots(trajectory, terminal_reward(total, turns), turns)
     last = max((at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens), default=None)
     if last is None:
         return []

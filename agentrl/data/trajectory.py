@@ -8,6 +8,7 @@ Neither is ever derived from the other afterwards.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -428,3 +429,50 @@ class Group:
     def scored(self) -> list[Trajectory]:
         """Members that have a reward; the others are dropped before any baseline is computed."""
         return [trajectory for trajectory in self.trajectories if trajectory.reward is not None]
+
+
+Spot = tuple[int, int, float]
+"""Ledger, token, and the reward at that token."""
+
+
+def terminal_reward(value: float, turns: Mapping[int, float]) -> float:
+    """`value` minus the rewards of turns; exactly 0 if only a rounding error is left."""
+    rest = math.fsum([value, *(-amount for amount in turns.values())])
+    return 0.0 if abs(rest) <= 1e-12 * math.fsum(map(abs, turns.values())) else rest
+
+
+def reward_spots(trajectory: Trajectory, terminal: float | None, turns: Mapping[int, float]) -> list[Spot]:
+    """The tokens that receive the rewards of a trajectory, at most one reward per token; their sum is the
+    episode's reward. `turns`: turn index -> reward; `terminal`: the rest of the episode's.
+
+    A turn's reward is at the last token that the policy sampled in that turn (`Turn.ledger`, `Turn.end`),
+    the terminal reward at that of the last sampled turn. The reward of a turn without sampled tokens goes to
+    the next turn that has some, else to the last one before it, so that nothing is lost.
+    Raises ValueError without a `terminal`, and if a reward would be at a token that was not sampled
+    or in a trajectory without sampled turns.
+    """
+    if terminal is None:
+        raise ValueError("an unscored trajectory has no rewards; it leaves the batch")
+    sampled = [turn for turn in trajectory.turns if turn.ledger >= 0 and turn.end >= 0]
+    if not sampled:
+        if terminal != 0.0 or turns:
+            raise ValueError("no turn of the trajectory was sampled, so no token can carry its reward")
+        return []
+    spots: dict[tuple[int, int], float] = {}
+    for index, amount in turns.items():
+        _add(spots, trajectory, _rewarded_turn(sampled, index), amount)
+    _add(spots, trajectory, sampled[-1], terminal)
+    return [(ledger, token, amount) for (ledger, token), amount in spots.items()]
+
+
+def _rewarded_turn(sampled: list[Turn], index: int) -> Turn:
+    return next((turn for turn in sampled if turn.index >= index), sampled[-1])
+
+
+def _add(spots: dict[tuple[int, int], float], trajectory: Trajectory, turn: Turn, amount: float) -> None:
+    if turn.ledger >= len(trajectory.ledgers) or turn.end >= len(trajectory.ledgers[turn.ledger]):
+        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}, which does not exist")
+    if not trajectory.ledgers[turn.ledger].sampled[turn.end]:
+        raise ValueError(f"turn {turn.index} ends at token {turn.end} of ledger {turn.ledger}: not a sampled token")
+    place = (turn.ledger, turn.end)
+    spots[place] = spots.get(place, 0.0) + amount

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from agentrl.config.schema import Choice, EnvConfig
 from agentrl.data.trajectory import Json
 from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.utils.redaction import remember
+from agentrl.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from agentrl.contrib.remote_envs.client import Link
-    from agentrl.contrib.remote_envs.wire import Asked
     from agentrl.env import ToolEnv
 
 AGENTRL = "agentrl"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which environment a client wants: as `EnvRef`, which a server makes of it."""
+
+    id: str
+    params: Mapping[str, Json] = field(default_factory=dict)
+    sets: Sequence[str] = ()
+    wrappers: Sequence[Mapping[str, Json]] = ()
+    max_output: int | None = None
+
+    def row(self) -> dict[str, Json]:
+        """As JSON; `of` is the inverse."""
+        wanted = {"params": dict(self.params), "sets": list(self.sets), "wrappers": list(self.wrappers)}
+        return {"id": self.id, **wanted, "max_output": self.max_output}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Json]) -> Asked:
+        """Raises ValueError for a row of another shape."""
+        asked = cls(row["id"], row.get("params", {}), row.get("sets", ()), row.get("wrappers", ()), row.get("max_output"))
+        shapes = {
+            "id": (str,),
+            "params": (dict,),
+            "sets": (list, tuple),
+            "wrappers": (list, tuple),
+            "max_output": (int, type(None)),
+        }
+        for name, kinds in shapes.items():
+            if not isinstance(getattr(asked, name), kinds):
+                raise ValueError(f"env.{name}: expected {kinds[0].__name__}, got {getattr(asked, name)!r}"[:200])
+        return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +81,52 @@ class EnvAddress:
 
     def token(self) -> str:
         """The server's token, of this process's environment. Raises ConfigError if it is not set."""
-        from agentrl.contrib.remote_envs.sessions import token_in
-
         return "" if self.token_env is None else token_in(self.token_env, "env.token_env")
 
-    def link(self) -> Link:
-        """The connection of this process to the server."""
-        from agentrl.contrib.remote_envs.client import link_to
 
-        return link_to(self.url, self.token())
+class RemoteProtocol:
+    """A protocol of environment servers, as registered in `PROTOCOLS`."""
+
+    @staticmethod
+    def env_class() -> Callable[..., ToolEnv]:
+        """Class of the client, built with `name`, `url` and `token`, for servers other than agentrl's."""
+        raise NotImplementedError
+
+    @staticmethod
+    def describe(address: EnvAddress) -> str:
+        """One line about the server for `--dry-run`. Raises ConfigError if it cannot be reached."""
+        raise NotImplementedError
+
+    @staticmethod
+    def build(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
+        """An environment of a server of agentrl; `extra`: arguments that every environment takes, such as `scorer`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def card(address: EnvAddress, wanted: Asked, fresh: bool) -> dict[str, Json]:
+        """The description that a server of agentrl gives of an environment; `fresh`: asked again. Blocks. Raises EnvError if it
+        does not answer."""
+        raise NotImplementedError
+
+
+PROTOCOLS: Registry[type[RemoteProtocol]] = Registry("env.protocol", "PROTOCOLS", "agentrl.env")
+
+
+def token_in(variable: str, key: str) -> str:
+    """Raises ConfigError if the environment variable is not set."""
+    token = os.environ.get(variable, "")
+    if not token:
+        raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")
+    remember(token)
+    return token
 
 
 def asked(
     env_id: str, params: Mapping[str, Any], sets: Sequence[str], wrappers: Sequence[Choice], max_output: int | None = None
 ) -> Asked:
-    """What a server is asked for."""
-    from agentrl.contrib.remote_envs.wire import Asked
-
+    """The request for an environment of a server."""
     around = tuple({"name": choice.name, "args": choice.args} for choice in wrappers)
     return Asked(env_id, params, tuple(sets), around, max_output)
-
-
-def build_remote(address: EnvAddress, wanted: Asked, extra: Mapping[str, Any]) -> ToolEnv:
-    """An environment of a server of agentrl; `extra`: arguments that every environment takes, such as `scorer`."""
-    from agentrl.contrib.remote_envs.client import RemoteEnv
-
-    return RemoteEnv(address.link(), wanted, **extra)
 
 
 def server_card(address: EnvAddress, wanted: Asked, fresh: bool = False) -> dict[str, Json]:
@@ -81,9 +134,7 @@ def server_card(address: EnvAddress, wanted: Asked, fresh: bool = False) -> dict
 
     Raises ConfigError if it cannot be reached or speaks another protocol, and UserError for what it refuses.
     """
-    from agentrl.contrib.remote_envs.client import card_of
-
     try:
-        return card_of(address.link(), wanted, fresh)
+        return PROTOCOLS[address.protocol].card(address, wanted, fresh)
     except EnvError as fault:
         raise ConfigError(f"env.url: {fault}; is this where `agentrl env serve {wanted.id} --http` runs?") from fault

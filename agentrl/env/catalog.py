@@ -19,7 +19,7 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
-from agentrl.env.address import EnvAddress, asked, build_remote, server_card
+from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, asked, server_card
 from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
@@ -31,7 +31,6 @@ from agentrl.utils.registry import bind
 from agentrl.utils.search_path import PREFIX, find_file, here, is_given, load_module, nearest, own_reward, shelves, taken
 
 if TYPE_CHECKING:
-    from agentrl.contrib.remote_envs.wire import Asked
     from agentrl.env import ToolEnv
 
 
@@ -243,9 +242,7 @@ class EnvRef:
     @cached_property
     def _class(self) -> Callable[..., ToolEnv]:
         if self.at is not None:
-            from agentrl.contrib.remote_envs.openenv import OpenEnv
-
-            env_class: Callable[..., ToolEnv] = OpenEnv
+            env_class: Callable[..., ToolEnv] = PROTOCOLS[self.at.protocol].env_class()
         else:
             env_class = self.entry.load()
         _check_parameters(self._label, env_class, self.params)
@@ -302,7 +299,7 @@ class EnvRef:
         Raises CatalogError if the class does not take these parameters.
         """
         if self.at is not None and self.at.ours:
-            remote = build_remote(self.at, self._asked, extra)
+            remote = PROTOCOLS[self.at.protocol].build(self.at, self._asked, extra)
             remote.initial_seed = self.seed
             return remote
         from agentrl.env.base import OwnReward

@@ -24,6 +24,7 @@ from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.starts import Fork, Keeper, Places
 from agentrl.rollout.tape import EpisodeIO, in_episode
+from agentrl.utils.registry import Registry
 from agentrl.utils.spans import span
 
 # A tree of episodes
@@ -82,7 +83,7 @@ def _unforked(spec: EpisodeSpec, fork: Fork, error: str) -> Trajectory:
 
 
 class Agents(Protocol):
-    """Agents of somebody else's, which play episodes in place of turn by turn (`harness.Harness`)."""
+    """Agents of somebody else's, which play episodes in place of turn by turn."""
 
     async def play(
         self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
@@ -93,6 +94,10 @@ class Agents(Protocol):
     async def close(self) -> None:
         """End what serves them; idempotent."""
         ...
+
+
+AGENTS: Registry[Callable[..., Agents]] = Registry("agent", "AGENTS", "agentrl.rollout")
+"""Players made of an `AgentConfig` and the tokenizer's `decode` (None for an API model)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from agentrl.reward import Context, Scorer
 from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.rollout.player import LocalPlayer, Player, RunEnv
+from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
 from agentrl.rollout.tape import EpisodeIO
 from agentrl.run.engine_choice import engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.judges import Judges
@@ -50,7 +50,9 @@ from agentrl.utils.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
-    from agentrl.contrib.agents.episode import Harness
+
+PROGRAM = "program"
+"""Name in `AGENTS` of the player for [agent]."""
 
 VLLM_PARSER = "vllm:"
 """Prefix of the names of vLLM's own tool parsers."""
@@ -163,13 +165,11 @@ def assemble(
     return Assembly(tuple(envs), LocalPlayer(envs, io, asks=asks), judges)
 
 
-def agents_of(config: TrainConfig, inputs: Inputs) -> Harness | None:
-    """Who plays in place of the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
+def agents_of(config: TrainConfig, inputs: Inputs) -> Agents | None:
+    """The player of [agent] that replaces the built-in loop; None without [agent]. Raises ConfigError or DependencyError."""
     if config.agent is None:
         return None
-    from agentrl.contrib.agents.episode import Harness
-
-    return Harness(config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
+    return AGENTS[PROGRAM](config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
 
 
 def scorer_of(

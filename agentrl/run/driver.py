@@ -6,9 +6,11 @@ import asyncio
 import logging
 import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.group import check_arrived
@@ -17,7 +19,6 @@ from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, uns
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
-from agentrl.contrib.offline.data_run import only_data, summary_of_data, train_on_data
 from agentrl.run.callbacks import TWICE, Callback, Interrupt, put_off, raise_gc_threshold
 from agentrl.run.checks.model_checks import model_notes
 from agentrl.run.checks.rollout_checks import harder, survey_lines
@@ -49,10 +50,45 @@ from agentrl.utils.errors import (
 )
 from agentrl.utils.event_loop import run_loop
 from agentrl.utils.files import full_disk_said
+from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
 from agentrl.utils.threads import in_thread, share_the_lock
 
 log = logging.getLogger(__name__)
+
+
+class RunKind(ABC):
+    """A run that learns without playing episodes, as registered in `RUN_KINDS`."""
+
+    @staticmethod
+    @abstractmethod
+    def check(config: TrainConfig, *, prepared: bool = False) -> list[str]:
+        """Warnings. `prepared`: the run's folder has its data. Raises ConfigError for a config that cannot run."""
+
+    @staticmethod
+    @abstractmethod
+    def prepare(config: TrainConfig, folder: Path, display: Display) -> object:
+        """Write into `folder` what the run reads, before the run has a folder. Raises ConfigError."""
+
+    @staticmethod
+    @abstractmethod
+    def shown(config: TrainConfig) -> TrainConfig:
+        """The config with only the sections that the run reads."""
+
+    @staticmethod
+    @abstractmethod
+    async def train(config: TrainConfig, folder: RunFolder, display: Display, run_log: RunLog, interrupt: Interrupt) -> bool:
+        """Train; returns False if interrupted."""
+
+    @staticmethod
+    @abstractmethod
+    def summary(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Entries of summary.json, from the rows of metrics.jsonl."""
+
+
+RUN_KINDS: Registry[type[RunKind]] = Registry("run", "RUN_KINDS", "agentrl.run")
+DATA = "data"
+"""Name in `RUN_KINDS` of training on [data]."""
 
 
 @dataclass(slots=True)
@@ -106,7 +142,7 @@ def execute(
         display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
-        shown = config if config.data is None else only_data(config)
+        shown = config if config.data is None else RUN_KINDS[DATA].shown(config)
         packing = packing_of(shown)
         log.info("packing: %s", packing.reason)
         # One decision for all roles and ranks, before any of them is started.
@@ -203,7 +239,7 @@ async def _attempt(
         check_contents(config, folder)  # the files are read again
     if config.data is not None:
         outcome.engine, outcome.status = "none", "interrupted"
-        if await train_on_data(config, folder, display, run_log, interrupt):
+        if await RUN_KINDS[DATA].train(config, folder, display, run_log, interrupt):
             outcome.status = "done"
         return
     try:
@@ -320,7 +356,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         **thrown_away(updates),
         "seconds": round(seconds, 1),
         "restarts": outcome.restarts,
-        **(summary_of_data(config, rows) if config.data is not None else {}),
+        **(RUN_KINDS[DATA].summary(config, rows) if config.data is not None else {}),
     }
 
 

@@ -598,3 +598,23 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
     file = folder / "comparison.json"
     atomic_write(file, json_text(redacted(comparison, said=True), indent=2) + "\n")
     return file
+
+
+def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
+    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created. A
+    replay is checked call by call instead."""
+    if config.agent is not None and (request.replay is not None or request.record is not None):
+        raise ConfigError("[agent]: what an agent does is not recorded, so neither --record nor --replay goes with one")
+    if request.replay is not None:
+        for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
+            if given:
+                raise ConfigError(
+                    f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out"
+                )
+    else:
+        from agentrl.run.checks import check_eval
+        from agentrl.run.engine_choice import without_trainer
+
+        config = without_trainer(config)
+        check_eval(config, request.purpose)
+    return config

@@ -16,13 +16,12 @@ import pytest
 
 from agentrl.config.schema import ToolsConfig
 from agentrl.data.collate import collate
-from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.data.trajectory import StopReason, Trajectory, reward_spots
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import EnvRef, add_tool_set, find_reward
 from agentrl.render.base import Renderer
 from agentrl.render.tool_calls import render_tool_calls
 from agentrl.reward import compile_spec, load_spec
-from agentrl.reward.score import reward_spots
 from agentrl.rollout.context import HEAD, Compact, ContextPolicy, KeepRecent, Stop, Truncate
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
@@ -178,7 +177,9 @@ async def test_gold_that_outgrows_the_context_many_times(
         if (c.name, c.arguments) in writes
     }
     last = trajectory.turns[-1]
-    assert {spot[:2]: spot[2] for spot in reward_spots(trajectory, score)} == pytest.approx(paid | {(last.ledger, last.end): 0.5})
+    assert {spot[:2]: spot[2] for spot in reward_spots(trajectory, score.terminal, score.turns)} == pytest.approx(
+        paid | {(last.ledger, last.end): 0.5}
+    )
     assert len({ledger for ledger, _ in paid}) > 1
 
 

@@ -175,7 +175,9 @@ class TrainEngineContract:
     ) -> None:
         if "offload" not in traits:
             pytest.skip("this engine does not offload")
-        monkeypatch.setattr(agentrl.trainer.train_engine, "HOST", ())  # on a CPU nothing is gained by it, and nothing else differs
+        monkeypatch.setattr(
+            agentrl.trainer.train_engine, "HOST", ()
+        )  # on a CPU nothing is gained by it, and nothing else differs
         engine, again = made(offload="idle"), made()
         for one in (engine, again):
             one.use_optimizer(toy_optim())

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import agentrl.trainer
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import agentrl.trainer
 from agentrl.contrib.view.api import Api
 from agentrl.contrib.view.library import Library
 from agentrl.data.token_ledger import TokenLedger

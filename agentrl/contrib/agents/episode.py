@@ -26,6 +26,7 @@ from agentrl.reward import Scorer
 from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, played, sampled
+from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
     AgentFaultError,
     AgentrlError,
@@ -438,6 +439,7 @@ async def _first(task: asyncio.Future[Outcome], over: asyncio.Future[Exception])
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
 
+@AGENTS.register("program")
 class Harness:
     """The agent of a run and what serves it: one endpoint and one server of tools for all episodes of this process. They open
     with the first episode."""

@@ -18,7 +18,6 @@ import gymnasium
 import httpx
 
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import (
     Json,
     Message,
@@ -31,6 +30,7 @@ from agentrl.data.trajectory import (
     turn_of,
     user_calls_of,
 )
+from agentrl.env.address import Asked
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.call_options import Options
@@ -242,6 +242,7 @@ class RemoteEnv(ToolEnv):
     `snapshot`, `restore`, `fork`, `make_task`, `prompt`, `gold_turns` and a teacher's `act` block for one request each.
     """
 
+    is_remote = True
     shared = frozenset({"_link", "_asked", "_session", "_number", "_have", "_ready", "_calls_there", "id"})
     _ready = False
 

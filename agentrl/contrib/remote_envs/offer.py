@@ -9,9 +9,9 @@ from pathlib import Path
 
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Json
 from agentrl.env import Task, ToolEnv
+from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.utils.errors import CatalogError, hinted
 from agentrl.utils.redaction import references

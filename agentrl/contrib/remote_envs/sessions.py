@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 import random
 import secrets
 import time
@@ -17,15 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.contrib.remote_envs import wire
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, ToolResult, Trajectory, UserCall, as_row
+from agentrl.env.address import Asked, token_in
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import ToolEnv
 from agentrl.env.copying import Snapshot
 from agentrl.env.users import GOLD, RecordedUser
 from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.event_loop import GRACE, end
-from agentrl.utils.redaction import remember
 
 log = logging.getLogger(__name__)
 
@@ -409,12 +407,3 @@ class Secret:
         """The same for the agents' token."""
         if not hmac.compare_digest(shown.encode(), self.player.encode()):
             raise RefusedError(401, "token", "this address has another token than the server printed for OpenEnv")
-
-
-def token_in(variable: str, key: str) -> str:
-    """Raises ConfigError if the environment variable is not set."""
-    token = os.environ.get(variable, "")
-    if not token:
-        raise ConfigError(f"{key}: the environment variable {variable} is not set, which has the server's token")
-    remember(token)
-    return token

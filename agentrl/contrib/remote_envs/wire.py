@@ -6,7 +6,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 from agentrl.data.images import Image
@@ -31,38 +30,6 @@ SECRET = 32
 def new_id() -> str:
     """An id that cannot be guessed: 192 random bits."""
     return secrets.token_urlsafe(24)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Which environment a client wants: as `EnvRef`, which a server makes of it."""
-
-    id: str
-    params: Mapping[str, Json] = field(default_factory=dict)
-    sets: Sequence[str] = ()
-    wrappers: Sequence[Mapping[str, Json]] = ()
-    max_output: int | None = None
-
-    def row(self) -> dict[str, Json]:
-        """As JSON; `of` is the inverse."""
-        wanted = {"params": dict(self.params), "sets": list(self.sets), "wrappers": list(self.wrappers)}
-        return {"id": self.id, **wanted, "max_output": self.max_output}
-
-    @classmethod
-    def of(cls, row: Mapping[str, Json]) -> Asked:
-        """Raises ValueError for a row of another shape."""
-        asked = cls(row["id"], row.get("params", {}), row.get("sets", ()), row.get("wrappers", ()), row.get("max_output"))
-        shapes = {
-            "id": (str,),
-            "params": (dict,),
-            "sets": (list, tuple),
-            "wrappers": (list, tuple),
-            "max_output": (int, type(None)),
-        }
-        for name, kinds in shapes.items():
-            if not isinstance(getattr(asked, name), kinds):
-                raise ValueError(f"env.{name}: expected {kinds[0].__name__}, got {getattr(asked, name)!r}"[:200])
-        return asked
 
 
 def dumps(value: Json) -> bytes:

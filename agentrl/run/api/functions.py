@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.cli.eval import check_request
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.envs import alone, entry_of
 from agentrl.config.identity import check_resumed
@@ -24,7 +23,7 @@ from agentrl.run.compare import suite_choice, suite_tasks
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.driver import execute
-from agentrl.run.evaluate import RolloutRequest, run_eval, run_rollout
+from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout
 from agentrl.run.folder import RunFolder
 from agentrl.run.provenance import check_resumable, model_of, run_folder
 from agentrl.run.provenance import config_of as config_of_run

@@ -15,6 +15,7 @@ from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
 from agentrl.config.schema import BranchConfig, EnvConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
+from agentrl.env.address import PROTOCOLS
 from agentrl.env.catalog import EnvRef, ParameterError, check_ref
 from agentrl.env.spaces import run_sync
 from agentrl.env.suites import source_notes
@@ -283,9 +284,7 @@ def check_remote(config: TrainConfig) -> None:
     if ref.at is None:
         return
     if not ref.at.ours:
-        from agentrl.contrib.remote_envs.openenv import action_schema
-
-        action_schema(ref.at.url, ref.at.token())
+        PROTOCOLS[ref.at.protocol].describe(ref.at)
         return
     if config.tools.mcp:
         raise ConfigError(
@@ -323,10 +322,7 @@ def _lines(ref: EnvRef) -> list[str]:
     if ref.at is None:
         return []
     if not ref.at.ours:
-        from agentrl.contrib.remote_envs.openenv import action_schema
-
-        fields = ", ".join(action_schema(ref.at.url, ref.at.token()).get("properties", {})) or "none"
-        return [f"environment: {ref.at.url} (OpenEnv); fields of an action: {fields}"]
+        return [PROTOCOLS[ref.at.protocol].describe(ref.at)]
     card = ref.card()
     assert card is not None
     limits, tools = card["limits"], ", ".join(row["function"]["name"] for row in card["toolbox"]["rows"]) or "none"

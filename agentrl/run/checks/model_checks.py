@@ -10,7 +10,6 @@ from typing import Any
 
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import each, entry_name, other_models
-from agentrl.contrib.remote_envs.client import RemoteEnv
 from agentrl.data.expert_routing import Routers
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
@@ -206,7 +205,7 @@ def _opening(env: ToolEnv, seed: int) -> Opening:
     waits = inspect.iscoroutinefunction(kind.prompt)
     plain = kind.setup is ToolEnv.setup and not waits and not inner.has_sources
     asks = waits and inner.user_models() and kind.gold_user is ToolEnv.gold_user
-    if isinstance(inner, RemoteEnv) or plain or asks:
+    if inner.is_remote or plain or asks:
         return plain_prompt(env, env.make_task(seed, split)), env.toolbox.schemas()
     messages, _ = env.reset(seed=seed, options={"split": split})
     return messages, env.toolbox.schemas()

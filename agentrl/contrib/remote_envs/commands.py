@@ -1,0 +1,95 @@
+"""`agentrl env serve`: an environment's episodes, or its tools, for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from agentrl.cli.arguments import COMMANDS, seed
+from agentrl.cli.env import reference
+from agentrl.utils.errors import UserError
+from agentrl.utils.terminal import say
+
+if TYPE_CHECKING:
+    from agentrl.env.catalog import EnvRef
+
+PORT = 8100
+EPISODES, IDLE, BODY = 1024, 3600.0, 16 << 20
+"""Limits of `env serve`, as SessionLimits has them; not from there, since every `--help` would load the environments."""
+
+SERVE_EPILOG = """examples:
+  agentrl env serve key_value calls=4 --http              a server to train against, on 127.0.0.1:8100; prints its token
+  agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256
+  agentrl train run.toml env.url=http://HOST:9000 env.token_env=SQL_TOKEN       the run, on another machine
+  agentrl env serve key_value --mcp                       its tools, over stdio, for any MCP client
+  agentrl env serve key_value --mcp --http 8000           the same over HTTP
+"""
+
+
+@COMMANDS.register("env serve")
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Offer it, or its tools, to other programs."""
+    parser.epilog = SERVE_EPILOG
+    parser.add_argument("--mcp", action="store_true", help="its tools, as a Model Context Protocol server")
+    parser.add_argument(
+        "--http",
+        type=int,
+        nargs="?",
+        const=PORT,
+        metavar="PORT",
+        help=f"its episodes, to train against (env.url) and for OpenEnv's clients (default port {PORT}); with --mcp: over HTTP "
+        "on 127.0.0.1 instead of stdio",
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="with --mcp: which task (default 0)")
+    parser.add_argument("--split", default="train", help="with --mcp: the task's split (default train)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: only this machine)")
+    parser.add_argument("--port", type=int, help="the port (0: a free one)")
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="the environment variable with its secret token (default: a new one, printed)"
+    )
+    parser.add_argument("--max-episodes", type=int, metavar="N", default=EPISODES, help=f"at once (default {EPISODES})")
+    parser.add_argument(
+        "--idle-timeout",
+        type=float,
+        default=IDLE,
+        metavar="S",
+        help=f"seconds without a request after which an episode is closed (default {IDLE:g})",
+    )
+    parser.add_argument("--max-body", type=int, default=BODY, metavar="BYTES", help=f"of a request (default {BODY})")
+    parser.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until the client goes away or Ctrl-C; returns the exit code."""
+    ref = reference(args.env, args.params)
+    if args.mcp:
+        from agentrl.env.mcp import serve_mcp
+
+        serve_mcp(ref.build(), seed=args.seed, split=args.split, port=args.http)
+        return 0
+    if args.http is None:
+        raise UserError("agentrl env serve: give --http (its episodes, to train against) or --mcp (its tools, for MCP clients)")
+    return _serve_http(ref, args)
+
+
+def _serve_http(ref: EnvRef, args: argparse.Namespace) -> int:
+    from agentrl.contrib.remote_envs.offer import EnvOffer
+    from agentrl.contrib.remote_envs.server import EnvApp, serve_http
+    from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
+    from agentrl.env.address import Asked
+    from agentrl.run.digests import env_digest
+
+    for name in ("max_episodes", "idle_timeout", "max_body"):
+        if getattr(args, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name):g}: expected more than 0")
+    offer, secret = EnvOffer(ref, env_digest), Secret.of(args.token_env)
+    offer.card(Asked(ref.id))  # a mistake in its parameters is one now, and not a client's
+    app = EnvApp(offer, secret, SessionLimits(args.max_episodes, args.idle_timeout, args.max_body))
+
+    def began(url: str) -> None:
+        where = f"in {args.token_env}" if args.token_env else secret.token
+        say(f"{offer.name}: {url}   (env.url = {url!r}; Ctrl-C ends it)\ntoken: {where}", flush=True)
+        say(f"for OpenEnv's clients: {url}/openenv/{secret.player}", flush=True)
+
+    serve_http(app, args.host, args.http if args.port is None else args.port, began)
+    return 0
