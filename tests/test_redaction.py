@@ -24,10 +24,10 @@ from agentrl.config.load import config_from, load_config
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.remote_envs.offer import EnvOffer
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
+from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
 from agentrl.env.users import ModelUser, user_call

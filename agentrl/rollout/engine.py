@@ -10,17 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy.typing as npt
 
 from agentrl.config import TrainConfig
 from agentrl.env import ToolEnv
 from agentrl.utils.registry import Registry
-
-if TYPE_CHECKING:
-    from agentrl.rollout.workers.worker_pool import Seats, WorkerRecipe
-
 
 # The protocol
 
@@ -159,11 +155,9 @@ class Engine(ABC):
         """How another process reaches this engine without the one that has it; None: only through that one."""
         return None
 
-    def seats(
-        self, workers: int, recipe: Callable[[EngineConnection | None], WorkerRecipe], host: Callable[[], str]
-    ) -> Seats | None:
-        """Places for so many rollout workers in processes of this engine, each beside what it samples from; None: they get
-        processes of their own. `recipe`: what workers are made from, by the connection to the engine that they have there;
+    def seats(self, workers: int, recipe: Callable[[EngineConnection | None], Any], host: Callable[[], str]) -> Any:
+        """Places for `workers` rollout workers (`workers.worker_pool.Seats`) in this engine's processes; None: they get processes
+        of their own. `recipe`: what workers are made from, by the connection to the engine that they have there;
         `host`: this process's address as other processes of the run reach it."""
         return None
 

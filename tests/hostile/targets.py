@@ -27,10 +27,10 @@ from agentrl.contrib.agents.protocols import Exchange, read_anthropic, read_chat
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.remote_envs.server import EnvApp
 from agentrl.contrib.remote_envs.sessions import Secret
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.engines.chat_format import RequestError
 from agentrl.env import Tool, Toolbox
+from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import ProseReader
 from agentrl.render.syntaxes import SYNTAXES

@@ -16,7 +16,6 @@ from agentrl.cluster.resources import has_gpus
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, identity_of
 from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
-from agentrl.contrib.offline.checks import check_data
 from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective
 from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore
@@ -24,7 +23,6 @@ from agentrl.data.schedule import Mode, effective_mode
 from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
 from agentrl.run.callbacks import Interrupt
 from agentrl.run.display import Count, Display, nothing
-from agentrl.run.driver import RUN_KINDS, RunKind
 from agentrl.run.engine_choice import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.role_placement import open_pools, start_actors
@@ -266,14 +264,3 @@ def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str
         "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
         "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
     }
-
-
-@RUN_KINDS.register("data")
-class DataRunKind(RunKind):
-    """Training on [data]: `agentrl sft --data`."""
-
-    check = staticmethod(check_data)
-    prepare = staticmethod(write_data)
-    shown = staticmethod(only_data)
-    train = staticmethod(train_on_data)
-    summary = staticmethod(summary_of_data)

@@ -12,9 +12,9 @@ from agentrl.contrib.remote_envs import client as link
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, tool
+from agentrl.env.address import Asked
 from agentrl.env.copying import EnvTwin
 from agentrl.reward import Scorer
 from agentrl.rollout.replay import Recorder, Replayer

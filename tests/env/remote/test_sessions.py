@@ -26,9 +26,9 @@ from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.remote_envs.server import _listen
 from agentrl.contrib.remote_envs.sessions import Secret, SessionLimits
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, ToolEnv, tool
+from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject

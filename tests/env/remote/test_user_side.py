@@ -11,9 +11,9 @@ import pytest
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
 from agentrl.contrib.remote_envs.sessions import SessionLimits
-from agentrl.contrib.remote_envs.wire import Asked
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
+from agentrl.env.address import Asked
 from agentrl.env.users import RecordedUser, ScriptedUser
 from agentrl.utils.errors import EnvError
 from tests.env.phone import Phone
