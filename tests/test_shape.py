@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import COMMANDS
-from agentrl.utils.errors import did_you_mean, hinted
 from agentrl.run.registries import REGISTRIES
+from agentrl.utils.errors import did_you_mean, hinted
 from agentrl.utils.registry import Registry
 from tests.conftest import LONGEST
 from tests.sources import nodes, tree

@@ -25,7 +25,7 @@ from agentrl.cluster.machine import (
     own_address,
     ray_folder,
 )
-from agentrl.cluster.resources import WORKER_CPUS
+from agentrl.cluster.placement import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.sandbox.local import WHAT_HELPS
 from agentrl.sandbox.sandbox_pool import preferred, reach
@@ -182,8 +182,7 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
         yield MachineFinding("ray", "fail", str(error), "its logs are in the newest folder under /tmp/ray")
         return
     try:
-        from agentrl.cluster.placement import cluster_nodes
-        from agentrl.cluster.resources import place
+        from agentrl.cluster.placement import cluster_nodes, place
 
         nodes = cluster_nodes()
         what = ", ".join(f"{node.name}: {node.cpus:g} CPU slots, {node.gpus:g} GPUs" for node in nodes)
@@ -211,7 +210,7 @@ def _reachable(ports: list[str], token: bool) -> MachineFinding:
 
 
 def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFinding:
-    from agentrl.cluster.resources import need
+    from agentrl.cluster.placement import need
 
     placed = {name for name in cluster.roles.values() if name in cluster.pools}
     taken = sum(need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)

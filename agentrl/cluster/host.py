@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from agentrl.utils.spans import machine, now
 
 if TYPE_CHECKING:
     import torch
+
+    from agentrl.data.rows import SerializedBatch
 
 
 # GPUs of a process
@@ -226,6 +228,14 @@ class RemoteFailure(Exception):
         return WorkerError(f"{self.label}: {self.message}\n--- remote traceback ---\n{self.trace.rstrip()}")
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
+
+    serialized: SerializedBatch
+    names: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class PackedCall:
     """Arguments pickled once for all ranks; large buffers are kept outside the pickle, without a copy."""
@@ -299,7 +309,7 @@ class Host:
             args, kwargs = unpack_arguments(common)
             kwargs = {key: deserialized(value) for key, value in {**kwargs, **(own or {})}.items()}
             kwargs.update(
-                {name: gather_argument(gather_plan, pieces_of(parts)) for name, gather_plan in (gather_plans or {}).items()}
+                {name: gather_argument(gather_plan, rejoined(parts)) for name, gather_plan in (gather_plans or {}).items()}
             )
             with watched(worker, method):
                 return serialized(getattr(worker, method)(*[deserialized(value) for value in args], **kwargs))
@@ -315,11 +325,14 @@ def unpack_arguments(common: bytes | PackedCall) -> Any:
     return pickle.loads(common.data, buffers=common.buffers)
 
 
-def pieces_of(parts: Sequence[Any]) -> Sequence[Any]:
-    """The pieces of a call's batch, numbered as in the driver's gather plans; see cluster/column_store.py."""
-    from agentrl.cluster.ray_group import rejoined
-
-    return rejoined(parts)
+def rejoined(parts: Sequence[Any]) -> list[Any]:
+    """On a worker: the pieces of a call's batch, each head joined with its columns again."""
+    rest, pieces = iter(parts), []
+    for part in rest:
+        if isinstance(part, Head):
+            part = replace(part.serialized, ragged={name: next(rest) for name in part.names})
+        pieces.append(part)
+    return pieces
 
 
 def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
 from agentrl.cluster.host import gather_argument, watched
+from agentrl.cluster.placement import check_roles
 from agentrl.cluster.ray_cluster import worker_env
-from agentrl.cluster.resources import check_roles
 from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
 from agentrl.config.schema import ClusterConfig
 from agentrl.data.rows import select

@@ -10,7 +10,7 @@ import pickle
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from tensordict import TensorDict
 
 from agentrl.cluster.group import Backend, Pending
-from agentrl.cluster.host import Host, PackedCall, RemoteFailure, deserialized, serialized
+from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, deserialized, serialized
 from agentrl.cluster.machine import LOOPBACK_ADDRESS
 from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
-from agentrl.data.rows import SerializedBatch, serialize
+from agentrl.data.rows import serialize
 from agentrl.utils.errors import ResourceError, StalledError, WorkerDiedError, WorkerError
 from agentrl.utils.threads import in_thread
 
@@ -237,14 +237,6 @@ BY_COLUMN_BYTES = 1 << 20
 """Batches with smaller token columns go as one object: another object costs more than copying them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A serialized batch without its token columns, which follow it as separate arguments, in the order of `names`."""
-
-    serialized: SerializedBatch
-    names: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class _Held:
     """Where a column is stored; `version` is torch's count of writes to it, `ray` the connection to Ray."""
@@ -284,16 +276,6 @@ class Columns:
             gone = weakref.ref(column, lambda _: self._held.pop(key, None))
             held = self._held[key] = _Held(gone, column._version, here, ray.put(array))
         return held.ref
-
-
-def rejoined(parts: Sequence[Any]) -> list[Any]:
-    """On a worker: the pieces of a call's batch, each head joined with its columns again."""
-    rest, pieces = iter(parts), []
-    for part in rest:
-        if isinstance(part, Head):
-            part = replace(part.serialized, ragged={name: next(rest) for name in part.names})
-        pieces.append(part)
-    return pieces
 
 
 COLUMNS = Columns()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.resources import has_gpus, is_planned, need, nodes_of
+from agentrl.cluster.placement import has_gpus, is_planned, need, nodes_of
 from agentrl.config import TrainConfig
 from agentrl.config.envs import widest
 from agentrl.engines.makers import API, api_name

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from agentrl.cluster.resources import has_gpus
+from agentrl.cluster.placement import has_gpus
 from agentrl.config import TrainConfig
 from agentrl.config.schema import ModelConfig, RolloutConfig
 from agentrl.data.trajectory import Json, Message

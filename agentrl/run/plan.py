@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.cluster.resources import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
+from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
 from agentrl.config.envs import each, longest_sample, trained, widest
 from agentrl.config.keys import inline

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch_roles
-from agentrl.cluster.ray_cluster import ray_of
-from agentrl.cluster.resources import (
+from agentrl.cluster.placement import (
     WORKER_CPUS,
     Location,
     Unpooled,
@@ -25,6 +24,7 @@ from agentrl.cluster.resources import (
     nodes_of,
     pools_of_roles,
 )
+from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import TrainConfig
 from agentrl.config.envs import other_models, trained, widest
 from agentrl.config.schema import OptimConfig

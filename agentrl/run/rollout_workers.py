@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.cluster.group import PATIENCE, seen_in_time, this_place
 from agentrl.cluster.machine import reachable_address
-from agentrl.cluster.resources import WORKER_CPUS, joins
+from agentrl.cluster.placement import WORKER_CPUS, joins
 from agentrl.config import TrainConfig
 from agentrl.rollout.engine import Engine, EngineConnection
 from agentrl.rollout.player import Job

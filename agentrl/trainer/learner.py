@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
-from agentrl.cluster.resources import has_gpus
+from agentrl.cluster.placement import has_gpus
 from agentrl.cluster.worker import Worker
 from agentrl.config.envs import alone, longest_sample, own_advantages, scheduled, temperature_at, told, trained
 from agentrl.config.load import check_unread

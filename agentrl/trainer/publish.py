@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.resources import has_gpus
+from agentrl.cluster.placement import has_gpus
 from agentrl.config.schema import TrainConfig, WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, order
 from agentrl.rollout.engine import Engine

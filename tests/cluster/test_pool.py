@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError
 
 from agentrl.cluster import placement as reserve
 from agentrl.cluster.launch import launch_roles
-from agentrl.cluster.resources import ClusterNode, need, place, pools_of_roles
+from agentrl.cluster.placement import ClusterNode, need, place, pools_of_roles
 from agentrl.config.schema import (
     ClusterConfig,
     CriticConfig,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.cluster.resources import ClusterNode, Unpooled, assign, place
+from agentrl.cluster.placement import ClusterNode, Unpooled, assign, place
 from agentrl.config.schema import PoolConfig
 from agentrl.utils.errors import ResourceError
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.cluster import placement as devices
 from agentrl.cluster import ray_cluster as runtime
-from agentrl.cluster import resources as devices
 from agentrl.config.load import config_from
 from agentrl.run import engine_choice as engines
 from agentrl.run.checks import size_checks as capacity

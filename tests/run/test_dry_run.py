@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from agentrl.cli.main import main
+from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
-from agentrl.cluster.resources import planned_elsewhere
 from agentrl.config.load import config_from
 from agentrl.run.plan import dry_run, environments
 from agentrl.run.role_placement import GIB, Peak, RolePlacement, advice, memory_of, peaks, waiting

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster import resources as devices
+from agentrl.cluster import placement as devices
+from agentrl.cluster.placement import planned_elsewhere
 from agentrl.cluster.ray_cluster import stop_ray
-from agentrl.cluster.resources import planned_elsewhere
 from agentrl.config import InitModelConfig, TrainConfig, load_config
 from agentrl.config.load import config_from
 from agentrl.env.catalog import find_config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.cluster.resources import planned_elsewhere
+from agentrl.cluster.placement import planned_elsewhere
 from agentrl.config import load_config
 from agentrl.env.catalog import find_config
 from agentrl.run.role_placement import locations_of_roles, placement_table

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from agentrl.cli.main import main
 from agentrl.cluster import doctor
-from agentrl.cluster.resources import ClusterNode
+from agentrl.cluster.placement import ClusterNode
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.identity import check_resumed
 from agentrl.config.schema import ClusterConfig

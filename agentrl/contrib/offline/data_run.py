@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
+from agentrl.cluster.placement import has_gpus
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
-from agentrl.cluster.resources import has_gpus
 from agentrl.config import TrainConfig
 from agentrl.config.identity import Identity, identity_of
 from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from agentrl.engines.vllm.image_prompts import with_images
+from agentrl.engines.vllm.image_options import with_images
 from agentrl.render.vision import Vision
 
 

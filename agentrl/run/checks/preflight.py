@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.cluster.resources import is_planned
+from agentrl.cluster.placement import is_planned
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, each, entry_name, one_temperature
 from agentrl.config.schema import McpServerConfig

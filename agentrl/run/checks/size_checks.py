@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.resources import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
+from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import other_models
 from agentrl.config.schema import PoolConfig

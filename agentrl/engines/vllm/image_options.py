@@ -1,0 +1,94 @@
+"""Images in vLLM: prompts whose images are prepared here, as the trainer prepares them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.config.schema import VllmConfig
+from agentrl.render.vision import Pixels, Vision
+from agentrl.utils.errors import ConfigError, DependencyError, ModelError
+
+ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
+"""vLLM's names of the models' classes here (vision_model.py), by the model's type."""
+RECEIVER = "agentrl.engines.vllm.image_worker.VisionReceiver"
+OLDEST = (0, 32)
+"""The first vLLM that takes what is made here."""
+OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
+"""Arguments of vLLM, beside those that begin with `mm_`, of its own preparation of images, which has no part in it."""
+
+
+def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What is added to vLLM's arguments for a model that takes images, of the type `kind`."""
+    overrides = {**options.get("hf_overrides", {}), "architectures": [ARCHITECTURES[kind]]}
+    return {
+        "hf_overrides": overrides,
+        "worker_extension_cls": RECEIVER,
+        # The replica keeps prepared images itself (agentrl/render/vision.py), and vLLM's cache has to see each in order.
+        "mm_processor_cache_gb": 0,
+        # They are normalized already: vLLM would do it again, without an error.
+        "mm_device_do_normalize": False,
+    }
+
+
+def check_images(vllm: VllmConfig, version: str | None) -> None:
+    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    if found is not None and (int(found[1]), int(found[2])) < OLDEST:
+        raise DependencyError(
+            f"engine = vllm: the model takes images, and vLLM {version} is not given any, as {OLDEST[0]}.{OLDEST[1]} is; install "
+            "that, or use engine = embedded with engine_args = { cache = false }"
+        )
+    if vllm.tensor_parallel > 1:
+        raise ConfigError(
+            f"vllm.tensor_parallel = {vllm.tensor_parallel}: a model that takes images is not split; set it to 1, and "
+            "vllm.replicas for more GPUs"
+        )
+    for name in vllm.args:
+        if name in OWN or name.startswith("mm_"):
+            raise ConfigError(f"vllm.args.{name}: the model takes images, which are prepared as the trainer does it; unset it")
+    if "architectures" in vllm.args.get("hf_overrides", {}):
+        raise ConfigError(
+            "vllm.args.hf_overrides.architectures: the model takes images, for which vLLM is given a class; unset it"
+        )
+
+
+def item_of(pixels: Pixels) -> Any:
+    """An image as the model's class takes it in vLLM."""
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    grid = torch.tensor([pixels.grid])
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    data: Any = {"pixel_values": pixels.values, "image_grid_thw": grid}
+    return MultiModalKwargsItems.from_hf_inputs(data, fields)["image"][0]
+
+
+def with_images(token_ids: list[int], images: Sequence[tuple[str, int, Pixels]]) -> Any:
+    """A prompt as vLLM takes it once all is prepared. `images`: of each its hash, and where its placeholders begin."""
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems({"image": [item_of(pixels) for _, _, pixels in images]}),
+        {"image": [name for name, _, _ in images]},
+        {"image": [PlaceholderRange(offset=start, length=pixels.tokens) for _, start, pixels in images]},
+    )
+
+
+def vision_of(path: str, trust: bool) -> Vision:
+    """Of a model that takes images. Raises ModelError if its files cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        return Vision(path, AutoConfig.from_pretrained(path, trust_remote_code=trust))
+    except (OSError, ValueError, KeyError) as problem:
+        raise ModelError(f"cannot read the model config of {path}: {problem}") from problem
+
+
+# In a replica
