@@ -185,7 +185,7 @@ def _annotation(annotation: Any) -> str:
 def _content() -> str:
     """What is found by id: environments, and the packaged files of other kinds."""
     from agentrl.env.catalog import list_envs
-    from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.leaf import LEAVES
 
     text = "\n## Environments (`env.id`)\n\n| id | short name | what it is |\n|---|---|---|\n"
     for env in sorted(

@@ -16,7 +16,7 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.schema import Choice, EnvConfig
 from agentrl.env.catalog import find_config
 from agentrl.run.metrics import info_of
-from tests.test_shape import LEVELS
+from tests.test_shape import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
@@ -26,7 +26,6 @@ PAGES = sorted({page for pattern in PATTERNS for page in ROOT.glob(pattern)} - W
 LINKING = [*PAGES, *sorted(ROOT.glob("envs/*/README.md"))]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 TOPS = ("agentrl", "benchmarks", "configs", "docs", "envs", "examples", "rewards", "tests", "tools", ".ci", ".github")
-ROOMS = sorted({room for room in LEVELS if (ROOT / "agentrl" / room).is_dir()})
 
 # What a page speaks of that a reader makes, or that a run writes.
 MADE = re.compile(r"/(test_)?(my|mine|your)\b|/(test_)?my_|NAME|/_shelf|<|\.\.\.|-v\d$|^envs/shelf")

@@ -62,7 +62,7 @@ def test_every_shelf_is_in_the_wheel(site: Path) -> None:
 def test_the_viewers_page_is_in_the_wheel_with_the_licenses_of_what_it_carries(site: Path) -> None:
     inside, outside = (
         {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (site / "agentrl" / "view" / "assets", ROOT / "agentrl" / "view" / "assets")
+        for folder in (site / "agentrl" / "contrib" / "view" / "assets", ROOT / "agentrl" / "contrib" / "view" / "assets")
     )
     assert inside == outside and "index.html" in inside
     carried = {

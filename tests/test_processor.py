@@ -139,13 +139,13 @@ def test_a_real_control_group_is_seen_by_all_that_count(tmp_path: Path) -> None:
     program = """
 import os, sys
 for group in sys.argv[1:]: open(group + "/cgroup.procs", "w").write(str(os.getpid()))
-from agentrl.cluster import checks, devices, runtime
+from agentrl.cluster import doctor, placement, ray_cluster
 from agentrl.utils.processor import threads_for
 from agentrl.run.role_placement import Peak, peaks
-found = {one.check: one.found for one in checks.check_machine()}
-options = runtime._local(None)
+found = {one.check: one.found for one in doctor.check_machine()}
+options = ray_cluster._local(None)
 print(found["cores"], float(found["memory"].split()[0]) <= 2, options["num_cpus"], options["object_store_memory"] <= 0.3 * 2**31)
-print(threads_for(1e9), devices.this_machine().cpus)
+print(threads_for(1e9), placement.this_machine().cpus)
 """
     try:
         for controller, files in groups.items():
@@ -224,7 +224,7 @@ def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monke
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: amx)
+    monkeypatch.setattr("agentrl.config.schema.learning.prefers_bfloat16", lambda: amx)
     model = ModelConfig(init=InitModelConfig(), dtype=dtype) if tiny else ModelConfig(path=real, dtype=dtype)
     assert model.computes_in(cuda) == found
 
@@ -248,7 +248,7 @@ def test_the_threads_of_a_run(keys: list[str], threads: int, real: str, monkeypa
     monkeypatch.setattr("agentrl.run.engine_choice.resolve_engine", lambda config: config.engine)  # vLLM may not be installed
     made = with_threads(config)
     assert made.model.threads == threads
-    monkeypatch.setattr("agentrl.trainer.pretrained.model_context", lambda *_: 2048)
+    monkeypatch.setattr("agentrl.run.engine_choice.model_context", lambda *_: 2048)
     for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
         if config.engine == name:
             monkeypatch.setattr(module, cls, lambda *_, **options: SimpleNamespace(**options))
@@ -263,7 +263,7 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     assert with_threads(config, trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
     assert engine_computes(api) == ""
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
     assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 

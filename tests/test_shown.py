@@ -115,7 +115,7 @@ def test_the_display_and_the_log_of_a_run_in_python_hold_no_secret_and_nothing_t
 PROGRAMS = {
     "sandbox/notebook.py": "runs in a sandbox; its output is an answer",
     "reward/unit_tests/runner.py": "runs in a sandbox; what the code prints is output for the tests, which pytest catches",
-    "keeper.py": "begins an agent's program; its standard error is kept and redacted",
+    "utils/keeper.py": "begins an agent's program; its standard error is kept and redacted",
 }
 """Files that are programs of their own, whose output goes to agentrl and to no terminal."""
 
@@ -124,7 +124,7 @@ def test_nothing_of_agentrl_prints_by_another_door() -> None:
     root, wrong = Path(agentrl.__file__).parent, []
     for path in root.rglob("*.py"):
         name = str(path.relative_to(root))
-        if name in PROGRAMS or name == "shown.py" or name.startswith("_shelf/"):
+        if name in PROGRAMS or name == "utils/terminal.py" or name.startswith("_shelf/"):
             continue
         for node in nodes(path):
             prints = isinstance(node, ast.Name) and node.id == "print"

@@ -1,4 +1,4 @@
-"""What commands share: the parser whose errors name what is near, and the process of a command that uses Ray."""
+"""Shared parts of commands: the parser whose errors name what is near, and the process of a command that uses Ray."""
 
 from __future__ import annotations
 

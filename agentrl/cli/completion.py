@@ -98,7 +98,7 @@ def values(key: str) -> list[str]:
 
 
 def _assigned(name: str, kind: str, section: bool) -> list[str]:
-    """What one assigns of a key: of a component its name."""
+    """Values that can be assigned to a key: of a component its name."""
     if section:
         return []
     return [f"{name}.name"] if kind == "table of name and args" else [name]

@@ -228,7 +228,7 @@ METRICS_EPILOG = """examples:
 
 @COMMANDS.register("metrics")
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the numbers in metrics.jsonl mean."""
+    """Explain the numbers in metrics.jsonl."""
     parser.epilog = METRICS_EPILOG
     parser.add_argument("words", nargs="*", metavar="WORD", help="only names and meanings with one of these")
     form = parser.add_mutually_exclusive_group()

@@ -52,8 +52,8 @@ def reference(env_id: str, params: list[str]) -> EnvRef:
 
 
 def subject_of(ref: EnvRef, reward: str | None, tasks: int = 12, fuzz: int = 500, every: bool = False) -> Subject:
-    """What checks an environment, with the scorer of a spec (by default its own). Raises UserError for a mistake in its
-    parameters or in the spec."""
+    """The subject of checks: an environment with the scorer of a spec (by default its own). Raises UserError for a mistake in
+    its parameters or in the spec."""
     import pickle
 
     from agentrl.config.schema import RewardConfig
@@ -185,7 +185,7 @@ def run_floor(args: argparse.Namespace) -> int:
 def floor_of(
     name: str, params: list[str], reward: str | None = None, split: str | None = None, tasks: int | None = None
 ) -> dict[str, Any]:
-    """What `agentrl.env.difficulty.measure` finds for an environment. Raises UserError if it has no reward spec."""
+    """Run `agentrl.env.difficulty.measure` on an environment. Raises UserError if it has no reward spec."""
     from agentrl.env.difficulty import measure
 
     ref = reference(name, params)
@@ -456,7 +456,7 @@ def _tool_lines(env: ToolEnv) -> list[str]:
 
 
 def _called_as(options: Options) -> str:
-    """What a policy may see of a tool's options, if they are not the default."""
+    """A tool's options that a policy may see, if they differ from the default."""
     seen = {name: getattr(options, name) for name in ("check", "on_error", "error", "max_output")}
     return ", ".join(f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict"))
 

@@ -118,8 +118,7 @@ def _show(observation: list[Message], write: Callable[[str], None]) -> None:
 
 
 def _show_calls(env: ToolEnv, shown: int, write: Callable[[str], None]) -> int:
-    """What the user has done with its own tools since the first `shown` calls, which the agent would not see; how many there are
-    now."""
+    """Print the user's own tool calls since the first `shown` calls, which the agent would not see; how many there are now."""
     calls = env.trajectory.user_calls
     for made in calls[shown:]:
         answer = made.result.content if made.result is not None else "no answer"

@@ -422,7 +422,7 @@ def _not_paired(args: argparse.Namespace, config: TrainConfig) -> list[str]:
 
 
 def _name(config: TrainConfig, args: argparse.Namespace, folder: RunFolder | None) -> str:
-    """What is evaluated, as the name of a folder."""
+    """Name of the evaluated model, as a folder's name."""
     if folder is not None:
         return folder.path.name
     return config.name if args.config is not None else "_".join(env.called for env in config.envs)

@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_files(error: Exception) -> str | None:
-    """What is wrong with a file, or with the disk that it is on; None if the error is another."""
+    """Problem with a file, or with the disk that it is on; None if the error is another."""
     name = error.filename if isinstance(error, OSError) else None
     if disk_full(error):
         then = "repeat the command"

@@ -249,7 +249,7 @@ def run_schema(args: argparse.Namespace) -> int:
 
 def run_leaves(args: argparse.Namespace) -> int:
     """Print the documentation of every leaf."""
-    from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
 
     documented = [(kind, leaf.__doc__, leaf.formula, leaf.example) for kind, leaf in LEAVES.items()]
@@ -273,7 +273,8 @@ def _with_any_env(context: Context) -> Context:
 
 @dataclass(frozen=True)
 class _Options:
-    """What a spec may use, from the command line. Picklable, because worker processes build their own scorer from it."""
+    """Functions and judges that a spec may use, from the command line. Picklable, because worker processes build their own
+    scorer from it."""
 
     env: str | None
     params: tuple[tuple[str, Any], ...]

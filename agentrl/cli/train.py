@@ -118,7 +118,7 @@ def _nodes(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _origins(args: argparse.Namespace) -> Origins:
-    """Where the values of the config are from, of a resumed run too."""
+    """Origins of the config's values, of a resumed run too."""
     if args.resume is None:
         return read_config_origins(args)
     return read_origins(Path(args.resume) / "config.toml", resume_overrides(args))
@@ -238,7 +238,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
 
 
 def _again(args: argparse.Namespace, run: str) -> Drive:
-    """What goes on with a run that Ray has ended: on data, or with the warm start alone."""
+    """Continuation of a run that Ray has ended: on data, or with the warm start alone."""
     args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
     args.data = args.loss = args.min_reward = args.success = args.per_task = None  # they are in the run's config
     return partial(_resume, args, warm_start=True)

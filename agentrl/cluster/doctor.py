@@ -113,7 +113,7 @@ def check_temporary_folder() -> MachineFinding:
 
 
 def check_network() -> Iterator[MachineFinding]:
-    """Whether this node reaches itself at its own address, and which interface NCCL and Gloo would use."""
+    """Return True if this node reaches itself at its own address, and which interface NCCL and Gloo would use."""
     pinned = {key: os.environ[key] for key in LOOPBACK if os.environ.get(key)}
     fault = network_fault()
     if fault is None:
@@ -139,7 +139,8 @@ def check_network() -> Iterator[MachineFinding]:
 
 
 def check_sandbox() -> Iterator[MachineFinding]:
-    """What the sandboxes of this machine reach; code of a policy runs in none that keeps less than docs/sandboxes.md says."""
+    """List the addresses that this machine's sandboxes reach; code of a policy runs in none that keeps less than
+    docs/sandboxes.md says."""
     found = reach()
     if found.local is None or found.bubblewrap is None:
         yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred()} is chosen")
@@ -201,7 +202,7 @@ def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFindi
 
 
 def _reachable(ports: list[str], token: bool) -> MachineFinding:
-    """Where other machines can connect to Ray, by the sockets that listen now, and whether they then need a token."""
+    """Addresses of Ray that other machines can connect to, by the sockets that listen now, and whether they then need a token."""
     said = f"{len(ports)} open to other machines: {', '.join(ports)}" if ports else "none open to other machines"
     if not ports or token:
         return MachineFinding("ports", "ok", said + ("; who connects needs the token" if ports else ""))

@@ -272,8 +272,8 @@ class Pending(ABC):
 
 
 class Future(Generic[R]):
-    """What `WorkerGroup.submit` returns at once. `result()` or `await` brings the value to the driver;
-    `value` stands for it in another group's call, whose workers then read it directly."""
+    """Pending result of `WorkerGroup.submit`. `result()` or `await` brings the value to the driver; `value` stands for it in
+    another group's call, whose workers then read it directly."""
 
     def __init__(self, label: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
         self._label, self._pending, self._gather, self._stored = label, pending, gather, stored
@@ -312,7 +312,7 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Where the workers of one group live."""
+    """Home of one group's workers."""
 
     @abstractmethod
     def submit(self, method: str, shipment: Shipment) -> Pending:
@@ -410,8 +410,8 @@ class WorkerGroup(Generic[W]):
         return [results[rank] for rank in shipment.ranks]
 
     async def in_processes(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """What an importable function returns in each process of the group, in rank order; nothing if the workers live in
-        the driver's process. Raises as `run`."""
+        """Call an importable function in each process of the group and return the results, in rank order; nothing if the
+        workers live in the driver's process. Raises as `run`."""
         pending = self.backend.in_processes(partial(function, **kwargs), args)
         results = {} if pending is None else await pending.await_()
         return [results[rank] for rank in sorted(results)]
@@ -476,7 +476,7 @@ _PREFIX = ".agentrl-shared-"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a process sees of a folder: relative path -> bytes. `place`: its machine."""
+    """A process's view of a folder: relative path -> bytes. `place`: its machine."""
 
     place: str
     files: dict[str, int]
@@ -554,7 +554,7 @@ def files_in(folder: str) -> Seen:
 
 
 def seen_in_time(look: Callable[[], bool], patience: float) -> bool:
-    """Whether `look` is true within `patience` seconds."""
+    """Return True if `look` is true within `patience` seconds."""
     deadline = time.monotonic() + patience
     while not look():
         if time.monotonic() >= deadline:

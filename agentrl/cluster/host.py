@@ -91,7 +91,7 @@ class RankCall:
 
 @dataclass(slots=True)
 class _Watching:
-    """What this process notes. `traces`: by call, torch's profile and the time of its mark."""
+    """Notes of this process. `traces`: by call, torch's profile and the time of its mark."""
 
     folder: Path
     torch: bool
@@ -148,7 +148,7 @@ def drop_watching() -> None:
 
 
 def _computes(worker: Worker, method: str) -> bool:
-    """Whether a call gets a part of a batch."""
+    """Return True if a call gets a part of a batch."""
     from agentrl.cluster.group import Shard  # here: it loads torch, which a worker without batches does not need
 
     return isinstance(type(worker).dispatch_table.get(method), Shard)

@@ -257,7 +257,7 @@ def own_address() -> str | None:
 
 
 def routes_back(address: str, timeout: float = 1.0) -> bool:
-    """Whether a TCP connection to our own `address` arrives within `timeout` seconds."""
+    """Return True if a TCP connection to our own `address` arrives within `timeout` seconds."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         try:
             server.bind((address, 0))
@@ -301,7 +301,7 @@ def guard_network(environ: MutableMapping[str, str] | None = None, *, multi_node
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where rank 0 listens."""
+    """Address on which rank 0 listens."""
 
     host: str
     port: int

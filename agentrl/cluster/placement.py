@@ -33,7 +33,7 @@ from agentrl.utils.processor import usable_cpus
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """What one node offers."""
+    """Resources of one node."""
 
     name: str
     cpus: float
@@ -172,13 +172,13 @@ class Unpooled:
         return replace(self, count=-(-self.count // size), cpus=self.cpus * size, gpus=self.gpus * size, block=1)
 
     def fit(self, room: Sequence[float]) -> int:
-        """How many fit into (CPU slots, GPUs)."""
+        """Number that fits into (CPU slots, GPUs)."""
         # What it does not ask for sets no limit; a process that asks for nothing fits anywhere.
         each = [has // asks for has, asks in zip(room, (self.cpus, self.gpus), strict=True) if asks and not math.isinf(has)]
         return int(min(each, default=self.count))
 
     def taken(self, room: Sequence[float], count: int) -> list[float]:
-        """What is left of (CPU slots, GPUs) beside `count` of them."""
+        """Rest of (CPU slots, GPUs) after `count` of them."""
         return [room[0] - count * self.cpus, room[1] - count * self.gpus]
 
 
@@ -231,7 +231,7 @@ def _spread_obstacle(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpoole
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a process is, or will be: the address of its node, the node's id, and the GPUs that it uses there."""
+    """Place of a process, now or later: the address of its node, the node's id, and the GPUs that it uses there."""
 
     address: str
     node: str
@@ -345,7 +345,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
 
 
 def joins(cluster: ClusterConfig) -> bool:
-    """Whether a run joins a cluster that is already there."""
+    """Return True if a run joins a cluster that is already there."""
     return not is_planned() and bool(cluster.address or os.environ.get("RAY_ADDRESS"))
 
 
@@ -367,7 +367,7 @@ def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Whether this is in `planned_elsewhere`: what this machine has, and what is installed on it, does not matter."""
+    """Return True if this is in `planned_elsewhere`: what this machine has, and what is installed on it, does not matter."""
     return _planned.get() is not None
 
 
@@ -377,7 +377,7 @@ def this_machine() -> ClusterNode:
 
 
 def has_gpus(cluster: ClusterConfig, role: str) -> bool:
-    """Whether the processes of a role get GPUs: as its pool says, or, without a pool, if a node that may run it has any."""
+    """Return True if the processes of a role get GPUs: those of its pool, or, without one, of a node that may run it."""
     if cluster.backend == "ray" and (name := cluster.roles.get(role)) in cluster.pools:  # type: ignore[call-overload]
         return cluster.pools[name].gpus > 0
     return any(node.gpus >= 1 for node in nodes_of(cluster, role))
@@ -631,12 +631,12 @@ class Pools:
         ]
 
     def locations(self, role: str, gpus: int = 0) -> list[Location]:
-        """Where each process of a role will be, asked before they are started; `gpus` as in `ray_options`."""
+        """Place of each process of a role, before they are started; `gpus` as in `ray_options`."""
         ranks = locations_of(self._held[self._pool_of[role]])
         return joined(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
-        """Whether a role's own processes are beside those of other roles, which hold the GPUs."""
+        """Return True if a role's own processes are beside those of other roles, which hold the GPUs."""
         name = self._pool_of[role]
         return role in self._beside and self._held[name].gpus > 0
 

@@ -194,7 +194,7 @@ def vitals(since: float = 0.0) -> dict[str, psutil.Process]:
 
 
 def gone(vital: Mapping[str, psutil.Process]) -> str:
-    """Which of them has ended, as a user should read it; "" if none has."""
+    """Ended processes among them, in words for users; "" if none has."""
     return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _ended(process))
 
 
@@ -375,7 +375,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
 
 
 def has_own_ray() -> bool:
-    """Whether this process has started a local Ray."""
+    """Return True if this process has started a local Ray."""
     return _own is not None
 
 
@@ -437,7 +437,7 @@ def _not_started(self: object, **_: object) -> None: ...
 
 
 def ray_gone() -> str:
-    """What this process's local Ray has lost of the processes that it cannot do without; "" if nothing, or if it has none."""
+    """Lost processes among those that this process's local Ray cannot do without; "" if nothing, or if it has none."""
     return gone(_own.vital) if _own is not None else ""
 
 
@@ -470,7 +470,7 @@ def own_token() -> None:
 
 
 def asks_for_token() -> bool:
-    """Whether the Ray that this process uses refuses who has no token."""
+    """Return True if the Ray that this process uses refuses who has no token."""
     try:
         raylet: Any = importlib.import_module("ray._raylet")
         return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
@@ -479,7 +479,7 @@ def asks_for_token() -> bool:
 
 
 def open_ports() -> list[str]:
-    """Where this process and its children listen so that other machines can connect: "address:port program"."""
+    """Ports on which this process and its children listen for other machines: "address:port program"."""
     import psutil
 
     own = psutil.Process()
@@ -492,7 +492,7 @@ def open_ports() -> list[str]:
 
 
 def connected() -> bool:
-    """Whether this process uses a Ray already."""
+    """Return True if this process uses a Ray already."""
     if sys.modules.get("ray") is None:  # it reads the environment when it is imported, which `start_ray` may have to set first
         return False
     import ray
@@ -541,7 +541,7 @@ def _job() -> Any:
 
 
 def _search_path() -> list[str]:
-    """Where this process finds modules, then the working directory, for modules of the user that only a worker imports."""
+    """Folders in which this process finds modules, then the working directory, for modules that only a worker imports."""
     # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these.
     folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
     return list(dict.fromkeys(str(Path(one).absolute()) for one in folders))

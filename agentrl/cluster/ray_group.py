@@ -239,7 +239,7 @@ BY_COLUMN_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class _Held:
-    """Where a column is stored; `version` is torch's count of writes to it, `ray` the connection to Ray."""
+    """Place of a stored column; `version` is torch's count of writes to it, `ray` the connection to Ray."""
 
     column: weakref.ref[torch.Tensor]
     version: int

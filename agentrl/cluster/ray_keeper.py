@@ -6,7 +6,7 @@ driver was forking when it died, or that has not asked yet, goes on without one 
 agents go on with it. This process waits for the driver's death and kills every process in whose environment the variable is,
 which all processes of this Ray have inherited and no other has, until none was there for `QUIET` seconds: the last may be
 starting. Then it removes what the driver would have: the folder of temporary files of vLLM's replicas, and the semaphores that
-are named after it (backends/vllm/scratch.py).
+are named after it (engines/vllm/options.py).
 
 On stdin it is told what to say on stderr if the driver ends without a word of its own (killed, or by Ray): a line, of which the
 latest counts; a blank one takes it back. An empty line says that the driver has stopped Ray itself.
@@ -79,7 +79,7 @@ def sweep(prefix: str) -> None:
 
 
 def names(folder: str, prefix: str) -> list[str]:
-    """What is in a folder, if it is there, and begins so."""
+    """Names in a folder, if it exists, that begin so."""
     return [name for name in os.listdir(folder) if name.startswith(prefix)] if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
 
 
@@ -108,7 +108,7 @@ def kill_all(mark: bytes) -> int:
 
 
 def _environment(pid: str) -> list[bytes]:
-    """What the process was started with; nothing if it has ended or is another user's."""
+    """Environment with which the process was started; nothing if it has ended or is another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             return file.read().split(b"\0")

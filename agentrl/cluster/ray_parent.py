@@ -32,7 +32,7 @@ _to_parent: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class DriverEnd:
-    """How a driver ended. `code`: as of a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
+    """End of a driver. `code`: as of a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
 
     pid: int
     code: int
@@ -48,7 +48,7 @@ class DriverEnd:
 
     @property
     def silent(self) -> bool:
-        """Whether its run has failed and it has not said why: Ray, or something else, ended it first."""
+        """True if its run has failed and it has not said why: Ray, or something else, ended it first."""
         return self.code != 0 and "over" not in self.told and "folder" in self.told
 
 
@@ -59,12 +59,12 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def restarting(why: object, restarts: int, limit: int) -> str:
-    """What is said of a run that goes on."""
+    """Message about a run that restarts."""
     return f"{why}; restarting from the newest checkpoint ({restarts} of {limit})"
 
 
 def unsaid(then: str) -> str:
-    """What is said of a process without a parent that has ended without a word. `then`: how a user goes on with its run."""
+    """Message about a process without a parent that has ended silently. `then`: how a user goes on with its run."""
     return (
         f"agentrl: the driver (pid {os.getpid()}) has ended without a word: it was killed, or Ray ended it from within, as it "
         f"does where it finds its GCS or its raylet gone; {then}"
@@ -72,7 +72,7 @@ def unsaid(then: str) -> str:
 
 
 def has_parent() -> bool:
-    """Whether this process is a driver with a parent, which passes signals on."""
+    """Return True if this process is a driver with a parent, which passes signals on."""
     return _to_parent is not None
 
 

@@ -91,8 +91,8 @@ class RowsOfPart:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """How a worker builds one argument from stored pieces: the rows of `takes` are joined, then
-    put in `order` (None: left as they are)."""
+    """Plan by which a worker builds one argument from stored pieces: the rows of `takes` are joined, then put in `order` (None:
+    left as they are)."""
 
     takes: tuple[RowsOfPart, ...]
     order: np.ndarray | None = None
@@ -112,7 +112,7 @@ class Stored:
     known: TensorDict | None = None
 
     def gather_plan(self, rows: np.ndarray) -> GatherPlan:
-        """How to build the rows `rows` of the whole batch, in this order. Needs `self.rows`."""
+        """Plan for building the rows `rows` of the whole batch, in this order. Needs `self.rows`."""
         assert self.rows is not None
         total = sum(len(part) for part in self.rows)
         piece_of = np.empty(total, dtype=np.int64)
@@ -278,7 +278,7 @@ class AllToAll(Strategy):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker knows about its group: its rank, the mesh, and where rank 0 waits for the others."""
+    """A worker's knowledge of its group: its rank, the mesh, and where rank 0 waits for the others."""
 
     group: str
     rank: int

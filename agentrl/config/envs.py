@@ -144,7 +144,7 @@ def weight_at(weight: Steps | None, step: int) -> float:
 
 
 def trained_at_all(weight: Steps | None) -> bool:
-    """Whether some update of a run draws tasks of an environment with this weight."""
+    """Return True if some update of a run draws tasks of an environment with this weight."""
     return any(value for _, value in weight) if isinstance(weight, list) else weight != 0.0
 
 
@@ -164,7 +164,7 @@ def told(config: TrainConfig, env: EnvConfig) -> Iterator[None]:
 
 
 def entry_name(number: int, name: str) -> str:
-    """How messages call an entry of `[[env]]`."""
+    """Name of an entry of `[[env]]` in messages."""
     return f"env[{number}] ({name})"
 
 

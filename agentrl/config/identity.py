@@ -228,7 +228,7 @@ _SECRET = ("command", "url", "env")
 
 
 def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
-    """What must be equal for `config` to continue what another config began."""
+    """Values that must be equal for `config` to continue another config's run."""
     table = without_secrets(config)
     if not isinstance(config.env, list):
         return {key: value for key, value in _leaves("", table) if not cannot_matter(key, purpose)}
@@ -256,12 +256,12 @@ def _with_secrets(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def digest_of(value: Any) -> str:
-    """What an identity stores instead of a JSON value that it should not contain itself."""
+    """Digest that an identity stores instead of a JSON value that it should not contain itself."""
     return _DIGEST + hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cannot_matter(key: str, purpose: Purpose) -> bool:
-    """Whether `key`, or a section that contains it, is listed in CANNOT_MATTER."""
+    """Return True if `key`, or a section that contains it, is listed in CANNOT_MATTER."""
     parts = key.split(".")
     named = len(_OWN_JUDGE.split("."))
     if key.startswith(f"{_OWN_JUDGE}."):

@@ -120,12 +120,12 @@ def named_sections_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def takes_none(annotation: Any) -> bool:
-    """Whether the key can be unset although TOML has no null."""
+    """Return True if the key can be unset although TOML has no null."""
     return get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation)
 
 
 def takes_switch(annotation: Any) -> bool:
-    """Whether true and false are values of the key."""
+    """Return True if true and false are values of the key."""
     return annotation is bool or any(takes_switch(part) for part in get_args(annotation) if isinstance(part, type))
 
 
@@ -219,13 +219,13 @@ def _several(kind: str) -> str:
 
 
 def _fits(key: str, name: str) -> bool:
-    """Whether `name` is the key, with names of the user's in it."""
+    """Return True if `name` is the key, with names of the user's in it."""
     parts, given = key.split("."), name.split(".")
     return len(parts) == len(given) and all(part in (NAME, one) for part, one in zip(parts, given, strict=True))
 
 
 def _below(inner: str, outer: str) -> bool:
-    """Whether the key `inner` is inside of `outer`."""
+    """Return True if the key `inner` is inside of `outer`."""
     size = len(outer.split("."))
     return inner.count(".") >= size and _fits(".".join(inner.split(".")[:size]), outer)
 

@@ -328,7 +328,7 @@ def _check_words(key: str, raw: str, text: str) -> None:
 
 
 def _is_whole(raw: str) -> bool:
-    """Whether TOML reads all of a value, and takes no part of it for a comment (`4#2`)."""
+    """Return True if TOML reads all of a value, and takes no part of it for a comment (`4#2`)."""
     try:
         return "#" not in raw or bool(toml_table(f"value = [{raw}]"))
     except ValueError:
@@ -506,7 +506,7 @@ def _file_of(location: Sequence[str], layers: Layers) -> str | None:
 
 
 def _default_name(location: Sequence[str]) -> str:
-    """What to add if the missing key is the name of a component with a default: arguments alone do not say whose they are."""
+    """Hint if the missing key is the name of a component with a default: arguments alone do not say whose they are."""
     section = section_at(location[:-2]) if len(location) > 2 and location[-1] == "name" else None
     field = None if section is None else section.model_fields.get(location[-2])
     default = None if field is None else field.get_default(call_default_factory=True)
@@ -515,7 +515,7 @@ def _default_name(location: Sequence[str]) -> str:
 
 
 def _no_table(value: object, location: list[str]) -> str:
-    """What is said of a value where a table belongs."""
+    """Message about a value where a table belongs."""
     at, section = ".".join(location), section_at(location)
     if isinstance(value, list):
         return f"expected one table, got a list of {len(value)}; write [{at}], not [[{at}]]"

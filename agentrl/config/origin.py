@@ -50,7 +50,7 @@ class Origins:
         self._table, self._unset = table, unset
 
     def of(self, keys: Keys) -> str:
-        """Where the value at the keys is from, or "default"; several places for a table that was put together from them."""
+        """Origin of the value at the keys, or "default"; several places for a table that was put together from them."""
         if self._table is None:
             return ""
         found: Any = self._table
@@ -179,8 +179,8 @@ def to_toml(config: TrainConfig, origins: Origins | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConfigText:
-    """How a config is written. `origin`: what is said of a value behind it; `meanings`: whether what a key means stands above it;
-    `shown`: which keys are there at all, by the way to them (`("env", 0, "params")`)."""
+    """Layout of a written config. `origin`: what is said of a value behind it; `meanings`: whether what a key means stands
+    above it; `shown`: which keys are there at all, by the way to them (`("env", 0, "params")`)."""
 
     origin: Callable[[Keys], str]
     meanings: bool = True
@@ -246,7 +246,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """What stays on its line as a comment."""
+    """The part of a text that stays on its line as a comment."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 

@@ -182,7 +182,7 @@ def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
 
 
 def _is_schema(given: Any) -> bool:
-    """Whether it is JSON Schema, and not an object of parameters by name."""
+    """Return True if it is JSON Schema, and not an object of parameters by name."""
     if not isinstance(given, Mapping):
         return False
     held = given.get("properties")
@@ -468,7 +468,7 @@ def thought_of(part: Any) -> str:
 
 
 def is_thought(part: Any) -> bool:
-    """Whether a part of a message's content is reasoning."""
+    """Return True if a part of a message's content is reasoning."""
     return isinstance(part, Mapping) and part.get("type") in ("thinking", "redacted_thinking", "reasoning")
 
 
@@ -509,7 +509,7 @@ class _Turn:
         self.places: list[int] = []
 
     def take(self, place: int, result: Message) -> bool:
-        """Whether a call of the turn that has no result yet is the one that it answers."""
+        """Return True if a call of the turn that has no result yet is the one that it answers."""
         fitting = [number for number in range(len(self.calls)) if number not in self.results]
         if result.tool_call_id and any(self.given):
             fitting = [number for number in fitting if self.given[number] == result.tool_call_id]
@@ -541,7 +541,7 @@ class _Turn:
 
 
 def _padded(node: Any) -> bool:
-    """Whether a schema has nulls that no author writes: it comes from a table, which has each column in each row."""
+    """Return True if a schema has nulls that no author writes: it comes from a table, which has each column in each row."""
     if isinstance(node, Mapping):
         return any(
             word not in _KEPT_NULLS if inner is None else word not in DATA and _padded(inner) for word, inner in node.items()
@@ -607,7 +607,7 @@ def _parts(node: Any, root: Any, depth: int = 0) -> list[Mapping[str, Any]]:
 
 
 def takes_null(node: Any, root: Any, depth: int = 0) -> bool:
-    """Whether null fits a schema, by what it says of types. `root`: of its references."""
+    """Return True if null fits a schema, by what it says of types. `root`: of its references."""
     if isinstance(node, bool) or not isinstance(node, Mapping) or depth > 16:
         return bool(node)
     if node.get("nullable") is True:

@@ -1,4 +1,4 @@
-"""Which experts each token goes to in a transformers mixture-of-experts model: told, counted, or dictated.
+"""Experts of each token in a transformers mixture-of-experts model: told, counted, or dictated.
 
 A router scores all experts for each token and takes the `k` with the highest scores, by one `torch.topk` over a [tokens, experts]
 tensor; what it does with the scores before and after differs between families (softmax over all or over the chosen ones,
@@ -93,7 +93,7 @@ class _Router:
             raise ModelError(f"{self.name}: {why}: its choices cannot be repeated; set rollout.router_replay = false")
 
     def chose(self, scores: Tensor, own: Any) -> Any:
-        """What the router's topk returns: `own`, or the dictated experts with their `scores`."""
+        """Result of the router's topk: `own`, or the dictated experts with their `scores`."""
         self._choices += 1
         indices = own.indices
         if self.dictated is not None:
@@ -198,7 +198,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, int]]:
 
 
 def _experts(module: nn.Module) -> int:
-    """How many experts a module holds in one tensor [experts, out, in]; 0 if it is something else."""
+    """Number of experts that a module holds in one tensor [experts, out, in]; 0 if it is something else."""
     if not type(module).__name__.endswith("Experts"):
         return 0
     counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
@@ -206,7 +206,7 @@ def _experts(module: nn.Module) -> int:
 
 
 def _scores(module: nn.Module, experts: int) -> bool:
-    """Whether it scores that many experts, by one row of a matrix each."""
+    """Return True if it scores that many experts, by one row of a matrix each."""
     return any(parameter.dim() == 2 and parameter.shape[0] == experts for parameter in module.parameters())
 
 
@@ -235,7 +235,7 @@ class RouterWatch:
 
 
 class Load:
-    """How often each expert of each router was chosen: `counts` float64 [routers, experts], on the routers' device."""
+    """Choices of each expert of each router, counted: `counts` float64 [routers, experts], on the routers' device."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
@@ -260,7 +260,7 @@ class Load:
 
 
 def load_metrics(counts: np.ndarray) -> dict[str, float]:
-    """How evenly experts are used, means over layers of `counts` [routers, experts]: `experts_max_violation`, the largest load
+    """Evenness of the experts' use, means over layers of `counts` [routers, experts]: `experts_max_violation`, the largest load
     over the mean load less 1 (MaxVio, Wang et al. 2024, arXiv:2408.15664; 0: even); `experts_entropy`, the entropy of the
     shares over that of even ones (1: even); `experts_unused`, the share of experts that no token went to."""
     total = counts.sum(axis=1, keepdims=True)

@@ -87,12 +87,12 @@ class Image:
 
     @property
     def line(self) -> str:
-        """What stands for it in a text: plain ASCII, the same within JSON."""
+        """Placeholder of the image in a text: plain ASCII, the same within JSON."""
         return f"[image {self.sha256[:_SHOWN]}: {self.media_type}, {self.width} x {self.height}, {self.size} bytes]"
 
     @property
     def about(self) -> dict[str, str | int]:
-        """What a reward spec may read of it."""
+        """Facts about the image that a reward spec may read."""
         size = {"width": self.width, "height": self.height, "bytes": self.size}
         return {"sha256": self.sha256, "media_type": self.media_type, **size}
 

@@ -192,7 +192,7 @@ def _fill_ranks(
 
 
 def fits(tokens: np.ndarray, bin_of: np.ndarray, cap: int) -> bool:
-    """Whether every bin is within the cap."""
+    """Return True if every bin is within the cap."""
     return len(bin_of) == 0 or int(np.bincount(bin_of, weights=tokens).max()) <= cap
 
 

@@ -213,8 +213,8 @@ FREE = 0.0
 def cut_minibatches(view: Ragged, algorithm: AlgorithmConfig, seed: int, step: int) -> list[np.ndarray]:
     """The rows of each minibatch: all rows of at most `algorithm.minibatch` episodes, shuffled by seed and step.
 
-    Episodes that were added to those of this update (batch/origin.py) are dealt out evenly to the parts, which the others are cut
-    into as without them: they change neither the number of optimizer steps nor what else is in one.
+    Episodes that were added to those of this update are dealt out evenly to the parts, which the others are cut into as
+    without them: they change neither the number of optimizer steps nor what else is in one.
     """
     if ORIGIN in view:
         return _with_added(view, algorithm, seed, step)
@@ -272,7 +272,7 @@ def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | N
 
 
 def effective_mode(mode: Mode, gpus: bool) -> Mode:
-    """What "auto" means for actors with or without `gpus`: "off" with, because sharing was measured to be faster on CPUs only."""
+    """Meaning of "auto" for actors with or without `gpus`: "off" with, because sharing was measured to be faster on CPUs only."""
     return "off" if mode == "auto" and gpus else mode
 
 
@@ -365,7 +365,7 @@ def plan_ranks(
 
 
 def own_cost(together: np.ndarray) -> float:
-    """What the trees among some rows cost besides their tokens, in tokens. `together`: each row's tree, -1 if it has none."""
+    """Extra cost of the trees among some rows, in tokens. `together`: each row's tree, -1 if it has none."""
     rows = np.unique(together[together >= 0], return_counts=True)[1]
     return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
 

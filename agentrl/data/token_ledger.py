@@ -185,7 +185,7 @@ class TokenLedger:
 
     @property
     def routed(self) -> int:
-        """How many of the first tokens have `experts`."""
+        """Number of the first tokens that have `experts`."""
         return 0 if self.experts is None else len(self.experts)
 
     def add_experts(self, start: int, experts: npt.NDArray[Any]) -> None:

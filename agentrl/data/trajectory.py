@@ -102,7 +102,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered: `content` and `images` as the model sees them; `error` is the error's kind, or None."""
+    """A tool's answer: `content` and `images` as the model sees them; `error` is the error's kind, or None."""
 
     call_id: str
     name: str

@@ -300,7 +300,7 @@ class LiteLlmEngine(Engine):
         return Generation([number], [0.0], [0], finish, usage)
 
     def _usd(self, answer: Any) -> float | None:
-        """What the call cost; None if the price is unknown or the provider reported no token counts."""
+        """Price of the call; None if the price is unknown or the provider reported no token counts."""
         usage = answer.usage
         if not usage.prompt_tokens:
             return None

@@ -224,7 +224,7 @@ def tool(row: Json, schema: Json, where: str) -> dict[str, Json]:
 
 @contextmanager
 def read_by_form() -> Iterator[None]:
-    """What the readers of forms refuse is refused of the request."""
+    """Refuse the request if a reader of forms refuses its parts."""
     try:
         yield
     except BadRowError as problem:

@@ -117,7 +117,7 @@ POLICY = "policy:"
 
 
 def is_script(model: str | None) -> bool:
-    """Whether a model's name is that of a scripted policy."""
+    """Return True if a model's name is that of a scripted policy."""
     return model is not None and model.startswith(POLICY)
 
 
@@ -243,7 +243,7 @@ def _architecture(model: ModelConfig) -> Any:
 
 
 def _others(found: Any) -> str:
-    """What layers of a model keep beside keys and values, as far as its config says; empty if nothing."""
+    """State that layers of a model keep beyond keys and values, according to its config; empty if nothing."""
     from agentrl.engines.embedded.embedded_model import ATTENDING
 
     kinds = set() if found is None else set(getattr(found.get_text_config(), "layer_types", None) or ()) - ATTENDING

@@ -1,5 +1,5 @@
-"""What an engine that samples token ids knows of their text, for requests that ask for it: where a stop string ends a turn,
-and which tokens a grammar allows next."""
+"""Text of sampled token ids, for engines whose requests ask for it: where a stop string ends a turn, and which tokens a grammar
+allows next."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Words:
         return str(self.load().decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def stops(self, sampling: Sampling) -> StopStrings | None:
-        """What watches a turn for its stop strings; None if it has none."""
+        """Watcher of a turn's stop strings; None if it has none."""
         return StopStrings(sampling.stop, self.decode) if sampling.stop else None
 
     def constraint(self, sampling: Sampling, vocab: int) -> Constraint | None:
-        """What a turn's grammar allows, of a model with `vocab` ids; None if it has none. Raises EngineError for a grammar
+        """Constraint of a turn's grammar, of a model with `vocab` ids; None if it has none. Raises EngineError for a grammar
         that cannot be compiled."""
         if sampling.grammar is None:
             return None
@@ -90,7 +90,7 @@ class Words:
 
 
 class Constraint:
-    """Which tokens may come next in one turn, by a grammar."""
+    """Allowed next tokens of one turn, by a grammar."""
 
     def __init__(self, matcher: Any, vocab: int, ends: Sequence[int], stops: Sequence[int]) -> None:
         """`ends`: what the tokenizer calls the end of a text, of which the renderer may think otherwise; `stops`: what ends
@@ -117,7 +117,7 @@ class Constraint:
 
     @property
     def over(self) -> bool:
-        """Whether nothing but a stop token may come."""
+        """True if nothing but a stop token may come."""
         return bool(self._matcher.is_stopped())
 
 
@@ -130,7 +130,7 @@ class StopStrings:
         self._window: list[int] = []
 
     def completed(self, token_id: int) -> bool:
-        """Whether the turn's next token completes a stop string."""
+        """Return True if the turn's next token completes a stop string."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if any(stop in text for stop in self._texts):

@@ -22,7 +22,7 @@ AGENTRL = "agentrl"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which environment a client wants: as `EnvRef`, which a server makes of it."""
+    """Environment that a client wants: as `EnvRef`, which a server makes of it."""
 
     id: str
     params: Mapping[str, Json] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class EnvAddress:
 
     @property
     def ours(self) -> bool:
-        """Whether the server is `agentrl env serve`, which has wrappers, tool sets, gold answers and the reward spec."""
+        """True if the server is `agentrl env serve`, which has wrappers, tool sets, gold answers and the reward spec."""
         return self.protocol == AGENTRL
 
     def token(self) -> str:
@@ -130,7 +130,7 @@ def asked(
 
 
 def server_card(address: EnvAddress, wanted: Asked, fresh: bool = False) -> dict[str, Json]:
-    """What the server says of such an environment; `fresh`: asked again. Blocks.
+    """The server's description of such an environment; `fresh`: asked again. Blocks.
 
     Raises ConfigError if it cannot be reached or speaks another protocol, and UserError for what it refuses.
     """

@@ -167,7 +167,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return None
 
     def family(self, task: Task) -> str:
-        """What kind of task it is, for reports by family and splits that hold whole families out; "" if there are no kinds."""
+        """Family of the task, for reports by family and splits that hold whole families out; "" if there are no kinds."""
         return str(task.data.get("family") or "")
 
     async def setup(self, task: Task) -> None:
@@ -192,8 +192,9 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return {}
 
     def error_text(self, call: ToolCall, problem: Problem) -> str:
-        """What the policy reads in place of an answer if its call is refused (`problem.kind` says why, "unknown_tool", say) or
-        its tool raised, of tools without an `error` option of their own. By default JSON with the keys "error" and "message"."""
+        """Text that the policy reads in place of an answer if its call is refused (`problem.kind` says why, "unknown_tool",
+        say) or its tool raised, of tools without an `error` option of their own. By default JSON with the keys "error" and
+        "message"."""
         return error_text(problem.kind, problem.message)
 
     def user_models(self) -> Sequence[UserModel]:
@@ -206,7 +207,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def horizon(self, task: Task) -> int | None:
-        """How many tool calls a solution of the task has: those of `gold_turns`. None if it is not known."""
+        """Number of tool calls in a solution of the task: those of `gold_turns`. None if it is not known."""
         try:
             return sum(len(turn.tool_calls) for turn in self.gold_turns(task))
         except NotImplementedError:
@@ -233,7 +234,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
 
 
 class ToolSide(EnvHooks):
-    """What a `ToolEnv` offers to the policy (`toolbox`) and to its user (`user_toolbox`), and where it is from."""
+    """Tools of a `ToolEnv`: the policy's (`toolbox`), its user's (`user_toolbox`), and their sources."""
 
     toolbox: Toolbox
     user_toolbox: Toolbox
@@ -254,7 +255,7 @@ class ToolSide(EnvHooks):
 
     @property
     def queued(self) -> str:
-        """What this environment queues for with others (a sandbox, say), in words; "" if for nothing. Such time is not counted
+        """Resource that this environment queues for (a sandbox, say), in words; "" if for nothing. Such time is not counted
         against the episode."""
         return next((text for item in self._sets.values() if (text := item.queued)), "")
 
@@ -269,7 +270,7 @@ class ToolSide(EnvHooks):
 
     @property
     def has_sources(self) -> bool:
-        """Whether an episode offers tools from outside."""
+        """True if an episode offers tools from outside."""
         return bool(self._sources)
 
     def add_set(self, make: Callable[[], ToolSet]) -> None:
@@ -375,7 +376,7 @@ class Forkable(ToolSide):
         return forked
 
     def copier(self) -> Copier | None:
-        """What makes environments in the state of this one, which is then left as it is. None if that may not be: it `holds`
+        """Maker of environments in the state of this one, which is then left as it is. None if that may not be: it `holds`
         something, or its opening is awaited, and so not the same in every episode."""
         if self.holds or self._awaited:
             return None
@@ -383,8 +384,8 @@ class Forkable(ToolSide):
 
     @property
     def holds(self) -> bool:
-        """Whether an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or sessions
-        say so."""
+        """True if an episode may hold something outside of this object, that has to be freed: a `teardown` of its own or
+        sessions say so."""
         frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
         return frees or bool(self._sessions) or type(self).teardown is not EnvHooks.teardown
 

@@ -197,8 +197,8 @@ class ToolEnv(Forkable):
         return None if text is None else [Message("user", text)]
 
     async def ask_user(self, before: Sequence[Message] = ()) -> str | None:
-        """What `self.user` says next, after the calls that it makes to its own tools; None: it leaves. `before`: the messages so
-        far of an opening that an async `prompt` is making.
+        """Ask `self.user` for its next message, after the calls that it makes to its own tools; None: it leaves. `before`: the
+        messages so far of an opening that an async `prompt` is making.
 
         Raises EnvError if the user or one of its tools fails, UserLimitError beyond `user_call_limit`.
         """
@@ -234,7 +234,7 @@ class ToolEnv(Forkable):
 
     @property
     def is_open(self) -> bool:
-        """Whether an episode is running: reset, and neither finished nor closed."""
+        """True if an episode is running: reset, and neither finished nor closed."""
         return self._open
 
     # -- Gymnasium ---------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class ToolEnv(Forkable):
         return result
 
     async def areply(self, turn: Turn) -> Observation | None:
-        """What the user says to the text of a turn that `record_turn` recorded; None: nothing more. Raises as `astep`, and
+        """The user's reply to the text of a turn that `record_turn` recorded; None: nothing more. Raises as `astep`, and
         UserLimitError."""
         if self._record is None or not self._open:
             raise EnvError(f"{self.id}: a turn without a running episode; call reset first")
@@ -374,12 +374,12 @@ class ToolEnv(Forkable):
 
     @property
     def has_user(self) -> bool:
-        """Whether somebody may answer a turn without tool calls."""
+        """True if somebody may answer a turn without tool calls."""
         return self.user is not None or type(self).user_reply is not ToolEnv.user_reply
 
     @property
     def has_finished(self) -> bool:
-        """Whether a tool or hook has called `finish`."""
+        """True if a tool or hook has called `finish`."""
         return self._ended
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
@@ -496,7 +496,7 @@ class ToolEnv(Forkable):
         return replies or [], self._ended or replies is None
 
     def _note_new_tools(self) -> None:
-        """If the tools changed in this turn, add the new ones' schemas: the record has every schema ever offered."""
+        """Add the schemas of new tools if the tools changed in this turn: the record has every schema ever offered."""
         record = self._record
         if record is not None and self.toolbox.table is not self._tools_before:
             known = {schema["function"]["name"] for schema in record.tools}

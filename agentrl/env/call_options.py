@@ -1,4 +1,4 @@
-"""How a tool is called: the validation of its arguments, and its options."""
+"""Calls of tools: the validation of its arguments, and its options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validato
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a call: `kind` is stable and short, `message` is for the model to read."""
+    """Problem with a call: `kind` is stable and short, `message` is for the model to read."""
 
     kind: str
     message: str
@@ -87,7 +87,7 @@ def as_called(function: Callable[..., Any], hidden: Sequence[str] = (), *, metho
 
 
 def _said(function: Callable[..., Any], first: Sequence[Any], arguments: Mapping[str, Any]) -> str:
-    """What Python says of a call whose arguments do not fit; nothing of the function runs, since it cannot be entered."""
+    """Python's message about a call whose arguments do not fit; nothing of the function runs, since it cannot be entered."""
     try:
         function(*first, **arguments)
     except TypeError as problem:
@@ -201,7 +201,7 @@ _FIELDS = ("message", "json", "error", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a tool is called.
+    """Options of a tool's calls.
 
     `timeout` (seconds) and `max_output` (tokens; None: the environment's, `ToolEnv.max_output`) bound every call. `on_timeout`
     says what happens after a timeout: "stop" ends the episode; with "answer" the policy is told and continues. `late` says who is
@@ -257,14 +257,14 @@ class Options:
 
     @property
     def policy_late(self) -> bool:
-        """Whether the policy is responsible for a call that timed out."""
+        """True if the policy is responsible for a call that timed out."""
         if self.by == "user":
             return False
         return self.late == "policy" or (self.late is None and self.on_timeout == "answer")
 
     @property
     def answers_errors(self) -> bool:
-        """Whether the policy reads of what the function raises, whatever it is."""
+        """True if the policy reads of what the function raises, whatever it is."""
         return self.on_error == "answer" or (self.on_error is None and self.check != "strict")
 
 

@@ -150,7 +150,7 @@ class EnvEntry:
     """Of an environment of a suite (agentrl/env/suites.py): what its class says of its source."""
 
     def lacks_source(self) -> bool:
-        """Whether it is of a suite whose source is nowhere: not installed, no package, none of its own."""
+        """Return True if it is of a suite whose source is nowhere: not installed, no package, none of its own."""
         from agentrl.env.suites import module_folder, recorded_sources
 
         said = self.suite
@@ -268,8 +268,8 @@ class EnvRef:
         return None if path is None else str(path)
 
     def card(self, fresh: bool = False) -> dict[str, Any] | None:
-        """What the environment's server of agentrl says of it, `fresh` or as it was first asked; None if there is no such server.
-        Blocks. Raises ConfigError if it does not answer, and UserError for what it refuses."""
+        """Description by the environment's server of agentrl, `fresh` or as it was first asked; None if there is no such
+        server. Blocks. Raises ConfigError if it does not answer, and UserError for what it refuses."""
         if self.at is None or not self.at.ours:
             return None
         return server_card(self.at, self._asked, fresh)
@@ -563,7 +563,7 @@ def find_spec(env: EnvRef, name: str | None) -> dict[str, Any]:
 
 
 def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
-    """What names the spec of that name or path, by default the environment's own, on a command line."""
+    """Word for the spec of that name or path, by default the environment's own, on a command line."""
     found = name or (None if env.at is not None else env.default_reward())
     if found is None or is_given(found):
         return scorer.name

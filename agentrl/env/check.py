@@ -385,8 +385,8 @@ IDLERS: dict[str, Script] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What one of `IDLERS` earned: a value for each task (None: unscored), the tasks on which it was paid in full, and of a suite
-    the episodes, for its own metrics."""
+    """Earnings of one of `IDLERS`: a value for each task (None: unscored), the tasks on which it was paid in full, and of a
+    suite the episodes, for its own metrics."""
 
     agent: str
     values: list[float | None] = field(default_factory=list)
@@ -395,7 +395,7 @@ class Floor:
 
 
 def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> Iterator[Floor]:
-    """What scripts that solve nothing earn on tasks of a split, one script after the other. Raises Skipped without a scorer."""
+    """Earnings of scripts that solve nothing on tasks of a split, one script after the other. Raises Skipped without a scorer."""
     tasks, inner = list(seeds), env.unwrapped
     for name, script in IDLERS.items():
         found = Floor(name)
@@ -462,7 +462,7 @@ def _until_silence(turns: list[Message]) -> list[Message]:
 
 
 def check_order(subject: Subject) -> str:
-    """If the class declares `order_free`, gold calls in any order succeed as well."""
+    """Check that gold calls in any order succeed if the class declares `order_free`."""
     env = subject.build()
     if not env.order_free:
         raise Skipped("the class does not declare order_free")

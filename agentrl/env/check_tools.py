@@ -103,7 +103,7 @@ class Subject:
         return self.scored(env).value
 
     def won(self, env: ToolEnv) -> bool:
-        """Whether the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
+        """Return True if the episode is a success. Judges are not asked: it is one if they say the best of it, or the worst."""
         if not isinstance(self.scorer, Scorer) or not self.scorer.asks:
             return self.scored(env).success is True
         judged = (self.scorer.assuming(lambda _: True), self.scorer.assuming(lambda _: False))

@@ -119,7 +119,8 @@ class HeldError(Exception):
 
 
 class AsideError(Exception):
-    """What has a way of its own to be copied, and so is not pickled, holds what is pickled: the copy would have it twice."""
+    """An object with its own way to be copied, which is therefore not pickled, holds pickled state: the copy would have it
+    twice."""
 
 
 class ForkCopier:
@@ -150,7 +151,7 @@ class WrapperCopier:
 
 
 def copier(env: Any, names: Iterable[str] | None) -> Copier | None:
-    """What makes copies of an environment, of which `names` are the attributes that are not shared; without them, its own `fork`
+    """Maker of copies of an environment, of which `names` are the attributes that are not shared; without them, its own `fork`
     does. None if copies of it would share a part of its episode."""
     try:
         return ForkCopier(env) if names is None else PickleCopier(env, names)
@@ -311,7 +312,7 @@ def _branch(base: Any) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether all of an object is in its attributes. Not if its class has a way of its own to be copied."""
+    """Return True if all of an object is in its attributes. Not if its class has a way of its own to be copied."""
     if isinstance(value, BaseModel):
         return True
     kind = type(value)
@@ -455,8 +456,8 @@ def _made(kind: Any, parts: Any, own: Any) -> Any:
 
 
 def changes(base: Any, now: Any) -> dict[str, Json]:
-    """How a branch differs from what it is a branch of, as a small JSON value: `set`, JSON Pointer -> new value, and `removed`,
-    the pointers of what is gone. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
+    """Difference of a branch from its origin, as a small JSON value: `set`, JSON Pointer -> new value, and `removed`, the
+    pointers of what is gone. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
     stand for the state (`ToolEnv.state`)."""
     found: dict[str, Json] = {"set": {}, "removed": []}
     _compare(_parts(base), _parts(now), "", found)

@@ -163,7 +163,7 @@ def measured(env: ToolEnv, split: str, seeds: Sequence[int], count: CountTokens)
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Which tasks are counted: the first `count` of a split; `every`: they are all that it has."""
+    """Selection of the counted tasks: the first `count` of a split; `every`: they are all that it has."""
 
     split: str
     count: int

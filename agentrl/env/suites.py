@@ -49,8 +49,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class InstallRecord:
-    """What `agentrl env install` wrote. `source`: the folder; `files`: by path relative to it; `tasks`: counts by environment id,
-    split and family; `installed`: the date."""
+    """Record of `agentrl env install`. `source`: the folder; `files`: by path relative to it; `tasks`: counts by environment
+    id, split and family; `installed`: the date."""
 
     suite: str
     source: str
@@ -60,8 +60,8 @@ class InstallRecord:
     tasks: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
     def changes(self, patterns: Iterable[str]) -> list[str]:
-        """What is other now than at the installation, of the files that the patterns name, in words: "data/tasks.json was
-        changed"; empty if nothing is."""
+        """Changes since the installation of the files that the patterns name, in words: "data/tasks.json was changed"; empty if
+        nothing is."""
         now = {str(path.relative_to(self.source)) for path in _matching(Path(self.source), patterns)}
         found = [f"{name} is new" for name in sorted(now - set(self.files))]
         for name, old in self.files.items():
@@ -76,7 +76,7 @@ class InstallRecord:
 
 
 def record_file(suite: str) -> Path:
-    """Where the record of a suite is, or would be."""
+    """Path of a suite's record, existing or not."""
     return user_folder() / "suites" / f"{suite}.json"
 
 
@@ -499,7 +499,7 @@ def remove(suite: str) -> Path:
 
 
 def source_notes(env: SuiteEnv, shown: int = 6) -> Sequence[str]:
-    """What a run should say of an environment's source: the files that changed since it was installed, by name."""
+    """Notes for a run about an environment's source: the files that changed since it was installed, by name."""
     record = _record_of(env)
     changed = [] if record is None else record.changes(env.files)
     if record is None or not changed:

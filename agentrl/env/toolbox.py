@@ -57,7 +57,7 @@ def _is_picture(item: object) -> bool:
 
 
 def _pictures(answer: Any) -> bool:
-    """Whether there is one in lists and dictionaries of the answer."""
+    """Return True if there is one in lists and dictionaries of the answer."""
     rest = [answer]
     while rest:
         item = rest.pop()
@@ -105,7 +105,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
-    """What a tool returned, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
+    """A tool's result, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
     answer, images = pictured(name, answer)
     value = to_json(name, answer)
     text = fit(to_text(value), budget, count)
@@ -417,8 +417,8 @@ class Toolbox:
             raise EnvError(redact_said(f"tool {item.name} failed: {type(fault).__name__}: {fault}")) from fault
 
     def refusal(self, call: ToolCall, problem: Problem) -> str:
-        """What the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the keys
-        "error" and "message". The message is cut to the tool's budget."""
+        """Text that the policy reads in place of an answer: in the form of the tool, of the environment, or as JSON with the
+        keys "error" and "message". The message is cut to the tool's budget."""
         item = self._find(call.name)
         cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
         if item is not None and item.options.error is not None:
@@ -436,7 +436,7 @@ class Toolbox:
 
 
 async def _invoked(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:
-    """What the tool returns. Raises what it raises; what the policy is to read of, as ToolError."""
+    """Call the tool and return its result. Raises what it raises; what the policy is to read of, as ToolError."""
     try:
         return await item.invoke(owner, values, child)
     except AgentrlError:

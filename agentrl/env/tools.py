@@ -326,7 +326,7 @@ class Tool:
 
     @property
     def bound(self) -> bool:
-        """Whether its function is bound to an object: a method of it, or a partial call."""
+        """True if its function is bound to an object: a method of it, or a partial call."""
         return not isinstance(self.function, FunctionType) and not isinstance(getattr(self.function, "__self__", None), type)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -556,7 +556,7 @@ class ToolSet:
         return ""
 
     def state(self) -> Json:
-        """What it holds, as JSON, for an environment that shows it in its own `state`."""
+        """State of the set, as JSON, for an environment that shows it in its own `state`."""
         return None
 
     @classmethod

@@ -73,7 +73,7 @@ class User(Protocol):
     """Answers the policy. Its state belongs to one episode and must be copyable (for forks)."""
 
     async def reply(self, conversation: Sequence[Message]) -> str | Message | Parting | None:
-        """What the user says next (`conversation` ends with the policy's turn); None, or a Parting, ends the episode.
+        """The user's next message (`conversation` ends with the policy's turn); None, or a Parting, ends the episode.
 
         A message of role "user" with `tool_calls` makes calls to the user's own tools instead: the environment makes them, and
         asks again with the calls and their results (messages of role "tool") at the end of the conversation.
@@ -200,11 +200,12 @@ class ModelUser:
         return said.content.strip()
 
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
-        """What the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may set `tools`."""
+        """The conversation that the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may
+        set `tools`."""
         return [{"role": "system", "content": self.system}, *turned(conversation, self.came)]
 
     def leaves(self, said: Message) -> bool:
-        """Whether a message ends the conversation."""
+        """Return True if a message ends the conversation."""
         return not said.tool_calls and any(stop in said.content for stop in self.stops)
 
     def _left(self, text: str) -> Parting | None:
@@ -313,7 +314,7 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
 
 
 def _steps(record: Trajectory, turn: int, words: Sequence[Message]) -> list[Message | Parting | None]:
-    """What the user did after a turn: its messages with calls, and its words, or None if it said none."""
+    """The user's steps after a turn: its messages with calls, and its words, or None if it said none."""
     calls = _as_messages([made for made in record.user_calls if made.turn == turn])
     return [*(message for message in calls if message.role == "user"), words[0] if words else None]
 
@@ -326,8 +327,8 @@ async def ask(
     before: Sequence[Message] = (),
     noted: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """What the user says next; the calls that it makes before are made and recorded one after the other, in its order. `noted` is
-    called after each. None: the user leaves; its last words are in the record.
+    """Ask the user for its next message; the calls that it makes before are made and recorded one after the other, in its
+    order. `noted` is called after each. None: the user leaves; its last words are in the record.
 
     Raises UserLimitError if it would make more than `limit` calls without a word, EnvError if its answer is neither a text, None
     nor a message of role "user", or one of its tools fails.

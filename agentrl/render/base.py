@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Place(Enum):
-    """What a piece of ordinary text comes after."""
+    """Predecessor of a piece of ordinary text."""
 
     START = "nothing"
     TOKEN = "a control token"
@@ -178,7 +178,7 @@ class Codec:
         return text + self._decode(known)
 
     def mark(self, text: str) -> str:
-        """How a grammar writes it: special tokens by number, since no text matches them."""
+        """Form of special tokens in a grammar: special tokens by number, since no text matches them."""
         return f"<[{self.added[text]}]>" if text in self._special else json.dumps(text)
 
     def piece(self, number: int) -> str:
@@ -242,13 +242,12 @@ class TurnReader:
     """Reads a turn's ids in order. This one settles nothing before the turn is over, which is right for any renderer."""
 
     def read(self, token_ids: Sequence[int]) -> str:
-        """What the next ids add to the text that `parse` will find at the beginning of the turn's content, however the turn
-        goes on."""
+        """Text that the next ids add to the result of `parse` at the beginning of the turn's content, however it goes on."""
         return ""
 
 
 class Vocabulary(Protocol):
-    """What is asked of a `Codec`."""
+    """Operations of a `Codec` that are needed here."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -374,7 +373,7 @@ class ProseReader(TurnReader):
 
 
 def _partial(text: str, end: str) -> int:
-    """Where the longest beginning of `end` that `text` ends with begins."""
+    """Start of the longest beginning of `end` that `text` ends with."""
     for length in range(min(len(end) - 1, len(text)), 0, -1):
         if text.endswith(end[:length]):
             return len(text) - length
@@ -426,7 +425,7 @@ class Renderer(ABC):
         """
 
     def keeps(self, message: Message, following: Sequence[Message], earlier: Sequence[Message] = (), begun: int = 0) -> bool:
-        """Whether a ledger stays as it is once `following` is appended to the sampled turn `message`.
+        """Return True if a ledger stays as it is once `following` is appended to the sampled turn `message`.
 
         False if the chat template then drops the reasoning of turns in it, say: the ledger forks, and the new
         one begins with `start` of all messages. `earlier` is what came before `message`, and the ledger began with the first

@@ -36,7 +36,7 @@ def request_of(
 
 
 def read_answer(message: Any) -> tuple[str, str | None, tuple[ToolCall, ...]]:
-    """What an answer says, the reasoning before it, and its calls, whose ids are their numbers in it."""
+    """Text of an answer, the reasoning before it, and its calls, whose ids are their numbers in it."""
     # Late: who asks no API needs no parser.
     from agentrl.render.tool_calls import call_of_api
 
@@ -86,7 +86,7 @@ def _openai_like() -> set[str]:
 
 
 def passes(problem: BaseException) -> bool:
-    """Whether an error may be gone at the next attempt: an outage, a rate limit, or a connection that was lost."""
+    """Return True if an error may be gone at the next attempt: an outage, a rate limit, or a connection that was lost."""
     import openai  # a dependency of litellm, whose errors are subclasses of openai's
 
     status = getattr(problem, "status_code", None)  # of litellm's errors some have a class of openai's for theirs, and some none
@@ -100,7 +100,7 @@ def said_of(problem: BaseException, base: str | None) -> str:
 
 
 def no_listener(problem: BaseException) -> bool:
-    """Whether nothing listens at the address; litellm says so only in what its error was raised from."""
+    """Return True if nothing listens at the address; litellm says so only in what its error was raised from."""
     return any(isinstance(link, ConnectionRefusedError) for link in causes(problem))
 
 
@@ -112,7 +112,7 @@ def causes(problem: BaseException | None) -> Iterator[BaseException]:
 
 
 def addressed(base: str | None, key: str) -> dict[str, Any]:
-    """What a call of litellm's gets for a server of one's own: its address, with references resolved, and the name and password
+    """Arguments of a litellm call to a server of one's own: its address, with references resolved, and the name and password
     that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
     Raises ConfigError for a variable that is not set, and for a query in the address."""
     address = check_base(base, key)

@@ -172,7 +172,7 @@ _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 
 
 def parse_harmony(text: str) -> Parsed:
-    """What is said and the calls; the reasoning is left out (`harmony_parts` has all three)."""
+    """Text and calls of a turn; the reasoning is left out (`harmony_parts` has all three)."""
     _, said, calls = harmony_parts(text)
     return said, calls
 
@@ -261,7 +261,7 @@ def parse_listed(text: str) -> Parsed:
 
 
 def _broken_list(text: str, start: int, body: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
-    """Where a broken list ends is not known: at its closing tag, before the next opening one, or with the turn."""
+    """A broken list's end is unknown: at its closing tag, before the next opening one, or with the turn."""
     stop, _ = broken_end(text, body, _OPEN, _CLOSE)
     return [malformed(call_id, text[start:stop], error)], stop
 

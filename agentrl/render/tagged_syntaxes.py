@@ -365,7 +365,7 @@ class _PythonReader:
         return found
 
     def ends(self, closing: str) -> bool:
-        """Whether the list is over: its bracket is taken, or, without one, the text is at its end."""
+        """Return True if the list is over: its bracket is taken, or, without one, the text is at its end."""
         self.blank()
         return self.take(closing) if closing else self.at == len(self.text)
 

@@ -72,7 +72,7 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Form:
-    """How a template wants a turn to be given.
+    """Form of turns that a template expects.
 
     reasoning: the key of the reasoning; "chunk" as a part of the content of type "thinking", "inline" as text, or "none", as
         the template drops it in any case.
@@ -98,7 +98,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Placeholders:
-    """How a model that takes images has one among its tokens: `begin`, a `pad` for each of its `count(image)` tokens, `end`."""
+    """Placeholders of images among a model's tokens: `begin`, a `pad` for each of its `count(image)` tokens, `end`."""
 
     begin: str
     pad: str
@@ -182,7 +182,7 @@ class TemplateText:
         return "".join(parts)
 
     def spells_nothing(self, ids: Sequence[int]) -> bool:
-        """Whether all that looks like a control token in the text of sampled ids is one."""
+        """Return True if all that looks like a control token in the text of sampled ids is one."""
         return self._spells_nothing(ids, self.codec.decode(ids))
 
     def _spells_nothing(self, ids: Sequence[int], text: str) -> bool:
@@ -448,7 +448,7 @@ class TurnText:
         return body.partition(stop)[0] + stop
 
     def suffix(self, messages: Sequence[Message]) -> str:
-        """What the template adds after the end of an assistant turn for `messages`, up to the next opening.
+        """Text that the template adds after the end of an assistant turn for `messages`, up to the next opening.
 
         Raises RenderError if it does not leave the turn as it was.
         """
@@ -477,7 +477,7 @@ class TurnText:
         return self._text.render(shape.messages, [TOOL] if tools else [], generate=True)
 
     def rewrites_only_the_turn(self, shape: Skeleton, whole: str) -> bool:
-        """Whether the template, which writes `whole`, leaves what comes before the one turn of `shape` and after it."""
+        """Return True if the template, which writes `whole`, leaves what comes before the one turn of `shape` and after it."""
         ((turn, answers),) = shape.rounds
         stop = self.call_stop if turn.tool_calls else self.written_stop
         said = MARK if turn.tool_calls else turn.content
@@ -488,7 +488,7 @@ class TurnText:
         return said in inside and not inside.lstrip().startswith((stop, self.stop))
 
     def learn_calls(self) -> tuple[str, str]:
-        """What the template writes after the question for a call and its answer, and the prompt before it.
+        """Learn the text that the template writes after the question for a call and its answer, and the prompt before it.
 
         Raises RenderError if it takes no calls.
         """
@@ -567,7 +567,7 @@ class TurnText:
             self._text.change(reasoning="none")  # it looks for the marks in what was said, and drops what is between them
 
     def _body(self, message: Message, reply: Sequence[Message]) -> str:
-        """What the template writes for a turn, after the opening."""
+        """Text that the template writes for a turn, after the opening."""
         frame = self._text.form.frame
         whole = self._text.render([QUESTION, message, *reply], generate=False)
         if whole.startswith(self.opening):

@@ -111,7 +111,7 @@ class Syntax:
     opens: marks before which a turn's text is prose: those that begin a call, and a closing one, which without the other is a
         malformed call; none if calls may begin otherwise.
     close: what ends each call; empty if nothing does.
-    grammar: the grammar of a turn of calls of some tools (one, or one or more; render/grammar.py).
+    grammar: the grammar of a turn of calls of some tools (one, or one or more; render/tool_calls.py).
     """
 
     name: str
@@ -343,7 +343,7 @@ def skip_blanks(text: str, at: int) -> int:
 
 
 def broken_end(text: str, body: int, opening: str, closing: str) -> tuple[int, bool]:
-    """Where a broken block, whose body begins at `body`, ends: after its closing mark, before the next opening mark, or with the
+    """End of a broken block whose body begins at `body`: after its closing mark, before the next opening mark, or with the
     text, whichever is first; and whether it has a closing mark."""
     following = text.find(opening, body)
     limit = following if following >= 0 else len(text)

@@ -31,7 +31,7 @@ KEPT = 256
 
 
 def takes_images(config: Any) -> bool:
-    """Whether a transformers config is of a model whose images are computed here."""
+    """Return True if a transformers config is of a model whose images are computed here."""
     return getattr(config, "model_type", None) in KINDS
 
 
@@ -60,7 +60,7 @@ class Pixels:
 
 
 class Vision:
-    """What a model does with images, by its config."""
+    """A model's treatment of images, by its config."""
 
     def __init__(self, path: str, config: Any) -> None:
         """`path`: the model's folder, whose preprocessor_config.json says how images are resized and normalized; without that
@@ -108,11 +108,12 @@ class Vision:
         return Pixels(values, (1, rows * self.merge, columns * self.merge), tokens, rows, columns)
 
     def tokens(self, image: Image) -> int:
-        """How many placeholders stand for it."""
+        """Number of placeholders for it."""
         return self.pixels(image).tokens
 
     def places(self, ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> list[tuple[int, Pixels]]:
-        """Where in a row the placeholders of its images begin, in order. Raises ImageError unless each has its own."""
+        """Positions in a row at which the placeholders of its images begin, in order. Raises ImageError unless each has its
+        own."""
         at = np.flatnonzero(np.asarray(ids) == self.token)
         found, done = [], 0
         for image in images:
@@ -161,14 +162,14 @@ def seen_of(places: Sequence[tuple[int, Pixels]]) -> PackedImages:
 
 
 def placeholders(places: Sequence[tuple[int, Pixels]]) -> Tensor:
-    """Where the placeholders of these images stand in the packed rows, int64 [placeholders]."""
+    """Positions of these images' placeholders in the packed rows, int64 [placeholders]."""
     return torch.cat([torch.arange(start, start + pixels.tokens) for start, pixels in places])
 
 
 def features_of(model: Any, seen: PackedImages) -> list[Tensor]:
-    """What the vision tower makes of the images: features [placeholders, E], and in some models as many again for each of the
-    language model's first layers. `model`: the one with the tower."""
-    with torch.no_grad():  # it is frozen (train/fsdp.py): its features need no graph
+    """Features of the images from the vision tower: features [placeholders, E], and in some models as many again for each of
+    the language model's first layers. `model`: the one with the tower."""
+    with torch.no_grad():  # it is frozen (trainer/fsdp.py): its features need no graph
         found = model.get_image_features(seen.values, seen.grid, return_dict=True)
     return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 

@@ -112,7 +112,7 @@ def _java_untyped(text: str) -> Any:
 
 
 def number_or_text(text: str) -> int | float | str:
-    """What Python's `int` or else `float` reads, or the text."""
+    """Number by Python's `int` or else `float`, or the text."""
     for make in (int, float):
         try:
             return make(text)
@@ -249,9 +249,9 @@ def arguments_fit(
     normalize: Normalizer = plain,
     language: str = "python",
 ) -> bool:
-    """Whether a call's arguments are among the possible ones. `gold`: of each argument the list of possible values, in which ""
-    says that it may be left out. `schema`: the function's declared parameters, None if they are not known. `language`: whose
-    types they are."""
+    """Return True if a call's arguments are among the possible ones. `gold`: of each argument the list of possible values, in
+    which "" says that it may be left out. `schema`: the function's declared parameters, None if they are not known.
+    `language`: whose types they are."""
     declared = (schema or {}).get("properties", {})
     # Plain loops: this runs for every pair of calls, and a generator each costs as much as the comparison.
     for key in () if schema is None else schema.get("required", ()):
@@ -271,7 +271,7 @@ def arguments_fit(
 def value_fits(
     value: Any, allowed: Sequence[Any], declared: Json = None, normalize: Normalizer = plain, language: str = "python"
 ) -> bool:
-    """Whether a value is among the possible ones, and of the declared type (a JSON Schema; None: any) or of theirs."""
+    """Return True if a value is among the possible ones, and of the declared type (a JSON Schema; None: any) or of theirs."""
     kind = declared.get("type") if isinstance(declared, _BFCL_OBJECT) else None
     if language != "python":
         return _source_fits(value, allowed, kind, _items(declared), normalize, language)
@@ -329,7 +329,7 @@ def _first_type(allowed: Sequence[Any]) -> type | None:
 
 
 def _items_fit(value: Sequence[Json], option: Any, inner: type) -> bool:
-    """Whether each item has the declared type, or that of the option's first item."""
+    """Return True if each item has the declared type, or that of the option's first item."""
     if not isinstance(option, list):
         return True
     first = _first_type(option)
@@ -355,7 +355,7 @@ def _folded(items: Sequence[Json], normalize: Normalizer) -> list[Json]:
 
 
 def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
-    """Whether each key's value is in the option's list of that key; "" in such a list makes the key optional."""
+    """Return True if each key's value is in the option's list of that key; "" in such a list makes the key optional."""
     if not isinstance(made, dict) or not isinstance(option, _BFCL_OBJECT):
         return False
     for key, value in made.items():
@@ -390,8 +390,8 @@ def possible_call(
 
 
 def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, Json]], language: str = "python") -> bool:
-    """Whether expected calls can be made at all: some of the leaderboard's have no possible value, or none of the declared
-    type."""
+    """Return True if expected calls can be made at all: some of the leaderboard's have no possible value, or none of the
+    declared type."""
     made = [(*possible_call(call, functions, language), call) for call in calls]
     return all(arguments_fit(given, call[name], functions.get(name), language=language) for name, given, call in made)
 

@@ -98,7 +98,7 @@ def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """When a made call matches an expected one."""
+    """Rule by which a made call matches an expected one."""
 
     form: str = "literal"
     arguments: str = "exact"
@@ -106,7 +106,7 @@ class CallRule:
     language: str = "python"
 
     def value_fits(self, key: str, made: Json, call: GoldCall) -> bool:
-        """Whether one argument's value matches."""
+        """Return True if one argument's value matches."""
         gold = call.arguments[key]
         if self.form == "literal":
             return same(made, gold, self.values)
@@ -116,7 +116,7 @@ class CallRule:
         return any(same(made, allowed, self.values) for allowed in gold)
 
     def full(self, made: ToolCall, gold: GoldCall) -> bool:
-        """Whether a made call fully matches an expected one."""
+        """Return True if a made call fully matches an expected one."""
         arguments = made.arguments
         if made.name != gold.name or arguments is None:
             return False
@@ -151,7 +151,7 @@ class CallRule:
         return [key for key in gold.compare or () if alike(key)]
 
     def _keys_fit(self, made: Mapping[str, Json], gold: GoldCall) -> bool:
-        """Whether argument names that are not equal are still acceptable."""
+        """Return True if argument names that are not equal are still acceptable."""
         if self.arguments != "superset" and any(key not in gold.arguments for key in made):
             return False
         if self.arguments == "subset":
@@ -416,7 +416,7 @@ def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
 
 
 def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:
-    """Whether the calls are equal by any rule, seen at a glance: the same texts and numbers."""
+    """Return True if the calls are equal by any rule, seen at a glance: the same texts and numbers."""
     if call.name != wanted.name or call.arguments != wanted.arguments or call.arguments is None:
         return False
     # Python takes true for 1, so the kinds of both are looked at; NaN, if it is the same object, for equal to itself.

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.data.trajectory import Json, Task
 from agentrl.reward.judge import Judge, JudgeSettings
-from agentrl.reward.leaf import SCOPES, AsTwin, Context, Leaf, ReplayEnv, View
-from agentrl.reward.leaves import LEAVES
+from agentrl.reward.leaf import LEAVES, SCOPES, AsTwin, Context, Leaf, ReplayEnv, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
 from agentrl.reward.score import Scorer, SuccessRule, ids_of, success_rule
 from agentrl.reward.spec import load_spec

@@ -58,7 +58,7 @@ def require_math() -> None:
 
 
 def equal(gold: Sequence[str], answer: str, seconds: int, strict: bool, boxed: bool = False) -> Compared:
-    """Whether an answer equals one of the gold ones. Blocks.
+    """Return True if an answer equals one of the gold ones. Blocks.
 
     An answer that takes more than `seconds` of processor time or the process's memory is wrong. Raises UnscorableError for gold
     that is no mathematics, and if the process was ended from outside or gets no time from this machine.

@@ -100,7 +100,7 @@ class Read:
         return isinstance(self.value, sympy.Expr) and bool(self.value.is_number or _only_i(self.value))
 
     def written(self) -> str:
-        """How it was read."""
+        """Text from which it was read."""
         try:
             return str(self.value if self.number is None else f"{self.number.value}{'%' * self.number.percent}")[:200]
         except ValueError:  # more digits than Python writes
@@ -256,7 +256,7 @@ def answer_in(text: str) -> str | None:
 
 
 def _parts(text: str) -> list[str]:
-    """What is mathematics in prose, in order; alternatives with "and" or "or" between them are one."""
+    """Mathematical parts of prose, in order; alternatives with "and" or "or" between them are one."""
     found: list[str] = []
     end = -1
     for match in _RUN.finditer(text):
@@ -398,7 +398,7 @@ def _close(wanted: Any, said: Any, inexact: bool | None = None) -> bool:
 
 @cache
 def gold(text: str) -> Read | None:
-    """What a gold answer says; None if it is no mathematics as a whole."""
+    """Value of a gold answer; None if it is no mathematics as a whole."""
     found = read(extract_boxed_content(text, "last"))
     return None if found is None or found.value in (sympy.nan, sympy.zoo) else found
 

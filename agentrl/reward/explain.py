@@ -121,7 +121,7 @@ def changed_values(
 
 
 def alone(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
-    """How many tasks have one episode only, and how many tasks there are."""
+    """Number of tasks with one episode only, and number of tasks."""
     counts = Counter((trajectory.env_id, trajectory.task.id) for trajectory in trajectories)
     return sum(count == 1 for count in counts.values()), len(counts)
 

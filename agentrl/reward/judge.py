@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NoReturn
 
 from agentrl.data.trajectory import Json
 from agentrl.render.litellm_calls import ONCE, load_litellm, request_of, said_of
-from agentrl.reward.leaf import Args, Context, Leaf, PendingError, Reading, View, object_schema
+from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Reading, View, object_schema
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
@@ -151,7 +151,7 @@ class VerdictCache:
 
 
 def _check_place(folder: Path) -> None:
-    """What is there of the path must be a folder in which one may write."""
+    """Check that the existing part of the path is a writable folder."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
@@ -420,6 +420,7 @@ _SYSTEM = (
 )
 
 
+@LEAVES.register("judge")
 class JudgeLeaf(Leaf):
     """Asks a model for a score within `range`, with a prompt that is entirely in the spec."""
 
@@ -524,7 +525,7 @@ class JudgeLeaf(Leaf):
         return int(self.args.get("max_tokens", 512))
 
     def system(self) -> str:
-        """What the judge is told before the prompt."""
+        """System prompt of the judge."""
         return _SYSTEM % (_number(self.low), _number(self.high))
 
 
@@ -542,7 +543,7 @@ def turns_as_lines(view: View, most: int) -> str:
 
 
 def marked(value: Json, most: int) -> str:
-    """What a policy wrote, as JSON between the marks, with the middle cut out like that of a transcript."""
+    """A policy's text, as JSON between the marks, with the middle cut out like that of a transcript."""
     return _between_marks(_json(value), most)
 
 

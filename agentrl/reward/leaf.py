@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward.twins import Twin, Twins
 from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow
+from agentrl.utils.registry import Registry
 
 # The view of an episode
 
@@ -144,7 +145,7 @@ class View:
 
     @property
     def course(self) -> EpisodeRounds:
-        """What the user said after each turn of the episode, and the rounds that it makes."""
+        """The user's messages after each turn of the episode, and the rounds that they make."""
         if "course" not in self.memo:
             self.memo["course"] = course_of(self.trajectory)
         found: EpisodeRounds = self.memo["course"]
@@ -284,7 +285,7 @@ class PendingError(Exception):
 
 
 class ReplayEnv(Protocol):
-    """What a replay needs from an environment; `agentrl.env.base.ToolEnv` has it."""
+    """Parts of an environment that a replay needs; `agentrl.env.base.ToolEnv` has it."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
 
@@ -298,7 +299,7 @@ class ReplayEnv(Protocol):
 
 
 class AsTwin(Protocol):
-    """What plays an episode once more in a way of its own (`agentrl.reward.twins.Twin`), with its user's turns."""
+    """Player that replays an episode in its own way (`agentrl.reward.twins.Twin`), with its user's turns."""
 
     def as_twin(self) -> Twin: ...
 
@@ -316,7 +317,7 @@ PythonLeaf = Callable[[View, Json], "float | tuple[float | None, Json] | None"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a spec may use besides the trajectory; the run's config decides, not the spec.
+    """Services that a spec may use apart from the trajectory; the run's config decides, not the spec.
 
     `replay_env` builds a fresh environment for gold replays of a task; `python` are the functions that
     the `python` leaf may call, by name; `judge` asks the judge model. `replays` keeps the gold replays of
@@ -347,11 +348,12 @@ class Leaf(ABC):
 
     @classmethod
     def spreads(cls, args: Args) -> bool:
-        """Whether a value by these arguments is a sum of turns' shares, so that a node without a scope can emit it at them."""
+        """Return True if a value by these arguments is a sum of turns' shares, so that a node without a scope can emit it at
+        them."""
         return False
 
     def blocks(self) -> bool:
-        """Whether `read` may take long (a replay, a user's function) and so must not run on an event loop."""
+        """Return True if `read` may take long (a replay, a user's function) and so must not run on an event loop."""
         return False
 
     def longest(self) -> tuple[Hashable, float] | None:
@@ -393,3 +395,7 @@ BY: dict[str, Any] = {"enum": ["assistant", "user", "both"]}
 def or_ref(schema: dict[str, Any]) -> dict[str, Any]:
     """A value of that schema, or a reference to one."""
     return {"if": {"type": "object", "required": ["$"]}, "then": REF, "else": schema}
+
+
+LEAVES: Registry[type[Leaf]] = Registry("reward.leaf", "LEAVES", "agentrl.reward")
+"""Kinds of leaves in a spec: `{"use": NAME, "args": {...}}`."""

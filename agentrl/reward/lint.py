@@ -30,7 +30,7 @@ _FORMULA = re.compile(
 
 
 class ProbeEnv(ReplayEnv, Protocol):
-    """What probing needs from an environment; `agentrl.env.base.ToolEnv` has it."""
+    """Parts of an environment that probing needs; `agentrl.env.base.ToolEnv` has it."""
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -389,8 +389,9 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
 
 
 def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[LintFinding]:
-    """Whether doing nothing, or an empty answer, is paid like gold in every task (the code `idle-paid`), so that there is nothing
-    to learn. Without gold: whether it is a success in every task. Not if the environment declares an `idle_share`."""
+    """Return True if doing nothing, or an empty answer, is paid like gold in every task (the code `idle-paid`), so that there
+    is nothing to learn. Without gold: whether it is a success in every task. Not if the environment declares an
+    `idle_share`."""
     if idle_share > 0 or scorer.compares:
         return []
     scores = {kind: [scorer.score(trajectory) for trajectory in probes.get(kind, ())] for kind in ("gold", "empty", "silent")}
@@ -408,7 +409,8 @@ def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[L
 
 
 def reads_samples(scorer: Scorer) -> bool:
-    """Whether the reward depends on what only a model's episodes have, so that scripts cannot tell what an episode earns."""
+    """Return True if the reward depends on what only a model's episodes have, so that scripts cannot tell what an episode
+    earns."""
     return any(isinstance(node, LeafNode) and node.leaf.kind in SAMPLED for node in walk(scorer.root))
 
 

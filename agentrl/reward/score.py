@@ -219,7 +219,7 @@ def _compares(node: Node) -> bool:
 
 
 def _asks(node: Node) -> bool:
-    """Whether the node has a leaf that is not a cost."""
+    """Return True if the node has a leaf that is not a cost."""
     if isinstance(node, LeafNode):
         return not node.leaf.kind.startswith("cost.")
     return any(_asks(child) for child in node.children())
@@ -449,8 +449,8 @@ class Scorer:
     def _success(
         self, view: View, frame: Frame, root: Result, evidence: dict[str, Json], metrics: dict[str, float | None]
     ) -> bool | None:
-        """Whether the node of `rule` is true. An unscored episode has none, unless it is unscored only because
-        its reward needs the group for comparison."""
+        """Return True if the node of `rule` is true. An unscored episode has none, unless it is unscored only because its
+        reward needs the group for comparison."""
         if self.rule is None or self.success is None:
             return None
         result = root if self._same else self.success.evaluate(view, frame)

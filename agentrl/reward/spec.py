@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from agentrl.reward.leaf import FIELDS, SCOPES
-from agentrl.reward.leaves import LEAVES
+from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError, did_you_mean, hinted

@@ -22,7 +22,7 @@ from agentrl.utils.threads import fork_safe
 
 
 class TurnOutcome(NamedTuple):
-    """What came of one turn: the tools' answers as the policy reads them, their results, and whether the episode is over."""
+    """Outcome of one turn: the tools' answers as the policy reads them, their results, and whether the episode is over."""
 
     answers: list[str]
     results: Sequence[ToolResult]
@@ -53,7 +53,7 @@ class Twin(Protocol):
         ...
 
     def copies(self) -> Copies | None:
-        """What makes twins in the state of this one, which is left as it is; None if it cannot be copied."""
+        """Maker of twins in the state of this one, which is left as it is; None if it cannot be copied."""
         ...
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -160,7 +160,7 @@ class FrozenState:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no state."""
+        """True if there is no state."""
         return self._packed == _NONE
 
     @property
@@ -169,7 +169,7 @@ class FrozenState:
         return len(self._packed) if self._packed is not None else 1000
 
     def same(self, other: FrozenState) -> bool:
-        """Whether it is the same value for sure; other values may still count as equal (1 and 1.0, a tuple and a list)."""
+        """Return True if it is the same value for sure; other values may still count as equal (1 and 1.0, a tuple and a list)."""
         return self._packed is not None and self._packed == other._packed
 
     def part(self, key: Hashable, cut: Callable[[Json], Json]) -> FrozenState:
@@ -243,7 +243,7 @@ class RoundTurns:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """What a round left: the state after its last call (None if nobody reads states) and the answers to its calls."""
+    """State after a round: the state after its last call (None if nobody reads states) and the answers to its calls."""
 
     state: FrozenState | None
     answers: list[str]
@@ -279,7 +279,7 @@ class GoldPass(NamedTuple):
 
 @dataclass(slots=True)
 class TaskReplays:
-    """What is kept of one task: how to copy its twin, and the gold passes. By the locks one thread makes what others wait for."""
+    """Kept replays of one task: how to copy its twin, and the gold passes. By the locks one thread makes what others wait for."""
 
     task: Task
     scripted: bool = True

@@ -67,7 +67,7 @@ def _tau(text: str) -> str:
 
 
 class _Remembered(dict[str, str]):
-    """What a normalizer makes of texts; short ones are kept, since the same few are compared in pairs, and for all of a group."""
+    """Cached results of a normalizer; short ones are kept, since the same few are compared in pairs, and for all of a group."""
 
     def __missing__(self, text: str) -> str:
         made = _bfcl(text)
@@ -99,7 +99,7 @@ NORMALIZERS: Mapping[str, Normalizer] = {
 
 @dataclass(frozen=True, slots=True)
 class EqualityRule:
-    """When two JSON values count as equal. `absolute` and `relative` are tolerances for |a - b| of numbers."""
+    """Equality of two JSON values. `absolute` and `relative` are tolerances for |a - b| of numbers."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -107,7 +107,7 @@ class EqualityRule:
 
     @property
     def strict(self) -> bool:
-        """Whether numbers have no tolerance: equality is then an equivalence relation, with `canonical` as its key."""
+        """True if numbers have no tolerance: equality is then an equivalence relation, with `canonical` as its key."""
         return self.absolute == 0.0 and self.relative == 0.0
 
 
@@ -332,7 +332,7 @@ COMPARISON_SCHEMA: Final[dict[str, Any]] = {
 
 
 def holds(found: Json | Absent, comparison: Mapping[str, Json], rule: EqualityRule = LITERAL) -> bool | None:
-    """Whether every comparison of the object holds for `found`.
+    """Return True if every comparison of the object holds for `found`.
 
     If `found` is ABSENT: the truth of `exists` if it is given, else None (not known).
     """
@@ -361,8 +361,8 @@ Reader = Callable[[Mapping[str, Json]], "Json | Absent"]
 
 
 def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
-    """What decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given what follows its references;
-    None: not known (three-valued logic)."""
+    """Function that decides a predicate `{"$", ...comparisons}`, `{"not"}`, `{"all"}` or `{"any"}`, given what follows its
+    references; None: not known (three-valued logic)."""
     if "not" in predicate:
         inner = decider(predicate["not"])
         return lambda read: None if (value := inner(read)) is None else not value
@@ -409,7 +409,7 @@ class EpisodeRounds:
 
 
 def turn_places(trajectory: Trajectory) -> list[int]:
-    """Where the policy's turns stand among the messages: the last of role "assistant", since an opening history has some too."""
+    """Positions of the policy's turns among the messages: the last of role "assistant", since an opening history has some too."""
     spoken = [place for place, message in enumerate(trajectory.messages) if message.role == "assistant"]
     return spoken[max(0, len(spoken) - len(trajectory.turns)) :]
 

@@ -53,7 +53,7 @@ class Acceptance:
 
 
 async def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a user's function returns, awaited if it is to be. Raises CallbackError with `what` it is, if it raises.
+    """Result of a user's function, awaited if necessary. Raises CallbackError with `what` it is, if it raises.
 
     A plain function is called on the event loop: one that takes long holds up episodes (`rollout.slow_loop` names it).
     """
@@ -195,7 +195,7 @@ class Collector:
         return {"members_cancelled": float(self.progress.cancelled), **self._update_metrics, **self.tasks.metrics()}
 
     def ahead(self) -> str:
-        """How many episodes of the next update have ended, of how many, in words. May be called from any thread."""
+        """Progress of the next update's episodes, in words. May be called from any thread."""
         size = self.config.group_size
         wanted = self.config.groups * size
         ended = self.ledger.completed * size + sum(min(count, size) for count in list(self._over.values()))

@@ -48,7 +48,7 @@ class Moment:
     ask: Ask
 
     def over(self, tokens: int | None, reserve: int = 0) -> bool:
-        """Whether a full next turn plus `reserve` tokens would exceed `tokens` (by default the context)."""
+        """Return True if a full next turn plus `reserve` tokens would exceed `tokens` (by default the context)."""
         # Asked for a full turn ahead: once the context is full, it is too late, and the turn is cut short.
         limit = self.context if tokens is None else min(tokens, self.context)
         return self.tokens + self.turn_tokens + reserve > limit
@@ -94,9 +94,9 @@ ASK = (
 @CONTEXTS.register("compact", traits={"summarizes"})
 @dataclass(frozen=True, kw_only=True)
 class Compact(ContextPolicy):
-    """If a full next turn and a summary would no longer fit in `tokens` (by default the context), a
-    summary of at most `summary_tokens` is requested with the instruction `prompt`. The episode continues with
-    its opening messages, the summary, and the last `keep` turns with their answers.
+    """Compact the conversation: if a full next turn and a summary would no longer fit in `tokens` (by default the context), a
+    summary of at most `summary_tokens` is requested with the instruction `prompt`. The episode continues with its opening
+    messages, the summary, and the last `keep` turns with their answers.
 
     By default the policy itself writes the summary: its tokens are sampled like any others, are at the end of the
     old ledger, and are trained there. With `rollout.summary_model` an API model writes it, and none of it is trained.
@@ -129,9 +129,9 @@ _NOTE = re.compile(r"\[(\d+) earlier turns were left out\]")
 @CONTEXTS.register("keep_recent")
 @dataclass(frozen=True, kw_only=True)
 class KeepRecent(ContextPolicy):
-    """If a full next turn would no longer fit in `tokens` (by default the context), the episode continues with its opening
-    messages, a note that says how many turns were left out, and the last `turns` turns with their answers. If the user has said
-    nothing since, what the user said last before them stays too: it is the request that they work on.
+    """Keep recent turns: if a full next turn would no longer fit in `tokens` (by default the context), the episode continues
+    with its opening messages, a note that says how many turns were left out, and the last `turns` turns with their answers.
+    If the user has said nothing since, what the user said last before them stays too: it is the request that they work on.
     """
 
     turns: Annotated[int, Field(ge=1)]
@@ -168,8 +168,8 @@ prompt is computed again, every few turns, and in the end free nothing."""
 @CONTEXTS.register("truncate")
 @dataclass(frozen=True, kw_only=True)
 class Truncate(ContextPolicy):
-    """If a full next turn would no longer fit in `tokens` (by default the context), the tool output before
-    the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
+    """Truncate tool output: if a full next turn would no longer fit in `tokens` (by default the context), the tool output
+    before the last `keep` turns is replaced by a marker, all of it at once, so that it does not happen every turn.
 
     Calls and the policy's own text stay, until they are what fills the context: if the markers free less than a quarter of what
     follows the opening messages (in characters), the older half of the turns go too, as under `keep_recent`, but never the last

@@ -31,9 +31,9 @@ class Report:
 
 
 class Watch:
-    """What each episode waits for. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs
-    of life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a turn
-    that was not over.
+    """Waits of each episode. `moves` counts everything that comes back: tokens, tool calls, turns, episodes; `heard` signs of
+    life of the engine alone. `cut`: the tokens that were sampled in episodes that were then cancelled, without those of a
+    turn that was not over.
 
     `look`: tokens and tool calls of a wait in progress are found by polling, at least once in that many seconds.
     """
@@ -78,14 +78,14 @@ class Watch:
         return [(key, what(), now - since) for key, (what, since) in found[:most]], max(len(found) - most, 0)
 
     def told(self, process: str, report: Report | None) -> None:
-        """What the episodes of another process wait for, in the place of what it reported before; None once it is gone."""
+        """Replace the reported waits of another process's episodes; None once it is gone."""
         if report is None:
             self._elsewhere.pop(process, None)
         else:
             self._elsewhere[process] = report
 
     def waiting(self, most: int = 8) -> str:
-        """What the episodes wait for and for how long, longest first; "" if none waits. May be called from any thread."""
+        """Waits of the episodes with their durations, longest first; "" if none waits. May be called from any thread."""
         now = time.monotonic()
         waits, more = self.oldest(most)
         for process, report in list(self._elsewhere.items()):
@@ -134,7 +134,7 @@ class EpisodeClock:
 
 
 class RequestClock:
-    """How long the engine has been silent while one request waits for it.
+    """Clock of the engine's silence while one request waits for it.
 
     Any token or answer begins the time anew, also another episode's: an engine that is slow, or has a queue, is at work.
     """
@@ -185,9 +185,9 @@ class Waits:
     async def environment(
         self, env: ToolEnv, work: Awaitable[Answer], what: str, blame: Blame = "infrastructure", limit: float = math.inf
     ) -> Answer:
-        """What the environment answers. Raises EnvError after `limit`, and CutError if the episode's time is up. Time
-        in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible for
-        the rest is decided by the running calls (see `running`), or is `blame` if there are none."""
+        """Time limit on the environment's answers. Raises EnvError after `limit`, and CutError if the episode's time is up.
+        Time in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible
+        for the rest is decided by the running calls (see `running`), or is `blame` if there are none."""
         task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.waiting), 0.0
 
@@ -253,13 +253,13 @@ class Waits:
 
 
 def running(calls: Sequence[Waiting]) -> Blame | None:
-    """Who is responsible for the time while these calls are in progress: the policy if all running calls are of tools
-    marked `policy_late`, whatever else the turn called; None if none is running."""
+    """Party responsible for the time while these calls are in progress: the policy if all running calls are of tools marked
+    `policy_late`, whatever else the turn called; None if none is running."""
     tools = [call.tool for call in calls if call.running]
     return None if not tools else "policy" if all(tool.options.policy_late for tool in tools) else "infrastructure"
 
 
 def whose(env: ToolEnv, message: Message) -> Blame:
-    """Who is responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
+    """Party responsible for a step in which no running call was seen: the policy if all called tools are `policy_late`."""
     tools = [env.toolbox[call.name] for call in message.tool_calls if call.name in env.toolbox]
     return "policy" if tools and all(tool.options.policy_late for tool in tools) else "infrastructure"

@@ -29,7 +29,7 @@ Told = Callable[[Sequence[int], Sequence[float]], None]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one turn. With a `seed`, a request's random stream does not depend on what else is running.
+    """Parameters for sampling one turn. With a `seed`, a request's random stream does not depend on what else is running.
 
     `experts_from`: tell which experts each token from this position on went to; only engines with the trait "experts" can.
     `stop`: texts that end the turn with the token that completes one of them, which is its last id. `grammar`: tokens are drawn
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a provider counted for one call: its own tokens, and US dollars (None if unknown)."""
+    """A provider's counts for one call: its own tokens, and US dollars (None if unknown)."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -58,10 +58,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine sampled: columns of equal length. `logprobs` are log softmax(z / T) of the sampled tokens over the
-    whole vocabulary: the policy at the request's temperature (at T = 0, log softmax(z)), which a trainer can
-    compute too. `top_p`, `top_k` and a grammar only restrict which tokens may be drawn. `versions`: the weights that sampled each
-    token. If a stop token ended the turn, it is the last id.
+    """Sampled turn: columns of equal length. `logprobs` are log softmax(z / T) of the sampled tokens over the whole vocabulary:
+    the policy at the request's temperature (at T = 0, log softmax(z)), which a trainer can compute too. `top_p`, `top_k` and
+    a grammar only restrict which tokens may be drawn. `versions`: the weights that sampled each token. If a stop token ended
+    the turn, it is the last id.
 
     `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
     clock would be wrong (a replay reports how long the recorded call took). `experts`: if the sampling asks for them,
@@ -93,7 +93,7 @@ class EngineStats:
 
 
 class EngineConnection(ABC):
-    """What another process needs to sample from a started engine; it can be pickled."""
+    """Connection by which another process samples from a started engine; it can be pickled."""
 
     @abstractmethod
     def connect(self) -> Engine:
@@ -114,7 +114,7 @@ class Engine(ABC):
         """Load the model and get ready. Raises EngineError or a UserError with the cause."""
 
     def starting(self) -> str:
-        """What `start` waits for now, in a few words for the display; "" if it does not say. May be called from any thread."""
+        """Stage of `start`, in a few words for the display; "" if it does not say. May be called from any thread."""
         return ""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Engine(ABC):
         return None
 
     def connection(self) -> EngineConnection | None:
-        """How another process reaches this engine without the one that has it; None: only through that one."""
+        """Connection of another process to this engine, without the one that has it; None: only through that one."""
         return None
 
     def seats(self, workers: int, recipe: Callable[[EngineConnection | None], Any], host: Callable[[], str]) -> Any:
@@ -226,7 +226,7 @@ class EngineMaker(ABC):
         self.config = config
 
     def cuda(self) -> bool:
-        """Whether its processes run on GPUs."""
+        """Return True if its processes run on GPUs."""
         return self.on_gpus()
 
     def threads(self) -> int | None:
@@ -241,13 +241,13 @@ class EngineMaker(ABC):
 
     @classmethod
     def claims(cls, model: str | None) -> bool:
-        """Whether a model of this name is always run by this engine, whatever the config's `engine` says."""
+        """Return True if a model of this name is always run by this engine, whatever the config's `engine` says."""
         return False
 
     @classmethod
     def suits(cls, gpus: float) -> int:
-        """How well it suits a run that has that many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only
-        if it is named."""
+        """Suitability for a run that has that many GPUs for it; `engine = "auto"` picks the engine with the highest. 0: only if
+        it is named."""
         return 0
 
     @classmethod
@@ -263,12 +263,12 @@ class EngineMaker(ABC):
         return None
 
     def seats(self) -> int:
-        """How many of the run's rollout workers live in its processes: all of them, or none."""
+        """Number of the run's rollout workers that live in its processes: all of them, or none."""
         return 0
 
     def memory(self, weights: int, token: int, device: int | None) -> EngineMemory | None:
-        """What it takes of each device, of `device` bytes (None: host memory): for a model whose weights take `weights` bytes in
-        the type of the computation, and a token in the cache `token`. None for an engine that does not say."""
+        """Memory that it takes of each device, of `device` bytes (None: host memory): for a model whose weights take `weights`
+        bytes in the type of the computation, and a token in the cache `token`. None for an engine that does not say."""
         return None
 
     def context(self, positions: int) -> int:
@@ -353,7 +353,7 @@ def block_names(token_ids: Sequence[int]) -> list[Hashable]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request brings. `key`: its session. `prompt`: tokens; `expected`: tokens that it will probably sample. `names`:
+    """Demands of a request. `key`: its session. `prompt`: tokens; `expected`: tokens that it will probably sample. `names`:
     what its prompt begins with, each of `run` tokens, asked for a new session only."""
 
     key: str
@@ -495,5 +495,5 @@ class RequestRouter(Generic[Host]):
 
 
 def _leading(names: Sequence[Hashable], cached: Collection[Hashable]) -> int:
-    """How many of the names, from the first on, are cached."""
+    """Number of names, from the first on, that are cached."""
     return next((at for at, name in enumerate(names) if name not in cached), len(names))

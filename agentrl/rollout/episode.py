@@ -53,7 +53,7 @@ def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
 
 
 def scoring_failed(trajectory: Trajectory) -> bool:
-    """Whether the scoring itself failed (took too long, say), so that the episode has no score."""
+    """Return True if the scoring itself failed (took too long, say), so that the episode has no score."""
     return isinstance(trajectory.evidence, dict) and trajectory.evidence.keys() == {"unscored"}
 
 
@@ -87,8 +87,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """What identifies an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: so many
-    gold calls are made before the policy begins (`rollout.start`)."""
+    """Identity of an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: so many gold
+    calls are made before the policy begins (`rollout.start`)."""
 
     task_seed: int
     split: str
@@ -153,7 +153,7 @@ class Policy:
 
 
 class Course(Protocol):
-    """How an episode is played: here turn by turn; in `harness.episode` by an agent of somebody else's."""
+    """Course of an episode: here turn by turn; in `harness.episode` by an agent of somebody else's."""
 
     error: str | None
 
@@ -206,7 +206,7 @@ async def _close(env: ToolEnv) -> None:
 
 
 def sampled(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
-    """What a span says of a turn's sampling."""
+    """Attributes of a turn's sampling span."""
     return {
         "input_tokens": prompt,
         "output_tokens": len(generation.token_ids),

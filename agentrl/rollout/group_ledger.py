@@ -15,7 +15,7 @@ from agentrl.data.trajectory import Group, Trajectory
 
 
 def alike(group: Group) -> bool:
-    """Whether all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
+    """Return True if all scored members, and the greedy episode if there is one, have the same reward (zero variance)."""
     return len({t.reward for t in [*group.scored(), *([group.baseline] if group.baseline else [])]}) == 1
 
 
@@ -38,12 +38,12 @@ def first_of(error: BaseException) -> BaseException:
 
 
 def more(count: int, factor: float) -> int:
-    """How many more than `count` an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
+    """Number of groups beyond `count` that an oversampling factor starts (rounded up; 1e-9 absorbs 1.1 x 10 = 11.000..01)."""
     return math.ceil(count * (factor - 1.0) - 1e-9)
 
 
 def sound(members: Mapping[int, Trajectory]) -> int:
-    """How many members ended without a fault of the infrastructure."""
+    """Number of members that ended without a fault of the infrastructure."""
     return sum(not trajectory.stop.infrastructure for trajectory in members.values())
 
 

@@ -33,7 +33,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class EnvOutcome:
-    """How one group of an environment went: the share (0..1) of successes among its members, None if the success of no member
+    """Outcome of one group of an environment: the share (0..1) of successes among its members, None if the success of no member
     is known, and the tokens that all its members sampled."""
 
     index: int
@@ -58,7 +58,7 @@ class Mixture(ABC):
         """Learn from the groups that finished since the last update (including filtered ones), by ascending index."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must contain, as JSON; `load` is the inverse. Nothing by default."""
+        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state

@@ -162,7 +162,7 @@ class Player(ABC):
 
 
 def outcome(trajectory: Trajectory) -> dict[str, str | float | None]:
-    """What a span says of an episode that has ended."""
+    """Attributes of the span of an ended episode."""
     return {
         "reward": trajectory.reward,
         "success": None if trajectory.success is None else float(trajectory.success),
@@ -214,7 +214,7 @@ class LocalPlayer(Player):
         return await play_tree(part.branch, job.branches, root, branch)
 
     def _parts(self, job: Job) -> tuple[Policy, Limits, Scorer | None]:
-        """Who plays a job, in which limits, and who scores it here."""
+        """Parts of a job: the player, the limits, and the scorer, if it is scored here."""
         part = self._envs[job.env]
         policy = part.policy if job.temperature is None else part.policy.at(job.temperature, job.trained)
         return policy, part.limits, part.scorer if self._asks or not part.scorer.asks else None

@@ -91,7 +91,7 @@ class Recorder(EpisodeIO):
 
 
 def env_key(ref: EnvRef) -> dict[str, Json]:
-    """What identifies an environment: name, parameters and wrappers."""
+    """Key of an environment: name, parameters and wrappers."""
     wrappers = [{"name": choice.name, "args": choice.args} for choice in ref.wrappers]
     return {"env": ref.id, "params": dict(ref.params), "wrappers": wrappers}
 
@@ -172,7 +172,7 @@ class RecordingEnv(ToolWrapper):
         return {"message": as_row(turns[-1].message), "results": [as_row(result) for result in turns[-1].results]}
 
     def _changes(self) -> dict[str, Json]:
-        """How the messages, the user's calls and the offered tools differ from what was last written."""
+        """Changes of the messages, the user's calls and the offered tools since the last written ones."""
         # Only the difference: whole histories would make the file quadratic in the number of turns.
         record, schemas = self.trajectory, self.toolbox.schemas()
         keep = common(self._messages, record.messages)
@@ -260,7 +260,7 @@ def engine_ask(token_ids: Sequence[int], sampling: Sampling) -> dict[str, Json]:
 
 
 def _plain(sampling: Sampling) -> dict[str, Json]:
-    """What decides the answer: not what is told beside it, nor what episodes never set."""
+    """The answer's inputs as plain values: not what is told beside it, nor what episodes never set."""
     return {name: value for name, value in asdict(sampling).items() if name not in _LEFT_OUT}
 
 

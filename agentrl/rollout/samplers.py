@@ -47,7 +47,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """How one group went: the share (0..1) of successes among its members."""
+    """Outcome of one group: the share (0..1) of successes among its members."""
 
     index: int
     bucket: str
@@ -85,7 +85,7 @@ class TaskSampler(ABC):
         return [{}]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must contain, as JSON; `load` is the inverse. Nothing by default."""
+        """State for a checkpoint, as JSON; `load` is the inverse. Nothing by default."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - the counterpart of an empty state
@@ -359,7 +359,7 @@ class ByProgressSampler(TaskSampler):
                 self._recent[outcome.bucket].append(outcome.success)
 
     def progress(self, arm: str) -> float | None:
-        """How far the arm's success rose over its window, in [-1, 1]; below 0: it fell. None: not known yet."""
+        """Rise of the arm's success over its window, in [-1, 1]; below 0: it fell. None: not known yet."""
         recent = self._recent[arm]
         if len(recent) < FEWEST:
             return None

@@ -30,7 +30,7 @@ MOST_BUILT = 64
 
 @dataclass(frozen=True, slots=True)
 class StartOutcome:
-    """How a group went that began after `given` gold calls of a task with `horizon` of them: the share of successes."""
+    """Outcome of a group that began after `given` gold calls of a task with `horizon` of them: the share of successes."""
 
     index: int
     horizon: int
@@ -39,9 +39,9 @@ class StartOutcome:
 
 
 class GoldStart:
-    """How many gold calls each group is given, by the horizon of its task: all but `left`, which grows by `step` once the mean
-    success of the last `window` groups of this horizon, begun at this very place, is at least `threshold`. It never goes back.
-    A share `whole` of the groups is given nothing.
+    """Number of gold calls for each group, by the horizon of its task: all but `left`, which grows by `step` once the mean
+    success of the last `window` groups of this horizon, begun at this very place, is at least `threshold`. It never goes
+    back. A share `whole` of the groups is given nothing.
 
     As with samplers, a choice depends on the run's seed, the group's index and what was observed so far, and `observe` is called
     at updates alone, in the order of the groups.
@@ -75,7 +75,7 @@ class GoldStart:
                 log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given(horizon))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must contain, as JSON; `load` is the inverse."""
+        """State for a checkpoint, as JSON; `load` is the inverse."""
         recent = {str(horizon): list(values) for horizon, values in self._recent.items()}
         return {"left": {str(horizon): left for horizon, left in self._left.items()}, "recent": recent}
 
@@ -160,7 +160,7 @@ class Fork:
 
 
 class Playing(Protocol):
-    """What is known of an episode while it is played."""
+    """Facts about an episode that is being played."""
 
     ledgers: list[TokenLedger]
     record: Trajectory | None
@@ -171,7 +171,7 @@ class Playing(Protocol):
 
 
 class Keeper(Protocol):
-    """Who is shown each turn of an episode before it is sampled."""
+    """Observer that sees each turn of an episode before it is sampled."""
 
     async def before(self, turn: int, episode: Playing) -> None:
         """`turn` is sampled next. Raises EnvError if a fork is wanted and cannot be made."""
@@ -200,8 +200,8 @@ class Places:
             self._next = episode.forked(turn)
 
     async def chosen(self, trajectory: Trajectory) -> list[Fork | None]:
-        """Where each branch leaves the finished episode; None if nowhere, so that it begins at the beginning. All other forks are
-        closed.
+        """Turns at which branches leave the finished episode; None if nowhere, so that it begins at the beginning. All other
+        forks are closed.
 
         Of fixed turns each branch has its own, whatever became of the others: whether a turn has a branch then depends on nothing
         that was sampled after it was reached.

@@ -142,8 +142,8 @@ class Tally:
         self._failing.pop(env, None)
 
     def filters(self, group: Group) -> bool:
-        """Whether a group is left out since all its members have the same reward. Past the limit such groups are trained, with
-        advantages of 0: a policy that solves every task would otherwise never fill a batch."""
+        """Return True if a group is left out since all its members have the same reward. Past the limit such groups are
+        trained, with advantages of 0: a policy that solves every task would otherwise never fill a batch."""
         most = math.ceil(self._config.max_filtered * self._config.groups - 1e-9)
         return self._config.filter_zero_variance and alike(group) and self._filtered < most
 
@@ -235,8 +235,8 @@ class Tally:
         return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
 
     def _nothing_scores(self, playing: Collection[int]) -> bool:
-        """Whether no episode was ever scored, though enough groups have ended. Not while an older one still plays: what fails at
-        once ends before what is sound and slow."""
+        """Return True if no episode was ever scored, though enough groups have ended. Not while an older one still plays: what
+        fails at once ends before what is sound and slow."""
         enough = max(MIN_DEAD_GROUPS, self._config.groups)
         if self._any_scored or len(self._dead) < enough:
             return False
@@ -245,7 +245,7 @@ class Tally:
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint contains; `load_json` is the inverse."""
+        """State for a checkpoint; `load_json` is the inverse."""
         return {"filtered": self._filtered, "played": dict(self._played), "refused": self._refused}
 
     def load_json(self, state: Mapping[str, Any], version: int) -> None:
@@ -307,7 +307,7 @@ class Spent:
         return row
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint contains; `load_json` is the inverse."""
+        """State for a checkpoint; `load_json` is the inverse."""
         return {
             "sampled": self._sampled,
             "thrown": dict(self._thrown),

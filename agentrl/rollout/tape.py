@@ -74,7 +74,7 @@ class EpisodeIO:
         return make
 
     def replays(self) -> Twins:
-        """What plays and keeps the replays of calls."""
+        """Player and store of the replays of calls."""
         return Twins()
 
     def scoring(self, context: Context) -> Context:
@@ -140,8 +140,8 @@ def digest(value: Json) -> str:
 
 
 def content_of(trajectory: Trajectory) -> Json:
-    """What a replay must reproduce: a trajectory without times measured around the whole episode, and without
-    success, which follows from the rest (so that older records, which lack it, stay valid)."""
+    """Content that a replay must reproduce: a trajectory without times measured around the whole episode, and without success,
+    which follows from the rest (so that older records, which lack it, stay valid)."""
     row = trajectory.to_json()
     del row["timings"], row["cause"], row["success"]
     if isinstance(row["evidence"], dict):
@@ -150,7 +150,7 @@ def content_of(trajectory: Trajectory) -> Json:
 
 
 def outcome_of(trajectory: Trajectory) -> dict[str, Json]:
-    """How an episode came out, as its record ends and as a replay of it must."""
+    """Outcome of an episode, as its record ends and as a replay of it must."""
     return {
         "reward": trajectory.reward,
         "stop": trajectory.stop.value,
@@ -334,7 +334,7 @@ def common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _of(key: str, episode: str) -> bool:
-    """Whether a call's key belongs to the episode: its own, or that of the model that writes its summaries."""
+    """Return True if a call's key belongs to the episode: its own, or that of the model that writes its summaries."""
     return key == episode or key.startswith(f"{episode}.")
 
 
@@ -378,7 +378,7 @@ def _begun(of: int, task: Task) -> str:
 
 
 class _Course:
-    """What a twin's next answer depends on, as a digest `at` that each turn extends."""
+    """State on which a twin's next answer depends, as a digest `at` that each turn extends."""
 
     def __init__(self, of: int, record: Trajectory, scripted: bool) -> None:
         self._heard: list[Json] = RecordedUser.of(record).row()["answers"]
@@ -523,7 +523,7 @@ class TapedTwins(Twins):
         return super().made(make, record, rounds) if failed is None else self._until(failed, make, record, rounds)
 
     def _failed(self, ask: Json) -> Mapping[str, Json] | None:
-        """How this replay failed. Raises ReplayError if it was another one that did."""
+        """Error of this replay. Raises ReplayError if it was another one that did."""
         episode = current_episode()
         number = self._numbers.next(episode, _FAILED)
         if (episode, _FAILED, number) not in self._tape.rows:

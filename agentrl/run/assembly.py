@@ -60,7 +60,7 @@ VLLM_PARSER = "vllm:"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is read from files before any part is made; a record keeps copies, so that a replay needs no other files.
+    """Inputs that are read from files before any part is made; a record keeps copies, so that a replay needs no other files.
 
     `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
     of a prompt together with its turn. `model`: the folder with the copies of the model's config and tokenizer, of a record.
@@ -87,7 +87,7 @@ class Assembly:
         return self.envs[0].policy
 
     def starting(self) -> str:
-        """How far the start is, for the display."""
+        """Progress of the start, for the display."""
         stage = self.policy.engine.starting()
         return f"> {stage}" if stage else ""
 
@@ -195,7 +195,7 @@ def renderer_of(config: ModelConfig, tokenizer: Any, sees: bool = True) -> Rende
 
 
 def _pictures(config: ModelConfig, tokenizer: Any) -> Placeholders | None:
-    """What a model that takes images has for one among its tokens."""
+    """Placeholders of an image among a model's tokens."""
     path, init = config.path, config.init
     if path is None and (init is None or not init.vision):
         return None

@@ -130,7 +130,7 @@ class _Signals:
         self._last = -math.inf
 
     def another(self) -> bool:
-        """Whether the one that has come now counts."""
+        """Return True if the one that has come now counts."""
         before, self._last = self._last, time.monotonic()
         return self._last - before > TWICE or not has_parent()
 
@@ -221,7 +221,7 @@ class Interrupt:
                 self._say("interrupted: ending what has started (Ctrl-C again stops at once)")
 
     def request(self) -> None:
-        """What a signal does."""
+        """Do as after a signal."""
         if self._task is not None and (self.requested or not self.in_step):
             self._end_start()
             self._task.cancel()

@@ -42,7 +42,7 @@ def official(config: TrainConfig, episodes: Mapping[str, Sequence[Trajectory]], 
 
 
 def suite_tasks(config: TrainConfig, env: EnvConfig, split: str) -> int | None:
-    """How many tasks a split of an environment has, if that is of a suite; else None. Raises TaskDataError if it has none."""
+    """Number of tasks of a split of an environment, if it belongs to a suite; else None. Raises TaskDataError if it has none."""
     suite = suite_env(EnvRef.of(alone(config, env)))
     if suite is None:
         return None
@@ -50,8 +50,8 @@ def suite_tasks(config: TrainConfig, env: EnvConfig, split: str) -> int | None:
 
 
 def suite_choice(config: TrainConfig, env: EnvConfig, split: str, tasks: int) -> tuple[int, ...]:
-    """Which tasks of a split `tasks` of them are, if the environment is of a suite that has more: spread over its kinds, drawn by
-    the run's seed (`SuiteEnv.spread`). Else none, which stands for the first ones."""
+    """Tasks of a split that `tasks` of them are, if the environment belongs to a suite that has more: spread over its kinds,
+    drawn by the run's seed (`SuiteEnv.spread`). Else none, which stands for the first ones."""
     suite = suite_env(EnvRef.of(alone(config, env)))
     return suite.spread(split, tasks, config.seed) if suite is not None and tasks < suite.task_count(split) else ()
 
@@ -248,7 +248,7 @@ def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
 
 
 def _gained(first: Results, own: Results, names: Sequence[str]) -> list[float]:
-    """How much better it is on each of these tasks of both, as far as both are known."""
+    """Gain on each of these tasks of both, as far as both are known."""
     pairs = [(first.tasks[name].success, own.tasks[name].success) for name in names]
     return [after - before for before, after in pairs if before is not None and after is not None]
 

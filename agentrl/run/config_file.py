@@ -24,8 +24,8 @@ def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = F
 
 
 def is_override(text: str) -> bool:
-    """Whether a word of the command line is meant as an override, not as a name: of a shelf, a file or a run's folder, which may
-    have a "=" in it (a sweep's `runs/lr=1e-3`)."""
+    """Return True if a word of the command line is meant as an override, not as a name: of a shelf, a file or a run's folder,
+    which may have a "=" in it (a sweep's `runs/lr=1e-3`)."""
     if text.startswith(("~/", "~\\")) or Path(text).is_file() or (Path(text) / "config.toml").is_file():
         return False
     key = re.sub(r"""\"[^"]*"|'[^']*'""", "", text.partition("=")[0])
@@ -41,7 +41,7 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def read_config_origins(args: argparse.Namespace) -> Origins:
-    """Where the values of `read_config` are from. Raises as it does."""
+    """Origins of the values of `read_config`. Raises as it does."""
     from agentrl.config.origin import read_origins
 
     return read_origins(find_config_file(args.config), args.overrides, find_config_file)

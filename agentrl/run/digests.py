@@ -64,7 +64,7 @@ def _given(config: TrainConfig) -> Identity:
 
 
 def _functions(config: TrainConfig) -> list[str]:
-    """What was given in Python and is code: all but reward specs."""
+    """Code among the objects given in Python: all but reward specs."""
     return [name for name in used(config.model_dump(mode="json", exclude_none=True)) if not isinstance(value_of(name), Mapping)]
 
 

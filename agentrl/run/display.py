@@ -34,7 +34,7 @@ def nothing() -> str:
 
 
 class Count:
-    """How many of so many are done, by default episodes; called with each."""
+    """Progress of a count, by default of episodes; called with each."""
 
     def __init__(self, total: int, unit: str = "episodes") -> None:
         self.done, self.total, self._unit = 0, total, unit
@@ -48,7 +48,7 @@ class Count:
 
 @dataclass(slots=True)
 class Activity:
-    """What goes on within a step, since `began`. `look`: how far it is ("33/96 episodes"), `waits`: what it waits for; both are
+    """Activity within a step, since `began`. `look`: how far it is ("33/96 episodes"), `waits`: what it waits for; both are
     called from the display's thread. `usual`: the seconds that it took last time, None if this is the first."""
 
     what: str
@@ -301,7 +301,7 @@ class Display:
             shown.best_held = shown.held
 
     def engine(self, what: str) -> None:
-        """What the engine does now, for the frame; "": nothing that matters."""
+        """The engine's activity, for the frame; "": nothing that matters."""
         self._shown.engine = what
 
     def recall(self, evaluations: Iterable[tuple[int, float]]) -> None:
@@ -322,7 +322,7 @@ class Display:
     # -- the display's thread ----------------------------------------------------------------------
 
     def beat(self) -> None:
-        """What is due now: trouble that is new, and in plain output a line about an activity that takes long."""
+        """Lines that are due now: trouble that is new, and in plain output a line about an activity that takes long."""
         self._shown.trouble = self.trouble()
         if self._shown.trouble and not self._told:
             self._told = True
@@ -355,7 +355,8 @@ class Display:
 
 
 def animates(console: Console) -> bool:
-    """Whether frames can be drawn over one another: on a terminal that moves its cursor, outside of CI, whose logs keep all.
+    """Return True if frames can be drawn over one another: on a terminal that moves its cursor, outside of CI, whose logs keep
+    all.
 
     Asked of the file itself: FORCE_COLOR makes rich take any pipe for a terminal."""
     return console.file.isatty() and not console.is_dumb_terminal and not os.environ.get("CI")

@@ -191,7 +191,7 @@ def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: b
 
 
 def _packing_notes(packing: Packing) -> list[str]:
-    """What is slower than it could be because of the model's family."""
+    """Notes about slower computation because of the model's family."""
     return [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
 
 
@@ -322,7 +322,7 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log
 
 @contextmanager
 def _unless_failed(outcome: RunOutcome, what: str) -> Iterator[None]:
-    """What a run that failed cannot write (on a full disk, say) does not hide why it failed."""
+    """Suppress errors of writing if the run has failed (on a full disk, say), so that they do not hide the cause."""
     try:
         yield
     except OSError as problem:
@@ -422,7 +422,7 @@ def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None
 
 
 def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[str]:
-    """What to do after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
+    """Suggestions after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
     run, rows = shlex.quote(str(folder.path)), folder.read_metrics()
     # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
     more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])

@@ -1,4 +1,4 @@
-"""The engine of a run, by name (rollout/engine_maker.py has the registry). Only the chosen backend is imported."""
+"""The engine of a run, by name (rollout/engine.py has the registry). Only the chosen backend is imported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _claiming(config: TrainConfig) -> list[str]:
 
 
 def talks_in_messages(model: str | None) -> bool:
-    """Whether a model of this name is run by an engine whose ids are messages, so that it has no tokenizer."""
+    """Return True if a model of this name is run by an engine whose ids are messages, so that it has no tokenizer."""
     return any("messages" in entry.traits for entry in ENGINES.own() if entry.make.claims(model))
 
 
@@ -94,12 +94,12 @@ def engine_of(config: TrainConfig) -> Entry[type[EngineMaker]]:
 
 
 def needs_ray(config: TrainConfig) -> bool:
-    """Whether a training run must start Ray: for its workers, or for what samples."""
+    """Return True if a training run must start Ray: for its workers, or for what samples."""
     return config.cluster.backend == "ray" or samples_on_ray(config)
 
 
 def samples_on_ray(config: TrainConfig) -> bool:
-    """Whether what samples needs Ray: the run's engine, or that of a judge."""
+    """Return True if what samples needs Ray: the run's engine, or that of a judge."""
     entries = [engine_of(config), *(ENGINES.entry(one.engine) for one in config.reward.judge.engines.values())]
     return any("ray" in entry.needs for entry in entries)
 
@@ -112,7 +112,7 @@ def maker_of(name: str, config: TrainConfig) -> EngineMaker:
 
 
 def workers_apart(config: TrainConfig) -> int:
-    """How many rollout workers have processes of their own."""
+    """Number of rollout workers that have processes of their own."""
     workers = config.rollout.workers
     return workers - maker_of(engine_name(config), config).seats() if workers else 0
 
@@ -175,7 +175,7 @@ def make_engine(
 ) -> Engine:
     """The engine, not started. `name` is a result of `resolve_engine`, `model` a folder or hub name; with
     `pools`, the engine's own processes run in the pool of the role "rollout"; `unused` ids are never drawn;
-    `room`: bytes of its GPU for it (run/memory.py)."""
+    `room`: bytes of its GPU for it (run/role_placement.py)."""
     maker = maker_of(name, config)
     maker.unused, maker.room = unused, room
     processes = maker.processes()

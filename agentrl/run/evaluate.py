@@ -112,7 +112,7 @@ def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def unscored_cause(trajectories: Iterable[Trajectory]) -> str | None:
-    """How many episodes are unscored, and why the first of them is; None if all are scored."""
+    """Number of unscored episodes, and the cause of the first; None if all are scored."""
     found = [t for t in trajectories if t.reward is None and t.success is None]
     if not found:
         return None
@@ -298,7 +298,7 @@ LATER = "the same command runs what is missing"
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What to run: `tasks` tasks of a split, `samples` episodes each, written to `out`.
+    """Request for episodes: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
     `record`: also record every answer there; `replay`: run from such a folder instead of live. `chosen`: the numbers of those
     tasks in the split, if they are not the first ones.

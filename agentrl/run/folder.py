@@ -283,7 +283,7 @@ class RunFolder:
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def metrics_are(self, seal: Mapping[str, Any]) -> bool:
-        """Whether the beginning of metrics.jsonl is what `metrics_seal` found."""
+        """Return True if the beginning of metrics.jsonl is what `metrics_seal` found."""
         data = self._bytes()[: seal["size"]]
         return bool(len(data) == seal["size"] and hashlib.sha256(data).hexdigest() == seal["sha256"])
 
@@ -360,7 +360,7 @@ class RunFolder:
         atomic_write_all(self.tokens / f"{name}.jsonl", lines)
 
     def read_summary(self) -> dict[str, Any] | None:
-        """What `write_summary` wrote; None if the run has not ended. Raises RunFolderError if it is damaged."""
+        """Content of summary.json; None if the run has not ended. Raises RunFolderError if it is damaged."""
         found = stored_object(self.summary, "remove it")
         if found is not None and not {"status", "steps", "engine"} <= found.keys():
             raise RunFolderError(f"{self.summary}: damaged: it lacks what a summary has; remove it")

@@ -48,7 +48,7 @@ NO_LIBRARY = (
 
 
 def can_constrain() -> bool:
-    """Whether the library is there that keeps an engine to a grammar."""
+    """Return True if the library is there that keeps an engine to a grammar."""
     return importlib.util.find_spec("llguidance") is not None
 
 
@@ -129,8 +129,7 @@ class EngineJudge:
         return await asyncio.shield(running)
 
     def _key(self, request: VerdictRequest) -> str:
-        """What tells a verdict apart, for whoever shares the cache: the weights and how they are asked, and not how a config
-        calls them."""
+        """Key of a verdict in the shared cache: the weights and how they are asked, and not how a config calls them."""
         asked = f"{self._model}\n{self._limits.reasoning}\n{replace(request, model='').key()}"
         return hashlib.sha256(asked.encode()).hexdigest()
 
@@ -242,7 +241,7 @@ def judge_config(config: TrainConfig, name: str, positions: int | None = None) -
 
 
 def judge_maker(config: TrainConfig, name: str, positions: int | None = None) -> EngineMaker:
-    """Who makes the engine of a judge. Raises ConfigError for one that judges cannot be on."""
+    """Maker of a judge's engine. Raises ConfigError for one that judges cannot be on."""
     engine, key = config.reward.judge.engines[name].engine, f"reward.judge.engines.{name}"
     able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
     if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
@@ -274,7 +273,7 @@ def judge_processes(config: TrainConfig) -> dict[str, Processes]:
 
 
 def place_of(name: str) -> str:
-    """What the processes of a judge without a pool are called among a run's places."""
+    """Name of the processes of a judge without a pool, among a run's places."""
     return f"{ROLE} {name}"
 
 
@@ -339,7 +338,7 @@ class Judges:
         return replace(context, judge=_Either(self, self._paid) if self._config.reward.judge.engines else self._paid)
 
     def asked(self, scorers: Iterable[Scorer]) -> None:
-        """Which specs will ask: only their judges are started. Raises ConfigError for one that the config does not have."""
+        """Specs that will ask: only their judges are started. Raises ConfigError for one that the config does not have."""
         scorers = list(scorers)
         check_names(scorers, self._config.reward.judge.engines)
         self._asked |= {found.name for scorer in scorers for found in own_leaves(scorer)}

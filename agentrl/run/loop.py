@@ -99,7 +99,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
 
 
 def _is_due(config: TrainConfig, step: int) -> bool:
-    """Whether these weights are evaluated on the way; the last ones are after the loop."""
+    """Return True if these weights are evaluated on the way; the last ones are after the loop."""
     return bool(config.eval.every) and 0 < step < config.steps and step % config.eval.every == 0
 
 
@@ -109,7 +109,8 @@ def _evaluation_of(step: int, run_log: RunLog) -> Row | None:
 
 
 def _has_ended(session: Session, evaluated: Row | None) -> bool:
-    """Whether the run had reached `stop_at_success` when it was stopped, or was over: its next update would be one too many."""
+    """Return True if the run had reached `stop_at_success` when it was stopped, or was over: its next update would be one too
+    many."""
     enough = session.config.stop_at_success
     if evaluated is None or not _reaches(evaluated["success"], enough):
         return False
@@ -173,7 +174,7 @@ def make_batch(groups: list[Group], advantage: Choice, own: Mapping[str, Choice]
 
 
 def staleness(batch: TensorDict, version: int) -> dict[str, float]:
-    """How many updates behind `version` the weights that sampled the batch's tokens were: mean and maximum. Raises
+    """Number of updates by which the weights that sampled the batch's tokens were behind `version`: mean and maximum. Raises
     ConfigError if it has none, since no episode had room for a token."""
     ages = version - batch["versions"].values()[batch["sampled"].values()]
     if not len(ages):
@@ -200,7 +201,7 @@ async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Gr
 
 
 def writes_trajectories(config: TrainConfig, step: int) -> bool:
-    """Whether the episodes of the update that makes version `step` are written."""
+    """Return True if the episodes of the update that makes version `step` are written."""
     return step % config.trajectories_every == 0 or step == config.steps
 
 

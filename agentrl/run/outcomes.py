@@ -255,7 +255,7 @@ def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins:
 
 
 def group_values(groups: Sequence[Group]) -> Row:
-    """How much the rewards of a group differ, which is what group-relative estimators learn from."""
+    """Differences of rewards within groups, from which group-relative estimators learn."""
     spreads = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
     known = [statistics.stdev(rewards) for rewards in spreads if len(rewards) > 1]
     return {

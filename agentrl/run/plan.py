@@ -118,7 +118,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """How often it is evaluated, after which updates (0: before the first), on how many tasks each time."""
+    """Schedule of evaluations: the number of updates between them (0: before the first), on how many tasks each time."""
 
     after: list[int]
     tasks: int
@@ -229,7 +229,7 @@ def batches_of(config: TrainConfig) -> Batches:
 
 
 def more(count: int, factor: float) -> int:
-    """As many as an oversampling factor starts instead of `count` (as rollout/collect.py rounds)."""
+    """As many as an oversampling factor starts instead of `count` (as rollout/collector.py rounds)."""
     return count + math.ceil(count * (factor - 1.0) - 1e-9)
 
 
@@ -321,8 +321,8 @@ def _when(updates: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a run would be. `peaks`: the most that each device must hold; `notes`: everything else, a line each; `nodes`: those
-    that it is planned for."""
+    """Plan of a run. `peaks`: the most that each device must hold; `notes`: everything else, a line each; `nodes`: those that
+    it is planned for."""
 
     plan: RunPlan
     several: list[str]

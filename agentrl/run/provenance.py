@@ -67,7 +67,7 @@ def check_resumable(
 
 
 def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> None:
-    """What `check_resumable` checks of a run's files, and nothing else. Raises as it does."""
+    """The part of `check_resumable` that checks a run's files. Raises as it does."""
     _check_own_config(before, folder)
     check_contents(config, folder)
 
@@ -89,7 +89,7 @@ def check_contents(config: TrainConfig, folder: RunFolder) -> None:
 
 
 def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
-    """What `write_provenance` wrote; None if nothing is there. Raises RunFolderError if it is damaged."""
+    """Record of `write_provenance`; None if nothing is there. Raises RunFolderError if it is damaged."""
     mend = "restore it, or remove it: the files that the config names are then taken to be the same"
     found = stored_object(folder.path / FILE, mend)
     if found is not None and not (isinstance(found.get("contents"), dict) and isinstance(found.get("folder"), str)):
@@ -273,8 +273,8 @@ def model_label(model: str) -> str:
 
 
 def differences_from_run(folder: RunFolder, config: TrainConfig, env: str) -> list[str]:
-    """What is otherwise than in the run's own evaluations of an environment: the entry `env` of `config`, compared with the
-    run's entry of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
+    """Differences from the run's own evaluations of an environment: the entry `env` of `config`, compared with the run's entry
+    of that name, or else with that of the same id. Empty if nothing is, or if the run has no such environment."""
     before = config_of(folder)
     (own,) = [entry for entry in config.envs if entry.called == env]
     theirs = [entry for entry in before.envs if entry.called == env] or [e for e in before.envs if _same_env(e.id, own.id)]
@@ -324,7 +324,7 @@ def _plain(identity: Identity) -> dict[str, Any]:
 
 
 def _same_env(one: str, other: str) -> bool:
-    """Whether two ids are of one environment: its id, or its short name on the shelves."""
+    """Return True if two ids are of one environment: its id, or its short name on the shelves."""
     if one == other:
         return True
     try:

@@ -58,7 +58,7 @@ class RunRecord:
 
     @property
     def evaluation(self) -> str | None:
-        """What wrote a folder that is no run: "eval" or "rollout"; None for a run."""
+        """Purpose of a folder that is no run: "eval" or "rollout"; None for a run."""
         if self.folder.config.is_file() or self.folder.metrics.is_file() or self.folder.trajectories.is_dir():
             return None
         return "rollout" if (self.path / "rollout.json").is_file() else "eval"
@@ -183,7 +183,7 @@ class RunRecord:
 
     @property
     def live(self) -> bool:
-        """Whether the run seems to go on: it has no summary (a run that begins or goes on removes its old one), and has shown a
+        """True if the run seems to go on: it has no summary (a run that begins or goes on removes its old one), and has shown a
         sign of life not long ago."""
         if self.evaluation is not None or self.folder.summary.exists():
             return False
@@ -193,7 +193,7 @@ class RunRecord:
 
     @property
     def started(self) -> float | None:
-        """When the folder's first file was written, in seconds since 1970; None if unknown."""
+        """Time at which the folder's first file was written, in seconds since 1970; None if unknown."""
         files = (self.path / "provenance.json", self.folder.config, self.path / "eval.json", self.path / "rollout.json")
         return min((time for path in files if (time := _changed(path)) is not None), default=None)
 
@@ -208,7 +208,7 @@ def episode_of(line: str | bytes, where: str) -> Trajectory:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, or the episodes of an evaluation."""
+    """Return True if a folder holds a run, or the episodes of an evaluation."""
     names = ("config.toml", "metrics.jsonl", "trajectories", "trajectories.jsonl")
     return path.is_dir() and any((path / name).exists() for name in names)
 

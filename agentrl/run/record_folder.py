@@ -1,6 +1,6 @@
 """A folder with the record of a run: everything that a replay needs.
 
-record.json   the config, the request, the model's context           calls.jsonl   every answer (rollout/replay/tape.py)
+record.json   the config, the request, the model's context           calls.jsonl   every answer (rollout/tape.py)
 reward.json   the reward spec                                        tokenizer/    the model's (none for an API)
 """
 

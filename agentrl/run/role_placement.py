@@ -128,7 +128,7 @@ def taken_slots(config: TrainConfig, engine: str) -> float:
 
 
 def worker_lines(config: TrainConfig) -> list[str]:
-    """What a run's workers take, in words; none without workers."""
+    """Resources of a run's workers, in words; none without workers."""
     workers, nodes = workers_apart(config), nodes_of(config.cluster, "actor")
     if config.rollout.workers and not workers:
         return [f"rollout.workers: {config.rollout.workers}, in the processes of the {engine_of_run(config)} engine"]
@@ -173,9 +173,9 @@ def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] | Non
 
 
 def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[Location]]:
-    """Where each process of each role would be: its node and its GPUs, by role and rank, as Ray reserves them now (and
-    releases again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the
-    processes by CPU slots alone.
+    """Place of each process of each role: its node and its GPUs, by role and rank, as Ray reserves them now (and releases
+    again), or as they are assigned to planned nodes. Empty if there is nothing to reserve: then Ray places the processes by
+    CPU slots alone.
 
     Raises ResourceError if they do not fit, now or at all. Starts or joins Ray if the run would, and if it was not up.
     """
@@ -281,7 +281,7 @@ class Peak:
 
 
 def waiting(placed: list[RolePlacement]) -> list[str]:
-    """What roles keep in host memory, between their turns or always, a line each."""
+    """Host memory that roles hold, between their turns or always, a line each."""
     between = [
         f"{one.role}: {one.memory.held / GIB:.1f} GiB of pinned host memory a rank between its turns"
         for one in placed
@@ -316,7 +316,7 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
 
 
 def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
-    """What the engine alone takes of a device: of a card of `card` bytes, or of host memory. Raises UserError if that holds no
+    """The engine's own memory on a device: of a card of `card` bytes, or of host memory. Raises UserError if that holds no
     episode."""
     config = _typed(config, card)
     counted = _card_of_engine(config, card) is not None and "kv_cache_mib" not in config.engine_args
@@ -324,7 +324,7 @@ def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
 
 
 def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
-    """Who makes the engine, and what it takes beside the roles `others`."""
+    """The engine's maker, and the memory that it takes in addition to the roles `others`."""
     maker, dtype = maker_of(engine_name(config), config), config.model.dtype
     maker.room = _left(config, others, _card_of_engine(config, card))
     model = shell(config.model.model_copy(update={"lora": None}))
@@ -390,7 +390,7 @@ def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
     paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
     path = other_models(config).get(paths.get(role, ""))
-    # What is frozen has no adapters; a reward model has no shared tokens either (train/reward_model.py).
+    # What is frozen has no adapters; a reward model has no shared tokens either (trainer/roles.py).
     plain = {"lora": None, "sequence_parallel": 1} if role == "reward_model" else {"lora": None} if role == "teacher" else {}
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], path, grouped=grouped)
@@ -477,7 +477,7 @@ def publish_of(beside: list[RolePlacement]) -> list[tuple[int, str]]:
 
 
 def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
-    """Which keys make a device's peak smaller, largest part first."""
+    """Keys that make a device's peak smaller, largest part first."""
     beside = [one for one in placed if one.device == peak.device or peak.device == HOST]
     # In a publish the weights and gathered layers are the actor's.
     [one] = [one for one in beside if one.role == peak.role.replace(PUBLISH, "actor")]

@@ -35,7 +35,7 @@ ENDED = "its process ended"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a worker's parts are made from, wherever it runs.
+    """Recipe for a worker's parts, wherever it runs.
 
     `connection`: to the engine; None: through the driver. `reads`: the tokenizer is read again there. `rows`: a folder that all
     nodes share, for rows of trajectory files. `given`: what the config names of Python's, by value.
@@ -213,7 +213,7 @@ def with_workers(
 
 
 def is_kept(config: TrainConfig, version: int) -> bool:
-    """Whether an episode that starts after so many updates may be trained in one whose trajectories are kept."""
+    """Return True if an episode that starts after so many updates may be trained in one whose trajectories are kept."""
     steps = range(version + 1, version + 2 + config.rollout.max_staleness)
     return any(step % config.trajectories_every == 0 or step == config.steps for step in steps)
 

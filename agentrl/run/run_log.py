@@ -88,7 +88,7 @@ DETAILS = {
 
 
 def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool, bins: Mapping[str, Bins] = NO_BINS) -> Row:
-    """What the episodes of an update are like, all together and, of `several` environments, each one's; and by the `bins` of the
+    """Statistics of an update's episodes, all together and, of `several` environments, each one's; and by the `bins` of the
     environments' horizons."""
     members = [t for group in groups for t in group.trajectories]
     return {
@@ -118,8 +118,8 @@ def train_row(session: Session, episodes: Row, update: Mapping[str, Any], laps: 
 
 
 def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mapping[str, Bins] = NO_BINS) -> Row:
-    """What an evaluation found, and by the `bins` of the environments' horizons. Of several environments success and reward are
-    means over them, by weight (`together`)."""
+    """Results of an evaluation, also by the `bins` of the environments' horizons. Of several environments success and reward
+    are means over them, by weight (`together`)."""
     alone = None if result.by_env or not result.trajectories else bins.get(result.trajectories[0].env)
     values = episode_values(result.trajectories, kinds, trained=False, bins=alone)
     if result.by_env:  # over how many episodes a mean is says nothing of one that is over environments
@@ -135,7 +135,7 @@ def evaluation_row(result: Evaluation, kinds: Kinds, seconds: float, bins: Mappi
 
 
 def shown_of(row: Mapping[str, Any], envs: Sequence[str]) -> tuple[Row, Row]:
-    """What the display says of an update: in plain lines too, and only in its frame."""
+    """Line of the display about an update: in plain lines too, and only in its frame."""
     each = {env: row.get(f"env/{env}/success") for env in envs} if len(envs) > 1 else {}
     said = {"success": row["success"], **each, "reward": row["reward"], "tokens/s": row.get("throughput/sampled_tokens_per_s")}
     if row.get("tokens_thrown"):
@@ -199,8 +199,8 @@ HealthRow = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a run: the `status` that it has if it ends so, why, and what to do. `fails`: whether a run that ends so
-    has failed; one of fewer updates than `health.idle_updates` is a trial, of which it is only said."""
+    """Problem of a run: the `status` that it has if it ends so, why, and what to do. `fails`: whether a run that ends so has
+    failed; one of fewer updates than `health.idle_updates` is a trial, of which it is only said."""
 
     status: Unhealthy
     cause: str
@@ -212,8 +212,8 @@ class Finding:
 
 
 class Updates:
-    """What is kept of the updates of a run, of which there may be tens of thousands: the newest rows, `health.idle_updates` at
-    most, how many of the newest taught nothing, and whether any before them taught something."""
+    """Kept figures of a run's updates, of which there may be tens of thousands: the newest rows, `health.idle_updates` at most,
+    how many of the newest taught nothing, and whether any before them taught something."""
 
     def __init__(self, config: TrainConfig, rows: Iterable[HealthRow] = ()) -> None:
         self._warmup = 0 if config.critic is None else config.critic.warmup
@@ -284,7 +284,7 @@ class Health:
         self._fault = self.fault or first_fault(trajectories)
 
     def verdict(self, rows: Sequence[HealthRow]) -> Finding | None:
-        """What is wrong with a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
+        """Problem of a run that has ended with these rows; None if it learned. One whose last updates trained nothing has
         learned if its episodes succeed more often than at first, and is done if it reached `stop_at_success`."""
         updates = [row for row in rows if row["phase"] == "train"]
         last = next((row for row in reversed(rows) if row["phase"] == "after"), None)
@@ -302,8 +302,8 @@ class Health:
 
 
 def idle(updates: Updates, config: TrainConfig) -> Finding | None:
-    """Whether the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every episode
-    of them was a success after others that taught something: then nothing is left to learn."""
+    """Return True if the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every
+    episode of them was a success after others that taught something: then nothing is left to learn."""
     newest, count = updates.of_policy, updates.idle
     if not newest or any(trained(row) for row in newest):
         return None
@@ -323,7 +323,7 @@ def _improved(updates: Sequence[HealthRow], count: int) -> bool:
 
 
 def trained(row: HealthRow) -> bool:
-    """Whether an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
+    """Return True if an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
     return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
 
 
@@ -351,7 +351,7 @@ def _why_idle(rows: Sequence[HealthRow], config: TrainConfig) -> tuple[str, str]
 
 
 def unscored(rows: Collection[HealthRow], config: TrainConfig, fault: str | None) -> Finding | None:
-    """Whether more episodes of these rows are unscored than `health.max_unscored` allows."""
+    """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
     lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
     played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)
     if lost <= config.health.max_unscored * played:
@@ -446,7 +446,7 @@ class RunLog:
             tracker.rewind(step)
 
     def ended(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """How the run ended, for the trackers, which are closed with this log."""
+        """Tell the trackers the run's end; they are closed with this log."""
         self._ending = (status, summary)
         for tracker in self.trackers if self.folder.curve.is_file() else []:
             tracker.picture("curve", self.folder.curve)
@@ -477,7 +477,7 @@ class RunLog:
 
 
 def _unscored(result: Evaluation) -> str:
-    """How many episodes came to no score, and why the first did not."""
+    """Number of episodes without a score, and the cause of the first."""
     lost = next((t for t in result.trajectories if t.reward is None and t.success is None), None)
     if lost is None:
         return ""

@@ -231,7 +231,7 @@ class Saver:
             self._checkpoints.rate(self._collector.version, score)
 
     def wanted(self, evaluated: Evaluation | None) -> bool:
-        """Whether these weights deserve a checkpoint of their own: better than all that are kept as best."""
+        """Return True if these weights deserve a checkpoint of their own: better than all that are kept as best."""
         score, best = self._score(evaluated), self._checkpoints.best()
         return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
 
@@ -310,7 +310,7 @@ def _read_groups(path: Path) -> Iterator[Group]:
 
 @dataclass(slots=True)
 class Session:
-    """What a training loop needs. `open_session` makes it; the caller closes it, also after an error."""
+    """Parts of a training loop. `open_session` makes it; the caller closes it, also after an error."""
 
     config: TrainConfig
     folder: RunFolder
@@ -361,8 +361,8 @@ class Session:
 
 
 def warmed_up(folder: RunFolder) -> bool:
-    """Whether the warm start's model is there. Its manifest comes last: one that was cut short while it was written (by a kill,
-    or a full disk) is none. Older versions wrote no manifest; what they left is whole if training went on from it."""
+    """Return True if the warm start's model is there. Its manifest comes last: one that was cut short while it was written (by
+    a kill, or a full disk) is none. Older versions wrote no manifest; what they left is whole if training went on from it."""
     whole = os.path.lexists(folder.warm_start / MANIFEST) or folder.checkpoints.is_dir()
     return whole and (folder.warm_start / "config.json").is_file()
 

@@ -77,7 +77,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
 
 
 def _measured(step: int, config: SftConfig) -> bool:
-    """Whether the gate is measured after `step` steps."""
+    """Return True if the gate is measured after `step` steps."""
     return step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0)
 
 
@@ -138,7 +138,7 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
 
 
 def _tasks(session: Session) -> Iterator[int]:
-    """How many tasks the gate plays, of each environment."""
+    """Number of tasks of the gate, per environment."""
     for env in warmed(session.config):
         own = alone(session.config, env).sft
         assert own is not None

@@ -127,7 +127,7 @@ class Timeline:
         return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times, "args": values}
 
     def _running(self, pid: int) -> list[dict[str, Any]]:
-        """How many turns the engine was asked for at each moment, as a counter."""
+        """Number of turns asked of the engine at each moment, as a counter."""
         rows, running = [_name("process_name", pid, 0, f"{self._engine}: turns")], 0
         for when, change in sorted(self._asked)[: self._most]:
             running += change
@@ -192,7 +192,7 @@ def profile_of(
 
 @dataclass(slots=True)
 class Ranks:
-    """What one process of the training roles noted. `ahead`: add it to its times to have the driver's."""
+    """Notes of one process of the training roles. `ahead`: add it to its times to have the driver's."""
 
     calls: list[RankCall] = field(default_factory=list)
     ahead: int = 0
@@ -218,7 +218,7 @@ class Profile:
 
     @property
     def listens(self) -> bool:
-        """Whether spans are to be made."""
+        """True if spans are to be made."""
         return self._leave is not None
 
     async def begin(self, step: int) -> None:
@@ -286,7 +286,7 @@ class Profile:
 
 
 async def _noted(group: WorkerGroup[Any]) -> list[Ranks]:
-    """What each process of a group noted, by rank; none if its roles are in this one."""
+    """Notes of each process of a group, by rank; none if its roles are in this one."""
     found = [Ranks(calls) for calls in await group.in_processes(end_watching)]
     best: list[tuple[int, int]] = [(1 << 62, 0)] * len(found)
     for _ in range(PINGS if found else 0):

@@ -45,7 +45,7 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """What the config calls the run."""
+        """The run's name in the config."""
         return self.config.name
 
 
@@ -96,7 +96,7 @@ TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "a
 
 
 def voided(phase: str, step: int, to: int) -> bool:
-    """Whether a row comes again if the run goes on from step `to`."""
+    """Return True if a row comes again if the run goes on from step `to`."""
     return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
 
 

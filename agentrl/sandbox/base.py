@@ -1,4 +1,4 @@
-"""What a sandbox is: a place with files of its own in which commands run that a policy wrote.
+"""Contract of sandboxes: a place with files of its own in which commands run that a policy wrote.
 
     provider = SANDBOXES.bind("local", {})()
     box = await provider.start(SandboxSpec(files={"a.txt": b"1"}))
@@ -33,7 +33,7 @@ NOTEBOOK = Path(__file__).with_name("notebook.py")
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What an environment asks of a sandbox; a provider refuses by name what it cannot give.
+    """Requirements of an environment on its sandbox; a provider refuses by name what it cannot give.
 
     `image`: the container image, or the provider's word for one (None: none is needed); `build`: a folder with a Dockerfile
     to make it from. `files`: contents by path, there when it starts. `network`: "none" or "all". `memory`, `file_size` (one
@@ -74,7 +74,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What came of a command. `code`: its exit status, -N if signal N ended it. `end`: how it ended; "cpu", "wall", "disk",
+    """Result of a command. `code`: its exit status, -N if signal N ended it. `end`: how it ended; "cpu", "wall", "disk",
     "output" and "processes" name the limit that it met. `cut`: bytes of output beyond `max_output`, which are not kept."""
 
     code: int
@@ -172,7 +172,7 @@ class Sandbox(ABC):
         """`stop` without an event loop, as well as that can be done: for sandboxes that nobody holds any more."""
 
     def path(self, path: str) -> str:
-        """How commands must spell a path."""
+        """Spelling of a path in commands."""
         return self.spec.place(path)
 
 

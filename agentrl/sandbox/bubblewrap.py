@@ -183,15 +183,15 @@ def limited(spec: SandboxSpec) -> list[str]:
 
 
 def ending(end: End, code: int, spec: SandboxSpec) -> End:
-    """How a command ended whose signal a shell or a namespace reports as 128 + N: 24 and 9 are the processor's time."""
+    """End of a command whose signal a shell or a namespace reports as 128 + N: 24 and 9 are the processor's time."""
     if end in ("ok", "error", "killed", "cpu") and code in (-9, -24, 137, 152):
         return "cpu" if spec.cpu_s is not None else "killed"
     return end
 
 
 def crowded(leader: int, most: int) -> bool:
-    """Whether more processes are in the namespace that bwrap, process `leader`, made for its command. Not counted to the end:
-    new ones of a fork bomb come at the list's end."""
+    """Return True if more processes are in the namespace that bwrap, process `leader`, made for its command. Not counted to the
+    end: new ones of a fork bomb come at the list's end."""
     try:
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         inside = Path(f"/proc/{children[0]}/ns/pid").readlink()
@@ -269,5 +269,5 @@ def unavailable() -> str | None:
 
 
 def lacking() -> str | None:
-    """What this bubblewrap does not keep of docs/sandboxes.md, or None."""
+    """Promises of docs/sandboxes.md that this bubblewrap does not keep, or None."""
     return None if _no_more_namespaces() else "it is older than 0.8, so a command could make namespaces of its own"

@@ -320,7 +320,8 @@ def filter_calls(job: dict[str, Any]) -> None:
 
 
 def truncation(which: int) -> list[Step]:
-    """What Landlock does not deny before Linux 6.2. An open that truncates must be one that writes, which Landlock looks at."""
+    """Access rights that Landlock does not deny before Linux 6.2. An open that truncates must be one that writes, which
+    Landlock looks at."""
     program: list[Step] = []
     for numbers in TRUNCATE.values():  # without openat2, whose flags a filter cannot read, programs use openat
         program += [(EQUAL, 0, 1, numbers[which]), (GIVE, 0, 0, DENY | (ENOSYS if numbers[which] == 437 else EPERM))]
@@ -434,8 +435,8 @@ def lead(job: dict[str, Any], status: int) -> NoReturn:
 
 
 def group_exceeds(most: int) -> bool:
-    """Whether this group has more threads, each process having one at least. Not counted to the end: new ones of a fork bomb come
-    at the list's end."""
+    """Return True if this group has more threads, each process having one at least. Not counted to the end: new ones of a fork
+    bomb come at the list's end."""
     own, found = os.getpgrp(), 0
     with os.scandir("/proc") as processes:
         for process in processes:

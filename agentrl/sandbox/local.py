@@ -181,7 +181,7 @@ def _opened(root: Path, path: str, flags: int, make: bool = False) -> Iterator[i
 
 
 def _inside(root: Path, folder: Path) -> bool:
-    """Whether no link lies between the root and the folder."""
+    """Return True if no link lies between the root and the folder."""
     return folder.resolve() == folder and folder.is_relative_to(root)
 
 
@@ -460,7 +460,7 @@ def _variables(home: str) -> dict[str, str]:
 
 @cache
 def package_folders() -> frozenset[str]:
-    """Where Python packages are installed on this machine, as far as a command could read them."""
+    """Folders of installed Python packages on this machine, as far as a command could read them."""
     found = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}
     for prefix in ("/usr", "/usr/local", "/opt", "/opt/*", "/opt/*/envs/*", sys.base_prefix):
         for place in ("lib/python3*/*-packages", "lib64/python3*/*-packages"):
@@ -470,8 +470,8 @@ def package_folders() -> frozenset[str]:
 
 @cache
 def without_packages(folders: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """What to allow instead of `folders`, so that their installed packages are left out: what may be read, and the folders on the
-    way, whose names may be listed (imports do; Landlock gives a right to all that is below)."""
+    """Readable paths that replace `folders`, so that their installed packages are left out: what may be read, and the folders
+    on the way, whose names may be listed (imports do; Landlock gives a right to all that is below)."""
     shown, listed = set(), set()
     hidden = package_folders()
     left = list(folders)

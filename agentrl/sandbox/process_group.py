@@ -35,7 +35,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process group ended; `status`: the bytes that it wrote to its status pipe."""
+    """End of a process group; `status`: the bytes that it wrote to its status pipe."""
 
     stdout: bytes
     stderr: bytes

@@ -311,7 +311,7 @@ class HeldSandbox:
 
     @property
     def queued(self) -> str:
-        """What this waits for if it does not run yet, for messages; "" if it waits for nothing."""
+        """Resource that this waits for if it does not run yet, for messages; "" if it waits for nothing."""
         if self._queued_since is None:
             return ""
         waited = time.monotonic() - self._queued_since
@@ -335,7 +335,7 @@ class HeldSandbox:
             return self._sandbox
 
     async def use(self, work: Callable[[Sandbox], Awaitable[Answer]], changes: bool = True) -> Answer:
-        """What the work does with the started sandbox; `changes`: it may change files."""
+        """Run the work with the started sandbox; `changes`: it may change files."""
         sandbox = await self.start()
         if changes:
             await self._save_if_needed()

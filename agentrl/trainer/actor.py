@@ -76,7 +76,7 @@ class WeightSource:
         return self._sender.open()
 
     def _lendable(self, sender: Sender) -> list[Tensor]:
-        """What receivers may read where it is. Shards of several ranks are joined once a route asks for it, and stay so."""
+        """Tensors that receivers may read in place. Shards of several ranks are joined once a route asks for it, and stay so."""
         if self._joined is None and sender.joins and (shards := self._engine.shards()):
             self._joined = join(shards, self._rank, dist.get_world_size())
             self._engine.use_joined(self._joined.whole)
@@ -437,7 +437,7 @@ class Actor(TrainedRole):
 
     def prefer(self, batch: TensorDict, count: int, pairs: int, loss: Dpo) -> dict[str, float]:
         """One optimizer step (`count` is 1) of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
-        column `trajectory`, with the row column `reference` (train/pairs.py)."""
+        column `trajectory`, with the row column `reference` (trainer/actor.py)."""
         engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
         metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
         self._updates += count

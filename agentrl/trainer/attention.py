@@ -26,8 +26,8 @@ from agentrl.utils.errors import ModelError
 
 
 def varlen_takes(width: int) -> bool:
-    """Whether the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for blocks
-    do."""
+    """Return True if the varlen kernel, FlashAttention's, takes heads of that dimension. It pads no others, as the kernels for
+    blocks do."""
     return width % 8 == 0 and width <= 256
 
 
@@ -56,7 +56,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, 
 
 @cache
 def varlen_takes_groups() -> bool:
-    """Whether this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
+    """Return True if this torch's kernel takes fewer key heads than query heads; torch 2.11's does not say that it does."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -239,7 +239,7 @@ class PackedSequences:
     """The layout of the rows: `cu_seqlens` int32 [N + 1], the longest row, the blocks for a CPU, and the group
     of ranks that shares the tokens, if there is one.
 
-    If rows share prefixes (`spans` of batch/prefix.py), the blocks hold the spans without a prefix before them,
+    If rows share prefixes (`spans` of data/schedule.py), the blocks hold the spans without a prefix before them,
     which include the prefixes themselves, and `suffixes` the suffixes after them; on a CPU, `parts` has all of it for
     `shared_attention`. `experts`: where routers are to send the
     tokens of this rank (Micro.experts)."""

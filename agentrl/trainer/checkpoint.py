@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _within(name: str) -> bool:
-    """Whether a file that a manifest names is in its folder: outside may be a device, which is read for ever."""
+    """Return True if a file that a manifest names is in its folder: outside may be a device, which is read for ever."""
     path = PurePath(name)
     return not path.is_absolute() and ".." not in path.parts
 
@@ -113,7 +113,7 @@ _TOO_LITTLE = 1 << 20
 
 
 def newest_checkpoint(run: Path) -> str:
-    """What is said of the newest whole checkpoint of a run's folder."""
+    """Message about the newest whole checkpoint of a run's folder."""
     return str(Checkpoints(run / "checkpoints", 1).newest() or "none yet")
 
 

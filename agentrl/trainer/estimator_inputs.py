@@ -136,7 +136,7 @@ def numbered(advantage: Choice, own: Mapping[str, Choice]) -> list[Choice]:
 
 
 def needs_greedy(advantage: Choice) -> bool:
-    """Whether each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
+    """Return True if each group also gets a greedy episode of its task, whose reward is the estimator's baseline."""
     return "baseline" in ADVANTAGES.entry(advantage.name).needs
 
 

@@ -226,7 +226,7 @@ def keep_layers(config: Any, count: int, every: int) -> Any:
 
 
 def kinds_needed(layers: list[nn.Module]) -> int:
-    """How many of the first layers hold one of every kind."""
+    """Number of first layers that hold one of every kind."""
     seen: set[str] = set()
     last = 0
     for number, layer in enumerate(layers):
@@ -238,7 +238,7 @@ def kinds_needed(layers: list[nn.Module]) -> int:
 
 
 def _kind(layer: nn.Module) -> str:
-    """What a layer is, without its number: the classes of its parts, shapes, and their flags and words."""
+    """Kind of a layer, without its number: the classes of its parts, shapes, and their flags and words."""
     lines = []
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | str | None) or "window" in k or "theta" in k}
@@ -333,7 +333,7 @@ class Sample:
         return (logits[:-1] / TEMPERATURE).log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
     def looks_ahead(self) -> Measured:
-        """How much a row's end changes what is computed of its beginning."""
+        """Influence of a row's end on the computation of its beginning."""
         row, whole = self.rows[1], self.reference[1]
         if self.kind == "score":
             return Measured(0.0)
@@ -484,7 +484,7 @@ _probed: dict[str, Probed] = {}
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the probe found of a model: of each way to compute rows, its largest error. `one_row` and `eager` (the same with
+    """The probe's findings about a model: of each way to compute rows, its largest error. `one_row` and `eager` (the same with
     eager attention) are None where they are not needed."""
 
     name: str
@@ -514,7 +514,7 @@ def with_packing(config: TrainConfig) -> TrainConfig:
 
 
 def packing_of(config: TrainConfig) -> Packing:
-    """How the run's rows are computed.
+    """Method by which the run's rows are computed.
 
     Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing. Raises ModelError for a
     model whose family is not computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but
@@ -607,7 +607,7 @@ def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
 
 
 def probed(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:
-    """What the probe finds of a model; of the same config only once in a process. Raises ModelError if it cannot be right in
+    """The probe's findings about a model; of the same config only once in a process. Raises ModelError if it cannot be right in
     any way: it is not causal, random in training, or cannot be tried."""
     key = json.dumps([config.to_dict(), kind, one_row], sort_keys=True, default=str)
     if key not in _probed:

@@ -340,7 +340,7 @@ class FsdpEngine(BaseEngine):
 
     @property
     def _gathers(self) -> bool:
-        """Whether other ranks have parts of the weights."""
+        """True if other ranks have parts of the weights."""
         return self.sharded and dist.get_world_size() > 1
 
     def frozen_base(self) -> AbstractContextManager[None]:
@@ -469,7 +469,7 @@ class FsdpEngine(BaseEngine):
 
 
 def vision_of(path: str, model: Any) -> Vision | None:
-    """What the model does with images, if it takes any. Its vision tower is frozen, and attends by transformers' own function:
+    """The model's treatment of images, if it takes any. Its vision tower is frozen, and attends by transformers' own function:
     packed rows are those of the text."""
     if not takes_images(model.config):
         return None
@@ -480,7 +480,7 @@ def vision_of(path: str, model: Any) -> Vision | None:
 
 
 def _sharded(parameter: Tensor) -> bool:
-    """Whether FSDP2 holds a shard of it now. What is split by tensor or expert parallelism alone is a DTensor too."""
+    """Return True if FSDP2 holds a shard of it now. What is split by tensor or expert parallelism alone is a DTensor too."""
     return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
 
 

@@ -265,7 +265,7 @@ def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, T
         def __getattr__(self, name: str) -> None:  # router logits, states of recurrent layers and the like: there are none
             return None
 
-    # Numbers are needed, also if the caller makes everything else on the meta device (train/memory.py).
+    # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
     with torch.device("cpu"):
         return _seen(model, head, name, States)
 
@@ -455,8 +455,8 @@ def with_images(micro: Micro, vision: Vision) -> Micro:
 
 
 def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[int], Tensor]:
-    """Which of `indices` are among this rank's tokens (`share` per rank); how many are among each rank's; and the order that
-    undoes the gathering by rank, because with shared prefixes the indices of a rank need not be consecutive."""
+    """Positions of `indices` that are among this rank's tokens (`share` per rank); how many are among each rank's; and the
+    order that undoes the gathering by rank, because with shared prefixes the indices of a rank need not be consecutive."""
     owner = indices // share
     counts: list[int] = torch.bincount(owner, minlength=group.size).tolist()
     return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))

@@ -124,7 +124,7 @@ def compile_layers(layers: list[nn.Module], backend: str = BACKEND) -> None:
 
 
 def compiled_head(backend: str = BACKEND) -> HeadKernels:
-    """What happens to a chunk's logits between the products, in a few kernels that read them once or twice."""
+    """Work on a chunk's logits between the products, in a few kernels that read them once or twice."""
     # Dynamic only from the second number of tokens on: the size of the vocabulary stays a constant.
     return HeadKernels(torch.compile(summary, backend=backend), torch.compile(slope, backend=backend))
 
@@ -212,8 +212,8 @@ class Routing:
             yield
 
     def take_load(self) -> Tensor | None:
-        """How often each expert was chosen since the last call: float64 [routers, experts] on the host, over the ranks that share
-        tokens; None for a dense model."""
+        """Number of choices of each expert since the last call: float64 [routers, experts] on the host, over the ranks that
+        share tokens; None for a dense model."""
         if not len(self._routers):
             return None
         counts, self._load.counts = self._load.counts, None
@@ -225,13 +225,13 @@ class Routing:
 
 
 def _asked() -> Tensor | None:
-    """What the pass that is under way, or computed again, asks of the routers."""
+    """Request of the current pass, or of its recomputation, to the routers."""
     packed = layout()
     return None if packed is None else packed.experts
 
 
 def own_tokens(tokens: int, group: Ulysses | None) -> slice:
-    """Which of a micro-batch's tokens are computed on this rank; what pads its share comes after them."""
+    """Mask of a micro-batch's tokens that are computed on this rank; what pads its share comes after them."""
     if group is None:
         return slice(0, tokens)
     local = group.slice_of(tokens + -tokens % group.size)

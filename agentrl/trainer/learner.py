@@ -61,7 +61,7 @@ COEFFICIENTS = ("kl_coef", "entropy_coef")
 
 
 class Steered(Protocol):
-    """Who has them, by these attributes."""
+    """Owner of the coefficients, by these attributes."""
 
     kl_coef: float
     entropy_coef: float
@@ -343,7 +343,7 @@ class Learner:
         return metrics | {"skipped_steps": 0.0}
 
     def _trained(self, view: Ragged) -> TrainedTokens:
-        """What the step made of the batch's tokens; ratios of the rows that the actor visited, on whichever rank."""
+        """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
         if self.algorithm.proximal == "recompute":
             return TrainedTokens.of(view, recomputed(view))
         seen = self.actors.run_all(Actor.visited)
@@ -465,7 +465,7 @@ class Learner:
             self.experience.save(folder / FILE)
 
     async def saved(self) -> bool:
-        """Whether the save that `begin_save` started is complete; raises the error of a role whose part failed."""
+        """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
         for group in self._kept().values():
             if not await group.arun(SavedRole.saved):
                 return False

@@ -29,7 +29,7 @@ communication as gathering the weights."""
 
 
 def by_size(asked: bool | None, size: int) -> bool:
-    """What the config asks for; if it leaves that open, whether there are at least LARGE numbers."""
+    """Value that the config asks for; if it leaves that open, whether there are at least LARGE numbers."""
     return size >= LARGE if asked is None else asked
 
 
@@ -57,7 +57,7 @@ class Activations:
 
     @property
     def checkpointed(self) -> int:
-        """What is saved if each layer is computed again in the backward pass."""
+        """Memory saved if each layer is computed again in the backward pass."""
         return self.saved - self.layers + self.inputs
 
     def working(self, checkpoints: bool) -> int:
@@ -206,7 +206,7 @@ def _counted(
 
 
 MASTER = 4
-"""Bytes of a number of the weights and of their gradients: float32. What an optimizer keeps is in train/optim.py."""
+"""Bytes of a number of the weights and of their gradients: float32. What an optimizer keeps is in trainer/optim.py."""
 GATHERED = 3
 """Layers that FSDP2 has gathered at once: the one that computes, the next one, and the buffer that one arrives in."""
 
@@ -231,12 +231,12 @@ class RoleMemory:
 
     @property
     def held(self) -> int:
-        """What stays between turns."""
+        """Memory that stays between turns."""
         return self.weights + self.optimizer + self.cache
 
     @property
     def turn(self) -> int:
-        """What a turn needs in addition."""
+        """Memory that a turn needs in addition."""
         return self.gradients + self.gathered + self.activations + self.working
 
 
@@ -290,7 +290,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers the parameters hold together."""
+    """Number of the parameters' elements."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -299,7 +299,7 @@ Held = dict[int, Share]
 
 
 def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
-    """What each rank holds of each parameter of a role's module; parameters that the module has beside the model are sharded by
+    """Each rank's share of each parameter of a role's module; parameters that the module has beside the model are sharded by
     FSDP2 alone."""
     model: Any = module.hf
     named = dict(model.named_parameters())

@@ -133,11 +133,11 @@ def named_rows(view: Ragged, rows: Sequence[int]) -> str:
 # The order matters:
 #
 # with_policies        the proximal policy, and the weights of an off-policy correction, which reject tokens
-# cut_minibatches      episodes -> optimizer steps                                     (batch/schedule.py)
+# cut_minibatches      episodes -> optimizer steps                                     (data/schedule.py)
 # counted              denominators of each, from every row: rejected tokens do not count, idle rows do
 # with_selection       tokens that a loss treats differently, over all rows of a minibatch
 # without_idle_rows    drops rows that cannot have a gradient, which saves time and changes no step
-# assign_ranks         remaining rows -> ranks                                         (batch/schedule.py)
+# assign_ranks         remaining rows -> ranks                                         (data/schedule.py)
 #
 # Workers find all of it in the columns `minibatch`, `episode_tokens` and `counts` (see `minibatches`, `counts_of`).
 

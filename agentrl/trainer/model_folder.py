@@ -43,7 +43,7 @@ LOADED = "_is_hf_initialized"  # transformers' mark of a tensor or module that i
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """Where a tensor of a transformers model is. Modules stay the same objects when adapters or FSDP wrap them."""
+    """Location of a tensor of a transformers model. Modules stay the same objects when adapters or FSDP wrap them."""
 
     module: nn.Module
     leaf: str
@@ -174,7 +174,7 @@ def region_of(tensor: Tensor) -> Region | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -281,7 +281,7 @@ def export_run(run: str | Path, out: str | Path, step: int | None = None, *, bes
 
 
 def while_chosen(read: Callable[[], T], *, named: bool) -> T:
-    """What `read` makes of a checkpoint; again if the run removes it meanwhile, since another is the newest or best then, unless
+    """Result of `read` on a checkpoint; again if the run removes it meanwhile, since another is the newest or best then, unless
     the user `named` it. Raises as `read`."""
     for _ in range(0 if named else TRIES - 1):
         with suppress(CheckpointGoneError):
@@ -344,7 +344,7 @@ def _while_there(chosen: Path) -> Iterator[None]:
 
 @contextmanager
 def made_or_removed(folder: Path) -> Iterator[None]:
-    """What is half of a model has no weights or no tokenizer, and would keep the command from being repeated."""
+    """Remove a model that is incomplete on an error, since it would keep the command from being repeated."""
     try:
         yield
     except BaseException:

@@ -106,7 +106,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
-    """The optimizers of `cfg.name`; `cfg.lr` is set (train/rates.py). Raises DependencyError if a package is missing."""
+    """The optimizers of `cfg.name`; `cfg.lr` is set (trainer/optim.py). Raises DependencyError if a package is missing."""
     check_installed(cfg.name, "optim.name")
     return MAKERS[cfg.name](named, cfg)
 
@@ -171,12 +171,13 @@ def state_bytes(name: str, parameter: Tensor, cfg: OptimConfig) -> float:
 
 
 def moves_by_muon(name: str, parameter: Tensor) -> bool:
-    """Whether Muon moves it: a matrix, and neither an embedding nor a head."""
+    """Return True if Muon moves it: a matrix, and neither an embedding nor a head."""
     return parameter.ndim == 2 and min(parameter.shape) > 1 and "embed" not in name and "lm_head" not in name
 
 
 def in_blocks(parameter: Tensor) -> bool:
-    """Whether its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole blocks."""
+    """Return True if its moments have 8 bits: a matrix of 4,096 numbers or more whose rows, or shards of rows, are whole
+    blocks."""
     if parameter.ndim < 2 or parameter.numel() < 4096:
         return False
     parts, last = 1, Shard(parameter.ndim - 1)
@@ -199,7 +200,7 @@ def _decayed(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
 
 def _lr(cfg: OptimConfig) -> float:
     if cfg.lr is None:
-        raise ConfigError("optim.lr: no learning rate. Set one, or take that of train/rates.py")
+        raise ConfigError("optim.lr: no learning rate. Set one, or take that of trainer/optim.py")
     return cfg.lr
 
 

@@ -215,7 +215,7 @@ EXPERTS = "ep_dispatch_experts"
 
 def split(model: Any, tp: DeviceMesh | None, ep: DeviceMesh | None) -> list[nn.Module]:
     """Split a transformers model on the meta device by its plans over these meshes; adapters are injected already.
-    Returns the modules of experts that each rank has others of. That it fits has been checked (train/plan_checks.py)."""
+    Returns the modules of experts that each rank has others of. That it fits has been checked (trainer/parallel.py)."""
     tensor, experts = plans_of(model, tp is not None, ep is not None)
     apply_tensor, apply_experts = transformers_split()
     if tp is not None:
@@ -319,8 +319,8 @@ def dimension_of(plan: Plan, name: str, parameter: Tensor, model: nn.Module) -> 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of a parameter: `shape` after tensor and expert parallelism, of which FSDP2 shards dimension `along`
-    over `shards` ranks."""
+    """A rank's share of a parameter: `shape` after tensor and expert parallelism, of which FSDP2 shards dimension `along` over
+    `shards` ranks."""
 
     shape: tuple[int, ...]
     along: int
@@ -339,7 +339,7 @@ class Share:
 
 
 def shares(model: Any, cfg: ModelConfig, ranks: int) -> dict[str, Share]:
-    """What each rank holds of each parameter of a model on the meta device, adapters included."""
+    """Each rank's share of each parameter of a model on the meta device, adapters included."""
     tensor, experts = plans_of(model, cfg.tensor_parallel > 1, cfg.expert_parallel > 1)
     tensor, size = _around_adapters(model, tensor), cfg.tensor_parallel
     found = {}

@@ -458,7 +458,7 @@ def _brief(error: BaseException) -> str:
 
 
 def is_classifier(path: str, model: ModelConfig) -> bool:
-    """Whether the model at `path` is a sequence classifier already."""
+    """Return True if the model at `path` is a sequence classifier already."""
     config = load_model_config(path, model.trust_remote_code)
     return any("SequenceClassification" in kind for kind in config.architectures or [])
 

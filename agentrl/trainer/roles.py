@@ -114,7 +114,7 @@ class SavedRole(ModelRole):
         self._saving.begin(self._made(), Path(folder), {"updates": self._updates})
 
     def saved(self) -> bool:
-        """Whether the save that `begin_save` started is complete; raises its error if it failed."""
+        """Return True if the save that `begin_save` started is complete; raises its error if it failed."""
         return self._saving.done()
 
     def load(self, folder: str) -> None:
@@ -134,7 +134,7 @@ class TrainedRole(SavedRole):
     @property
     def _lr(self) -> float:
         """The learning rate of which a schedule gives shares."""
-        assert self._optim.lr is not None  # of train/rates.py
+        assert self._optim.lr is not None  # of trainer/optim.py
         return self._optim.lr
 
     def _set_rate(self) -> float:
@@ -154,7 +154,7 @@ POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 
 
 def moves(config: TrainConfig) -> bool:
-    """Whether the reference of the KL penalty is an average of the policies so far."""
+    """Return True if the reference of the KL penalty is an average of the policies so far."""
     return config.algorithm.kl.reference == "moving"
 
 

@@ -80,14 +80,14 @@ class BaseEngine(ABC):
 
     @classmethod
     def memory(cls, module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
-        """For `--dry-run`: bytes of a role on one of its ranks. `module`: train/memory.py's `shell` of it, on the meta device;
+        """For `--dry-run`: bytes of a role on one of its ranks. `module`: trainer/memory.py's `shell` of it, on the meta device;
         `tokens`: of a micro-batch; `optims`: the optimizers that it has, one after the other; none of a role that does not learn.
         Raises ConfigError if the engine does not say, ModelError if the model cannot be counted."""
         raise ConfigError(f'model.engine = "{cfg.engine}" does not count its memory, so --dry-run cannot')
 
     @property
     def packs(self) -> bool:
-        """Whether a micro-batch may hold several rows (`model.packing`)."""
+        """True if a micro-batch may hold several rows (`model.packing`)."""
         return self.cfg.packing in ("auto", "packed")
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class BaseEngine(ABC):
         `backward` their `grad` is the summed gradient. A tied output embedding appears once, under the input's name."""
 
     def use_optimizer(self, cfg: OptimConfig) -> None:
-        """A fresh optimizer `cfg.name` over `named`, in place of the one that there was; `cfg.lr` is set (train/rates.py)."""
+        """A fresh optimizer `cfg.name` over `named`, in place of the one that there was; `cfg.lr` is set (trainer/optim.py)."""
         self.optimizers = None  # its memory goes before another's is taken
         self.optimizers = make_optimizers(self.named(), cfg)
 
@@ -153,19 +153,19 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def finite(self) -> bool:
-        """Whether all trained parameters are finite; the same answer on all ranks."""
+        """Return True if all trained parameters are finite; the same answer on all ranks."""
 
     @abstractmethod
     def reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         """The element-wise sum or maximum over the data-parallel ranks, on the host: ranks that share rows count once."""
 
     def expert_load(self) -> Tensor | None:
-        """How often each expert was chosen in passes with gradient since the last call, float64 [layers, experts] on the
-        host, over the ranks that share rows; None for a dense model, and from an engine that does not count."""
+        """Number of choices of each expert in passes with gradient since the last call, float64 [layers, experts] on the host,
+        over the ranks that share rows; None for a dense model, and from an engine that does not count."""
         return None
 
     def flops(self) -> Flops | None:
-        """What the model computes, for `gpu/mfu`; None from an engine that does not count."""
+        """FLOPs of the model, for `gpu/mfu`; None from an engine that does not count."""
         return None
 
     # -- weights for others ----------------------------------------------------------------------------------------
@@ -184,8 +184,9 @@ class BaseEngine(ABC):
         return []
 
     def shards(self) -> list[RowShard]:
-        """What this rank has of `tensors`, if several ranks have rows of each and nothing else is made of them, by any name that
-        is the same on all ranks; none by default. They may then be joined in shared memory (weights/joined.py). A collective."""
+        """This rank's parts of `tensors`, if several ranks have rows of each and nothing else is made of them, by any name that
+        is the same on all ranks; none by default. They may then be joined in shared memory (engines/weights/host_routes.py). A
+        collective."""
         return []
 
     def use_joined(self, whole: Mapping[str, Tensor]) -> None:
@@ -198,14 +199,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def saving(self) -> Saving:
-        """How `tensors` become those of a checkpoint."""
+        """Recipe that turns `tensors` into those of a checkpoint."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write a folder that plain transformers loads."""
 
     def adapter(self) -> dict[str, Tensor]:
-        """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors` (weights/target.py)."""
+        """Only the adapter's tensors, gathered, float32 on the host, as `Adapter.tensors` (engines/weights/base.py)."""
         raise ConfigError(f'model.engine = "{self.cfg.engine}" trains no adapters')
 
     def frozen_base(self) -> AbstractContextManager[None]:
@@ -263,7 +264,8 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device) -> torch.dtype:
-    """What a model computes in on that device: `model.dtype`, or by default bfloat16 on a GPU and float32 on a CPU."""
+    """Number type in which a model computes on that device: `model.dtype`, or by default bfloat16 on a GPU and float32 on a
+    CPU."""
     return torch.float32 if cfg.computes_in(device.type == "cuda") == "float32" else torch.bfloat16
 
 
@@ -298,7 +300,7 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     ),
 }
 """By trait: what asks for it, in the words of a config, and whether a config does. (A run without a process group asks for
-"alone", which is given one instead; see train/role.py.)"""
+"alone", which is given one instead; see trainer/roles.py.)"""
 
 
 def check_train_engine(config: TrainConfig) -> None:
@@ -322,7 +324,7 @@ def check_train_engine(config: TrainConfig) -> None:
 
 
 def shares_prefixes(cfg: ModelConfig) -> bool:
-    """Whether the training engine computes a prefix that rows share once."""
+    """Return True if the training engine computes a prefix that rows share once."""
     return "prefix_sharing" in TRAIN_ENGINES.entry(cfg.engine).traits
 
 
@@ -346,7 +348,7 @@ _OUTSIDE = re.compile(r"embed|lm_head|visual|output\.weight")
 
 
 def flops_of(module: nn.Module, config: Any) -> Flops | None:
-    """What a model computes for each token, from its matrices and its config; None if the config does not name its heads."""
+    """FLOPs per token, from a model's matrices and its config; None if the config does not name its heads."""
     text = config.get_text_config()
     heads, layers = (getattr(text, key, None) for key in ("num_attention_heads", "num_hidden_layers"))
     if not heads or not layers:
@@ -388,7 +390,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 class CardUsage:
-    """What one role's steps take of its ranks' cards, from its making to `metrics`."""
+    """Usage of the ranks' cards by one role's steps, from its making to `metrics`."""
 
     def __init__(self, engine: BaseEngine, view: Ragged) -> None:
         self._engine, self._view = engine, view
@@ -510,13 +512,13 @@ def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
 
 
 def separate_reference(config: TrainConfig) -> bool:
-    """Whether the reference of the KL penalty has a model of its own; with adapters it is the actor's frozen base."""
+    """Return True if the reference of the KL penalty has a model of its own; with adapters it is the actor's frozen base."""
     return config.algorithm.kl.coef > 0 and config.model.lora is None
 
 
 def rests(config: TrainConfig, role: str) -> bool:
-    """Whether a role gives its memory back between its turns: if the config asks for it, and another role, or a colocated
-    engine, uses the same processes' devices."""
+    """Return True if a role gives its memory back between its turns: if the config asks for it, and another role, or a
+    colocated engine, uses the same processes' devices."""
     if config.model.offload == "never":
         return False
     pools = {str(name): pool for name, pool in config.cluster.roles.items()} if config.cluster.backend == "ray" else {}

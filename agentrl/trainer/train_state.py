@@ -81,7 +81,7 @@ def metadata_of(content: bytes) -> Metadata:
 
 
 class _Record:
-    """What stands for an instance of a class: how it was called, and its state."""
+    """Substitute for an instance of a class: how it was called, and its state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -262,7 +262,7 @@ class BackgroundSave:
         self._writing, self._folder = copied, folder
 
     def done(self) -> bool:
-        """Whether no save is being written any more. On rank 0 that means that all ranks have written.
+        """Return True if no save is being written any more. On rank 0 that means that all ranks have written.
 
         Raises CheckpointError once if the save failed.
         """

@@ -104,7 +104,7 @@ def measured(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...])
 
 
 def _expert_metrics(engine: BaseEngine) -> dict[str, float]:
-    """How evenly the experts were used, over all ranks and passes of the update."""
+    """Evenness of the experts' use, over all ranks and passes of the update."""
     counts = engine.expert_load()
     return {} if counts is None else load_metrics(engine.reduce(counts, "sum").numpy())
 
@@ -172,8 +172,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """What an update needs besides batch and algorithm: the rollout's temperature, token cap, seed, step,
-    and the coefficient of the KL term in the loss."""
+    """Settings of an update apart from batch and algorithm: the rollout's temperature, token cap, seed, step, and the
+    coefficient of the KL term in the loss."""
 
     temperature: float
     micro_tokens: int
@@ -189,7 +189,7 @@ def update_policy(
 
     Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
     advantages, minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked
-    and ref_logprobs, and the batch-wide counts; if rows were added (train/added.py) origin, and the batch-wide added. A minibatch
+    and ref_logprobs, and the batch-wide counts; if rows were added, origin and the batch-wide added. A minibatch
     without remaining rows still takes its optimizer step, with a gradient of zero. `visits` is told the ratios of the first
     epoch. Returns metrics, the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
     """
@@ -254,7 +254,7 @@ def add_gradients(
 
 
 def _counted(counts: Denominators, algorithm: AlgorithmConfig) -> float:
-    """What the mean of `algorithm.aggregate` is over."""
+    """Denominator of the mean of `algorithm.aggregate`."""
     return counts.tokens if algorithm.aggregate == "token_mean" else counts.episodes
 
 
@@ -486,8 +486,8 @@ class Steps:
         return [rows for rows, fine in zip(micros, finite, strict=True) if not fine]
 
     def sound(self, broken: list[list[int]]) -> bool:
-        """Whether the losses of all ranks were finite: all must decide the same, as a rank that stepped alone would have other
-        weights than the rest from then on."""
+        """Return True if the losses of all ranks were finite: all must decide the same, as a rank that stepped alone would have
+        other weights than the rest from then on."""
         return not float(self._engine.reduce(torch.tensor([float(len(broken))]), "max"))
 
     def log_skipped(self, number: int, what: str, micros: list[list[int]]) -> None:

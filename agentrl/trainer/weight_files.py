@@ -116,7 +116,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FilePosition:
-    """Where a tensor's bytes go: an open file, and the position in it."""
+    """Position of a tensor's bytes in a file: an open file, and the position in it."""
 
     file: BinaryIO
     start: int
@@ -263,12 +263,12 @@ class Header:
 
 
 def has_weights(path: str) -> bool:
-    """Whether a folder has a file of weights, whole or not; True for a hub name."""
+    """Return True if a folder has a file of weights, whole or not; True for a hub name."""
     return not Path(path).is_dir() or any(any(Path(path).glob(pattern)) for pattern in OTHER_WEIGHTS)
 
 
 def has_safetensors(path: str) -> bool:
-    """Whether a folder has weights as transformers saves them, whole or not; True for a hub name."""
+    """Return True if a folder has weights as transformers saves them, whole or not; True for a hub name."""
     return not Path(path).is_dir() or any((Path(path) / name).is_file() for name in (SINGLE, INDEX))
 
 
@@ -357,7 +357,7 @@ def _sorted(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]
 
 
 def _behind(model: Any, number: int, layers: int) -> bool:
-    """Whether a layer is one of those that some families keep behind the model's own, to predict several tokens."""
+    """Return True if a layer is one of those that some families keep behind the model's own, to predict several tokens."""
     return layers <= number < layers + (getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
 
 

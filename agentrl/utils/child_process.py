@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # they are not its children
 
 
 def function_ref(function: Callable[..., Any], name: str) -> FunctionRef:
-    """What a child needs to find the function. Raises TypeError, naming the tool, if no child could import it."""
+    """Reference by which a child finds the function. Raises TypeError, naming the tool, if no child could import it."""
     kind = (
         "a coroutine function"
         if inspect.iscoroutinefunction(function)
@@ -88,7 +88,7 @@ class Child:
         """Seconds of CPU time used by the call during which it was killed."""
 
     def runs(self) -> bool:
-        """Whether the process is alive."""
+        """Return True if the process is alive."""
         return self._process.is_alive()
 
     async def call(self, name: str, place: FunctionRef, values: Mapping[str, Any] | None) -> Any:

@@ -36,8 +36,8 @@ def known_word(word: str, known: Iterable[str], where: str) -> str:
 
 
 def members(names: Iterable[str], groups: Mapping[str, Iterable[str]], where: str) -> tuple[str, ...]:
-    """What the named groups hold, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError as
-    `known_word`."""
+    """Members of the named groups, each once, in the order of `names` (one thing may be a group of itself). Raises ConfigError
+    as `known_word`."""
     return tuple(dict.fromkeys(one for name in names for one in groups[known_word(name, groups, where)]))
 
 
@@ -105,7 +105,7 @@ class RunFolderError(UserError):
 
 
 class RepositoryError(UserError):
-    """What is to be pushed or pulled is no such thing, is damaged, or should not leave."""
+    """The object to push or pull has another form, is damaged, or must not leave."""
 
 
 class NonFiniteError(UserError):

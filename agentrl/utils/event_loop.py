@@ -329,7 +329,7 @@ class LoopBlock:
 
 @dataclass(slots=True)
 class _Looks:
-    """What was seen of one block so far."""
+    """Observations of one block so far."""
 
     found: Counter[tuple[CodeLine | None, str]] = field(default_factory=Counter)
     inner: dict[CodeLine | None, CodeLine | None] = field(default_factory=dict)
@@ -502,7 +502,7 @@ class _Processor:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread waits for work, for another thread, or for what a socket brings."""
+    """Return True if a thread waits for work, for another thread, or for what a socket brings."""
     return frame.f_code.co_filename in _WAITING or frame.f_code.co_qualname in _IDLE
 
 
@@ -530,7 +530,7 @@ def _place(stack: list[FrameType]) -> tuple[CodeLine | None, CodeLine | None]:
 
 @cache
 def _owner(file: str) -> Owner:
-    """Whose code a file is. Content that the package brings along (`_shelf`) counts as the user's, who may have changed it."""
+    """Owner of a file's code. Content that the package brings along (`_shelf`) counts as the user's, who may have changed it."""
     if file.startswith("<"):  # made by a library (a dataclass, a named tuple)
         return "library"
     path = Path(file).resolve()

@@ -46,7 +46,7 @@ def bind_at(listener: socket.socket, host: str) -> None:
 
 
 def strict_json(data: bytes | bytearray | str, containers: int = CONTAINERS, depth: int = DEPTH, *, rfc: bool = True) -> Any:
-    """What a JSON text means. Raises ValueError for anything else: numbers of more than 4,300 digits, more lists and objects than
+    """Value of a JSON text. Raises ValueError for anything else: numbers of more than 4,300 digits, more lists and objects than
     `containers` or in more than `depth` of each other; and, if `rfc`, NaN and infinities, which Python's own writer adds to
     JSON."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
@@ -149,7 +149,7 @@ async def _refuse(send: Any, status: int, code: str, reason: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name reaches this machine alone."""
+    """Return True if an address or name reaches this machine alone."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -304,7 +304,7 @@ def exempt_own(url: str) -> None:
 
 
 def through_proxy(url: str | None) -> str:
-    """What an error says of the proxy through which an address is asked; "" if there is none. Without an address: HTTPS."""
+    """Part of an error about the proxy through which an address is asked; "" if there is none. Without an address: HTTPS."""
     parts = urlsplit(url or "https://")
     proxies = getproxies_environment()
     kind = parts.scheme if parts.scheme in proxies else "all"

@@ -88,7 +88,7 @@ def json_text(
 
 
 def unbounded(value: Any) -> bool:
-    """Whether it is a number that JSON cannot represent, or that most of its readers cannot."""
+    """Return True if it is a number that JSON cannot represent, or that most of its readers cannot."""
     if isinstance(value, float):
         return not math.isfinite(value)
     return isinstance(value, int) and value.bit_length() > MOST_BITS
@@ -148,7 +148,7 @@ def detached(value: Any) -> Any:
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0, as it is in Python."""
+    """Return True if two JSON values are equal and of the same types throughout: 1 is neither true nor 1.0."""
     if one is other:
         return True
     if type(one) is not type(other) or one != other:

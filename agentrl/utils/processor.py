@@ -37,7 +37,7 @@ class HostMemory:
 
 
 def usable_memory() -> HostMemory:
-    """What is left to this process, by the machine and by each control group that it is in."""
+    """Memory left to this process, by the machine and by each control group that it is in."""
     import psutil  # only now: every command imports this module
 
     machine = psutil.virtual_memory()
@@ -91,8 +91,8 @@ def _memory(group: Path) -> tuple[int, int] | None:
 
 @cache
 def prefers_bfloat16() -> bool:
-    """Whether the processor computes faster in bfloat16 than in float32: Intel's with AMX, AMD's with AVX512_BF16. Intel's with
-    the latter alone are slower in it."""
+    """Return True if the processor computes faster in bfloat16 than in float32: Intel's with AMX, AMD's with AVX512_BF16.
+    Intel's with the latter alone are slower in it."""
     try:
         said = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -63,7 +63,7 @@ def resolved(value: Any, where: str) -> Any:
 
 
 def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Where a value refers to environment variables: the key of each text that does, below `where`, and the text."""
+    """References of a value to environment variables: the key of each text that does, below `where`, and the text."""
     if isinstance(value, str):
         if _WHOLE.fullmatch(value) or _WITHIN.search(value):
             yield where, value

@@ -93,7 +93,7 @@ def _as_re(pattern: str) -> str:
 
 
 def _copies(pattern: str) -> float:
-    """How many copies its parts are at most, if each repeat is written out as often as it must match."""
+    """Largest number of copies of its parts, if each repeat is written out as often as it must match."""
     flat = _SPACED.search(pattern) is not None  # comments may hold brackets, so each repeat counts as if nested in all others
     groups, last = [0.0], 0.0
     for token in _TOKEN.finditer(pattern):

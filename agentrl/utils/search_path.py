@@ -58,20 +58,20 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
 
 
 def own_reward(made: Any) -> str | None:
-    """What the attribute `reward` of an environment's class names: a spec; one that is a spec itself, or a function, is given as
-    "given:CLASS.reward"."""
+    """Spec that the attribute `reward` of an environment's class names: a spec; one that is a spec itself, or a function, is
+    given as "given:CLASS.reward"."""
     reward = inspect.getattr_static(made, "reward", None)
     reward = reward.__func__ if isinstance(reward, staticmethod) else reward
     return reward if reward is None or isinstance(reward, str) else give(reward, f"{made.__name__}.reward")
 
 
 def is_given(name: object) -> bool:
-    """Whether a config's value is the name of something that was given."""
+    """Return True if a config's value is the name of something that was given."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def taken(name: str, key: str) -> Given:
-    """What was given under "given:NAME". Raises ConfigError, with the config's `key`, if this process has no such thing."""
+    """Object given under "given:NAME". Raises ConfigError, with the config's `key`, if this process has no such thing."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     if found is None:
         raise ConfigError(
@@ -82,7 +82,7 @@ def taken(name: str, key: str) -> Given:
 
 
 def value_of(name: str) -> Any:
-    """What was given under "given:NAME"; None if nothing was."""
+    """Object given under "given:NAME"; None if nothing was."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     return None if found is None else found.value
 
@@ -186,7 +186,7 @@ SHIPPED = "AGENTRL_SHIPPED"
 
 
 def user_folder() -> Path:
-    """What agentrl keeps for a user beside runs (which suites are installed): AGENTRL_HOME, by default ~/.agentrl."""
+    """Folder of a user's own state, apart from runs (the installed suites): AGENTRL_HOME, by default ~/.agentrl."""
     return Path(os.environ.get("AGENTRL_HOME") or "~/.agentrl").expanduser()
 
 
@@ -239,7 +239,7 @@ def find_file(name: str, folder: str, suffix: str, what: str) -> Path:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """What of `known` is near to `name`, or what there is."""
+    """The names of `known` nearest to `name`, or all of them."""
     return did_you_mean(name, known, f"known: {', '.join(sorted(set(known))[:20]) or 'none'}", most=3)
 
 

@@ -1,4 +1,4 @@
-"""What takes time in a run, as spans that lie in one another: a step, its parts, its episodes with their turns, calls and scores.
+"""Durations in a run, as nested spans: a step, its parts, its episodes with their turns, calls and scores.
 
     with span("tool", call.name) as open:          None if nobody listens, which costs a tenth of a microsecond
         ...
@@ -61,7 +61,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """Where in a trace one is: what is opened here lies in span `id`, and episodes in `home`, the part of a step that plays them.
+    """Position in a trace: what is opened here lies in span `id`, and episodes in `home`, the part of a step that plays them.
     `episodes`: the share of them that is exported."""
 
     trace: int
@@ -106,12 +106,12 @@ def listen(listener: Callable[[TraceSpan], None], *, all: bool = False) -> Calla
 
 
 def listens_to_all() -> bool:
-    """Whether spans that are not sampled are made too."""
+    """Return True if spans that are not sampled are made too."""
     return _LISTENERS.all > 0
 
 
 def here() -> TracePlace | None:
-    """Where in a trace the caller is; None: in none, or nobody listens."""
+    """Position of the caller in a trace; None: in none, or nobody listens."""
     return _HERE.get() if _LISTENERS.each else None
 
 
@@ -229,7 +229,7 @@ def new_id(bits: int) -> int:
 
 @functools.cache
 def machine() -> str:
-    """What only processes of one machine, since it was started, have in common: with it, their clocks are one."""
+    """Id that processes of one machine share since it was started: with it, their clocks are one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

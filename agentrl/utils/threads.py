@@ -312,7 +312,7 @@ class LoopThread:
 
     @property
     def here(self) -> bool:
-        """Whether the caller is in this thread, in which nothing of this loop can be waited for."""
+        """True if the caller is in this thread, in which nothing of this loop can be waited for."""
         return threading.current_thread() is self.thread
 
     def _run(self) -> None:

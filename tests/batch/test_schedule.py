@@ -148,4 +148,4 @@ def test_rows_are_placed_in_one_file() -> None:
         names = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
         if "agentrl.data.packing" in names:
             users.add(file.relative_to(PACKAGE).as_posix())
-    assert users == {"batch/__init__.py", "batch/schedule.py", "cluster/shard.py"}
+    assert users == {"data/schedule.py", "cluster/group.py"}

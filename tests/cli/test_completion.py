@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import completion as complete
-from agentrl.cli import env
 from agentrl.cli.main import build_parser, main
+from agentrl.contrib.remote_envs import commands
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.run.registries import REGISTRIES, registry_of, written_names
 from agentrl.utils.registry import _packaged
@@ -81,7 +81,7 @@ def test_each_argument_that_has_a_completer_is_one() -> None:
 
 
 def test_the_limits_of_a_server_are_those_that_it_has() -> None:
-    assert SessionLimits() == SessionLimits(env.EPISODES, env.IDLE, env.BODY)
+    assert SessionLimits() == SessionLimits(commands.EPISODES, commands.IDLE, commands.BODY)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -348,7 +348,7 @@ def test_leaves_documents_every_kind(capsys):
 
 def test_the_examples_of_the_leaves_are_valid():
     from agentrl.reward import load_spec
-    from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
 
     for kind, example in [(k, v.example) for k, v in LEAVES.items()] + [(k, v.example) for k, v in GROUP_LEAVES.items()]:
@@ -356,7 +356,7 @@ def test_the_examples_of_the_leaves_are_valid():
 
 
 def test_the_manual_documents_every_leaf_as_the_code_does():
-    from agentrl.reward.leaves import LEAVES
+    from agentrl.reward.leaf import LEAVES
     from agentrl.reward.nodes import GROUP_LEAVES
 
     manual = (SHELF.parent / "docs" / "rewards.md").read_text()

@@ -160,7 +160,7 @@ def test_what_it_has_to_say_never_keeps_it_from_ending_its_ray(sleepers: list[su
 WORDED = """
 import signal, sys, time
 import psutil, ray
-from agentrl.cluster import runtime
+from agentrl.cluster import ray_cluster as runtime
 from agentrl.cluster.ray_parent import unsaid
 from agentrl.config.schema import ClusterConfig
 

@@ -217,7 +217,7 @@ async def test_one_signal_to_the_whole_group_is_one_and_a_later_one_another(
 # The other commands, with a driver that Ray ends as often as its word says and that tells what it was asked for.
 OTHER = """
 import os, sys
-from agentrl.cli import eval, main, rollout, sft
+from agentrl.cli import eval, main, train
 from agentrl.cluster.ray_parent import tell
 
 ends, run = int(sys.argv[1]), sys.argv[2]
@@ -230,7 +230,7 @@ def drive(args, restarts, **more):
         os._exit(1)
     return 0
 
-sft._run = sft._resume = eval._evaluate = rollout._roll_out = drive
+train._run_sft = train._resume = eval._evaluate = eval._roll_out = drive
 sys.argv[1:] = sys.argv[3:]
 sys.exit(main.main())
 """
@@ -262,14 +262,14 @@ def test_episodes_that_ray_ended_are_continued_by_the_same_command(command: str)
 
 ALONE = """
 import os, sys
-from agentrl.cli import parented
+from agentrl.cli import arguments
 from agentrl.cli.main import main
 
 def end():
     print(len(os.listdir("/proc/self/task")), {"numpy", "torch", "ray"} & set(sys.modules))
     sys.exit(0)
 
-parented.end_of_driver = end
+arguments.end_of_driver = end
 sys.exit(main())
 """
 

@@ -35,7 +35,7 @@ MARK = "AGENTRL_ENDING"
 PLUGIN = '''
 import asyncio, gc, json, os, sys
 from agentrl.env import ToolEnv
-from agentrl.run import eval_session, session
+from agentrl.run import evaluate, session
 from agentrl.run.callbacks import CALLBACKS, Callback
 
 def counted():
@@ -46,7 +46,7 @@ def counted():
         json.dump(alive, file)
     stopped()
 
-stopped, session.stop_ray, eval_session.stop_ray = session.stop_ray, counted, counted
+stopped, session.stop_ray, evaluate.stop_ray = session.stop_ray, counted, counted
 if "vllm" in sys.argv[-1]:
     from ray import ObjectRefGenerator
     following = ObjectRefGenerator.__anext__

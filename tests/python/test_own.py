@@ -172,7 +172,7 @@ def test_a_config_of_what_is_python_is_refused_where_it_is_not(monkeypatch: pyte
     contents = contents_of(config, "train")
     names = ["the source of given:Pick", "the source of given:share_of_low_ids"]
     assert all(contents[name].startswith("sha256:") for name in names) and set(names) <= set(code_of(config))
-    monkeypatch.setattr(agentrl.given, "_TABLE", {})
+    monkeypatch.setattr(agentrl.utils.search_path, "_TABLE", {})
     with pytest.raises(ConfigError, match=r"env.reward: 'given:share_of_low_ids' was defined in Python, .* agentrl.give\(IT\)"):
         contents_of(config, "train")
 

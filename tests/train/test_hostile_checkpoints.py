@@ -156,16 +156,14 @@ def test_a_manifest_names_files_of_its_folder_only(folder: Path, name: str) -> N
 
 TRUSTED = {
     "cluster/host.py": "arguments of a run's own processes (Ray, pipes)",
-    "env/check/contract.py": "from `agentrl env check` to its own child",
+    "env/check.py": "from `agentrl env check` to its own child",
     "env/copying.py": "a copy in the same process",
-    "given.py": "from a run to its own workers, by Ray",
-    "reward/frozen.py": "a copy in the same process",
-    "tool/process.py": "from the user's own tool, in a process of its own",
-    "train/model_files.py": "torch.load, weights_only",
-    "train/plain_metadata.py": "a closed list of names, of which none is called",
-    "train/state.py": "torch.load, weights_only",
-    "train/weight_files.py": "torch.load, weights_only",
-    "weights/ipc.py": "from a run's trainer to its engine, by Ray",
+    "utils/search_path.py": "from a run to its own workers, by Ray",
+    "reward/twins.py": "a copy in the same process",
+    "utils/child_process.py": "from the user's own tool, in a process of its own",
+    "trainer/weight_files.py": "torch.load, weights_only",
+    "trainer/train_state.py": "a closed list of names, none of them called; torch.load, weights_only",
+    "engines/weights/distributed_routes.py": "from a run's trainer to its engine, by Ray",
     "reward/unit_tests/boot.py": "in a sandbox: the code of pytest and of the runner, which grade.py made",
 }
 """Every file that unpickles, and why that runs nothing of others (docs/trust.md)."""

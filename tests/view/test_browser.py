@@ -31,7 +31,7 @@ from tests.view.folders import episode, run_folder, unscored
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\x1b[31mred\x1b[0m \u202egnp.exe\u202c alert'
 LONG = "0123456789" * 100_000
-TOKENIZER_FILE = Path(agentrl.__file__).parent / "train" / "assets" / "tokenizer.json"
+TOKENIZER_FILE = Path(agentrl.__file__).parent / "trainer" / "assets" / "tokenizer.json"
 
 
 def metrics(steps: int = 6, low: float = 0.1) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def test_no_path_leads_out_of_the_page(asking: Asking, path: str) -> None:
 def test_assets_are_files_of_known_kinds_inside_the_package() -> None:
     import agentrl.contrib.view
 
-    inside = Path(agentrl.view.__file__).parent / "assets"
+    inside = Path(agentrl.contrib.view.__file__).parent / "assets"
     assert "index.html" in assets()
     for name, body in assets().items():
         assert Path(name).suffix in KINDS and (inside / name).read_bytes() == body

@@ -1,5 +1,4 @@
-"""What the sections of a config are made of: bounded numbers with their units, the base of every section, and a registered
-component.
+"""Building blocks of config sections: bounded numbers with their units, the base of every section, and a registered component.
 
 The text below a key is its documentation (`agentrl config docs`, docs/config_keys.md, the comments in a run's config.toml).
 """
@@ -19,7 +18,7 @@ from pydantic_core import CoreSchema
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a number counts or measures, in the type of a key: `Annotated[PositiveInt, Unit("tokens")]`. "1" is a ratio."""
+    """Unit of a number, in the type of a key: `Annotated[PositiveInt, Unit("tokens")]`. "1" is a ratio."""
 
     name: str
 

@@ -28,7 +28,7 @@ from agentrl.config.schema.base import (
 
 
 class SandboxConfig(Frozen):
-    """Where an environment runs what the policy wrote (docs/sandboxes.md)."""
+    """Sandbox in which an environment runs the policy's code (docs/sandboxes.md)."""
 
     provider: str = "auto"
     """Who makes the sandboxes: "local", "bubblewrap", "docker", "podman", "e2b", a plug-in's, or "auto": bubblewrap where it
@@ -136,7 +136,7 @@ class EnvLimits(Frozen):
 
 
 class EnvEval(Frozen):
-    """How one environment is evaluated: each key instead of the one of the same name in [eval], and its `weight`."""
+    """Evaluation of one environment: each key instead of the one of the same name in [eval], and its `weight`."""
 
     tasks: Annotated[PositiveInt, Unit("tasks")] | None = None
     """Instead of `eval.tasks`."""
@@ -286,7 +286,7 @@ class SglangConfig(Frozen):
 
 
 class WeightsConfig(Frozen):
-    """How new weights reach the engine (docs/weights.md)."""
+    """Route of new weights to the engine (docs/weights.md)."""
 
     route: str = "auto"
     """"memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
@@ -303,7 +303,7 @@ class WeightsConfig(Frozen):
 
 
 class ApiConfig(Frozen):
-    """How `--model api:NAME` is called (NAME in litellm's form). Keys come from the environment variables that litellm reads."""
+    """Calls of `--model api:NAME` (NAME in litellm's form). Keys come from the environment variables that litellm reads."""
 
     base: str | None = None
     """URL of your own server; by default the provider's."""
@@ -345,7 +345,7 @@ class JudgeEngineConfig(Frozen):
 
 
 class JudgeConfig(Frozen):
-    """How the models of judge leaves are called; model and prompt are in the spec. Keys come from the environment variables that
+    """Calls of the models of judge leaves; model and prompt are in the spec. Keys come from the environment variables that
     litellm reads. A run that has spent a budget (`calls`, `usd`) stops with a checkpoint."""
 
     engines: dict[str, JudgeEngineConfig] = Field(default_factory=dict)
@@ -373,7 +373,7 @@ class JudgeConfig(Frozen):
 
 
 class RewardConfig(Frozen):
-    """What a reward spec may use in addition to the episode."""
+    """Functions and judges that a reward spec may use in addition to the episode."""
 
     python: dict[str, str] = Field(default_factory=dict)
     """Functions that `python` leaves may call, by name, each as "module:function"."""
@@ -435,7 +435,7 @@ class BranchConfig(Frozen):
 
 
 class RolloutConfig(Frozen):
-    """How episodes are run. docs/rollouts.md says how to choose."""
+    """Episodes and their limits. docs/rollouts.md says how to choose."""
 
     groups: Annotated[PositiveInt, Unit("groups")] = 16
     """Groups of an update: so many tasks, each tried `group_size` times."""

@@ -299,7 +299,7 @@ class AlgorithmConfig(Frozen):
     """The policy in the denominator of the ratios: the one that sampled ("behaviour": the engine's logprobs), or the trainer's
     weights at the start of the update ("recompute": one more forward pass)."""
     correction: Choice | None = None
-    """Weights between those two policies (algorithm/correction.py); it needs `proximal` "recompute". By default none."""
+    """Weights between those two policies (trainer/algorithms/losses.py); it needs `proximal` "recompute". By default none."""
     kl: KlConfig = KlConfig()
     """A penalty for moving away from the reference policy."""
     entropy_bonus: Annotated[NotNegative, Unit("1")] = 0.0

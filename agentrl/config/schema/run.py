@@ -54,7 +54,7 @@ class PoolConfig(Frozen):
 
 
 class ClusterConfig(Frozen):
-    """Where the roles run (docs/cluster.md)."""
+    """Placement of the roles (docs/cluster.md)."""
 
     backend: Literal["ray", "inline"] = "ray"
     """Roles are Ray actors, or all in the driver process ("inline"), for one device or a debugger."""
@@ -120,8 +120,8 @@ class EvalConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """What is saved, and how much is kept. After an evaluation that beats all earlier ones the weights are saved even between
-    two regular saves."""
+    """Checkpoints: contents, and number kept. After an evaluation that beats all earlier ones the weights are saved even
+    between two regular saves."""
 
     every: Annotated[PositiveInt, Unit("updates")] = 10
     """How often a checkpoint is saved; one is saved at the end too."""
@@ -136,7 +136,7 @@ class CheckpointConfig(Frozen):
 
 
 class KeepConfig(Frozen):
-    """How much stays of what grows with a run's length (checkpoints: `checkpoint.keep`)."""
+    """Retention of files that grow with a run's length (checkpoints: `checkpoint.keep`)."""
 
     trajectories: Annotated[NotNegativeInt, Unit("steps")] = 0
     """Of so many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
@@ -150,7 +150,7 @@ class KeepConfig(Frozen):
 
 
 class HealthConfig(Frozen):
-    """What keeps a run that cannot learn from starting, and from ending as if it had learned (docs/debugging.md)."""
+    """Checks that keep a run from starting if it cannot learn, and from ending as if it had learned (docs/debugging.md)."""
 
     lint: bool = True
     """Before the start, try the reward spec on gold, empty and spam episodes of its environment, for a few seconds at most."""

@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9._~-]+")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent needs: the base URL for its openai client, or the one for its anthropic client, and the API key."""
+    """An agent's access: the base URL for its openai client, or the one for its anthropic client, and the API key."""
 
     session: str
     openai_url: str

@@ -307,7 +307,7 @@ class AgentEpisode:
         return result
 
     async def say(self, text: str) -> list[str] | None:
-        """What the environment's user answers; None ends the conversation, and with it the episode. Raises as `call`."""
+        """Return the answer of the environment's user; None ends the conversation, and with it the episode. Raises as `call`."""
         self._check_open()
         if not self.config.user:
             raise AgentrlError("this run's agents do not talk with a user (agent.user)")

@@ -49,8 +49,8 @@ class Output:
         del self._tail[: max(len(self._tail) - self._tail_most, 0)]
 
     def text(self, key: str = "") -> str:
-        """What was kept, with a line that says how much is missing; bytes that are not UTF-8 as U+FFFD. `key`: masked, also where
-        the gap begins or ends inside it."""
+        """The kept text, with a line that says how much is missing; bytes that are not UTF-8 as U+FFFD. `key`: masked, also
+        where the gap begins or ends inside it."""
         missing = self._seen - len(self._head) - len(self._tail)
         if not missing:
             return text_of(bytes(self._head + self._tail).decode(errors="replace"), key)
@@ -124,7 +124,7 @@ MAX_ANSWER = 16 << 20
 
 
 class Doors(Protocol):
-    """What the episode does for an agent that runs in this process."""
+    """The episode's services for an agent that runs in this process."""
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolResult: ...
 
@@ -201,7 +201,7 @@ class Command:
 
 
 class Episode:
-    """What an agent that is an async function gets as its only argument."""
+    """The only argument of an agent that is an async function."""
 
     def __init__(self, brief: Brief, doors: Doors) -> None:
         self.task = brief.task()

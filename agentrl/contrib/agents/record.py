@@ -38,7 +38,7 @@ class Brief:
 
     @property
     def prompt(self) -> str:
-        """What the user asks: the text of the last opening message."""
+        """The user's request: the text of the last opening message."""
         return self.messages[-1].content if self.messages else ""
 
     def task(self) -> dict[str, Json]:
@@ -73,7 +73,7 @@ class Brief:
 
 @dataclass(slots=True)
 class Outcome:
-    """How an agent's program ended. `output`: what it gives as its answer, None if nothing; `failure`: why it counts as failed,
+    """End of an agent's program. `output`: what it gives as its answer, None if nothing; `failure`: why it counts as failed,
     None if it ended as it should; `record`: for the trajectory."""
 
     output: str | None = None
@@ -224,8 +224,8 @@ class Record:
         return None if last.tool_calls else turns[-1]
 
     def _history(self, turn: Turn) -> None:
-        """What the agent showed the policy before this turn: results of calls that were not made in the environment, and, in a
-        conversation that goes on, whatever else it said."""
+        """The conversation that the agent showed the policy before this turn: results of calls that were not made in the
+        environment, and, in a conversation that goes on, whatever else it said."""
         conversation = self._session.conversations[turn.ledger]
         fresh = self._read[turn.ledger] == 0
         at = len(conversation) - 1  # the turn itself: another one of this ledger is asked for only after this was called

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """What answers the requests of all sessions. `sampling`: the run's; its `max_tokens` is a turn's limit. `decode`: the
-    tokenizer's, None without one. `warned`: fields of requests that were said to be ignored."""
+    """The policy that answers the requests of all sessions. `sampling`: the run's; its `max_tokens` is a turn's limit.
+    `decode`: the tokenizer's, None without one. `warned`: fields of requests that were said to be ignored."""
 
     engine: Engine
     renderer: Renderer
@@ -51,7 +51,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a turn will stand: behind the first `keep` tokens of `parent`'s ledger, or in a new ledger (`parent` is None).
+    """Position of the next turn: behind the first `keep` tokens of `parent`'s ledger, or in a new ledger (`parent` is None).
     `prompt`: all ids before it."""
 
     parent: Branch | None
@@ -61,7 +61,7 @@ class Position:
 
     @property
     def routed(self) -> int:
-        """How many of the prompt's first tokens have experts already."""
+        """Number of the prompt's first tokens that have experts already."""
         return 0 if self.parent is None else min(self.parent.ledger.routed, self.keep)
 
 
@@ -119,7 +119,7 @@ class AgentSession:
 
     @property
     def ledgers(self) -> list[TokenLedger]:
-        """What was sampled, and before what; `Turn.ledger` counts in it."""
+        """Sampled tokens with their prompts; `Turn.ledger` counts in it."""
         return [branch.ledger for branch in self._branches]
 
     @property
@@ -138,7 +138,7 @@ class AgentSession:
 
     @property
     def sampling(self) -> Sampling:
-        """How its turns are sampled; `max_tokens` is a turn's limit."""
+        """Sampling parameters of its turns; `max_tokens` is a turn's limit."""
         return self._served.sampling
 
     @property
@@ -374,7 +374,7 @@ class Live:
             self._result()
 
     async def heard(self) -> AsyncIterator[Heard]:
-        """What is sampled, until the end. If the reader goes away the request is ended: nobody would see what is sampled."""
+        """Sampled parts, until the end. If the reader goes away the request is ended: nobody would see what is sampled."""
         try:
             item = self._first
             while item is not None:

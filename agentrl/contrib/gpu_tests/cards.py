@@ -37,8 +37,8 @@ class CardMemory:
 
 
 class CardReader(Protocol):
-    """Where cards and their memory are read. `env`: what a file's process gets so that its cards are these. `locks`: the folder
-    of the files that keep two schedulers apart. `read_every`: seconds between two readings."""
+    """Reader of cards and their memory. `env`: what a file's process gets so that its cards are these. `locks`: the folder of
+    the files that keep two schedulers apart. `read_every`: seconds between two readings."""
 
     env: Mapping[str, str]
     locks: Path
@@ -48,7 +48,7 @@ class CardReader(Protocol):
         """All cards. Raises ResourceError if they cannot be read."""
 
     def holders(self, card: int) -> list[str]:
-        """Who holds memory of a card, as far as it can be seen from here."""
+        """Processes that hold memory of a card, as far as they can be seen from here."""
 
 
 class NvidiaSmi:
@@ -183,7 +183,7 @@ class SimulatedCards:
         self.locks = self._folder
 
     def read(self) -> list[CardMemory]:
-        """What is in use now, leaks included."""
+        """Memory in use now, leaks included."""
         found = []
         for card in range(self._count):
             used = sum(mib for _, mib, *_ in self._entries(card))
@@ -191,7 +191,7 @@ class SimulatedCards:
         return found
 
     def holders(self, card: int) -> list[str]:
-        """Who holds the card's memory."""
+        """Processes that hold the card's memory."""
         return [
             f"pid {pid}" + ("" if _started(pid) == started else ", which has ended") for _, _, pid, started in self._entries(card)
         ]
@@ -240,7 +240,7 @@ def _entry(mib: int, card: int, leak: bool) -> Path:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None if it has ended. Its number alone may be another one's by now."""
+    """Start time of a process, in the kernel's ticks; None if it has ended. Its number alone may be another one's by now."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -290,7 +290,7 @@ class CardPool:
 
     @property
     def settling(self) -> bool:
-        """Whether the memory of a card is still waited for."""
+        """True if the memory of a card is still waited for."""
         return bool(self._settling)
 
     def refresh(self, now: float) -> None:
@@ -360,7 +360,7 @@ class CardPool:
         self._locks.drop(card)
 
     def _told(self, card: int) -> str:
-        """What is known of a card that is not free."""
+        """Facts about a card that is not free."""
         if card in self._locked_out:
             return "taken by another `agentrl test`"
         if card not in self._used:

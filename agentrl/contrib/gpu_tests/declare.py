@@ -114,7 +114,7 @@ def listed_tests(path: Path) -> tuple[str, ...]:
 
 
 def _pytestmarks(tree: ast.Module) -> Iterator[ast.expr]:
-    """What the file assigns to `pytestmark` at its top level."""
+    """Value that the file assigns to `pytestmark` at its top level."""
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         if any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in targets):
@@ -124,7 +124,7 @@ def _pytestmarks(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _is_mark(node: ast.AST) -> bool:
-    """Whether it is `pytest.mark.gpus` or `mark.gpus`."""
+    """Return True if it is `pytest.mark.gpus` or `mark.gpus`."""
     if not isinstance(node, ast.Attribute) or node.attr != "gpus":
         return False
     above = node.value
@@ -201,7 +201,7 @@ class Earlier:
 
 
 def recall(folder: Path) -> dict[str, Earlier]:
-    """What is known of each file. Raises RunFolderError if the record is damaged."""
+    """Load the facts known about each file. Raises RunFolderError if the record is damaged."""
     path = folder / NAME
     if not path.exists():
         return {}

@@ -48,7 +48,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def dump_file(journal: Path) -> Path:
-    """Where the session of a journal says where it is."""
+    """File in which the session of a journal records its stacks."""
     return journal.with_suffix(".stacks")
 
 

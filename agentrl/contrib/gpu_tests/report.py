@@ -147,7 +147,7 @@ def heartbeat(scheduler: Scheduler, now: float) -> str:
 
 
 def _eta(scheduler: Scheduler, now: float) -> list[str]:
-    """How long the rest will take, if earlier runs say it of any file."""
+    """Estimate of the remaining time, if earlier runs timed any file."""
     jobs = [*(session.job for session in scheduler.running.values()), *scheduler.waiting.values()]
     unknown = sum(job.known is None for job in jobs)
     if unknown == len(jobs):

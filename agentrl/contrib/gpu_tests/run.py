@@ -104,7 +104,7 @@ def run_tests(options: TestRun) -> int:
 def read_jobs(
     found: Mapping[str, tuple[str, ...]], known: Mapping[str, Earlier], timeout: float
 ) -> tuple[list[FileJob], list[FileResult]]:
-    """What each file declares, as a job; a file that cannot be read has its result at once, and the others are run."""
+    """Jobs, as each file declares them; a file that cannot be read has its result at once, and the others are run."""
     jobs, unreadable = [], []
     for file, targets in found.items():
         try:

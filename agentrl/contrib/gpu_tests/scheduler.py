@@ -62,7 +62,8 @@ def largest_first(waiting: Sequence[Queued]) -> list[Queued]:
 
 
 def choose(waiting: Sequence[Queued], free: Sequence[int], held: Sequence[Held], reserved: Reservation | None = None) -> Starts:
-    """Which files that need cards start now, each on which of the `free` cards. `reserved`: what the last choice reserved."""
+    """Choose the files that need cards and start now, each with some of the `free` cards. `reserved`: what the last choice
+    reserved."""
     left, running = sorted(free), list(held)
     starts: list[tuple[str, tuple[int, ...]]] = []
     kept: Reservation | None = None
@@ -147,7 +148,7 @@ class Running(Protocol):
 
 
 class Watcher(Protocol):
-    """Who is told what happens: the lines on the terminal."""
+    """Receiver of events: the lines on the terminal."""
 
     def started(self, session: Running, now: float) -> None: ...
     def ended(self, result: FileResult, now: float) -> None: ...
@@ -193,7 +194,7 @@ class Scheduler:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was stopped from outside."""
+        """True if the run was stopped from outside."""
         return self._stops > 0
 
     def run(self) -> list[FileResult]:
@@ -301,7 +302,7 @@ class Scheduler:
         self._watcher.started(self.running[job.file], now)
 
     def held(self) -> list[Held]:
-        """What runs on cards, and when each is expected to end: as last time, at the latest at its limit."""
+        """Jobs that run on cards, with their expected ends: as last time, at the latest at its limit."""
         return [
             Held(name, len(session.cards), session.began + (session.job.known or session.job.timeout))
             for name, session in self.running.items()
@@ -331,7 +332,7 @@ def exit_code(results: Sequence[FileResult], interrupted: bool) -> int:
 
 
 def totals(results: Sequence[FileResult]) -> Mapping[str, int]:
-    """How many tests there are of each outcome, over all files."""
+    """Number of tests per outcome, over all files."""
     counts: dict[str, int] = {}
     for result in results:
         for outcome, count in result.counts.items():

@@ -54,8 +54,8 @@ class FileJob:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What all sessions have in common. `folder`: where logs, journals and caches go, a name per file. `env`: added to the
-    scheduler's environment. `args`: for pytest. `collect_timeout`: seconds from the start until the tests are known."""
+    """Options of all sessions. `folder`: where logs, journals and caches go, a name per file. `env`: added to the scheduler's
+    environment. `args`: for pytest. `collect_timeout`: seconds from the start until the tests are known."""
 
     folder: Path
     env: Mapping[str, str]
@@ -176,7 +176,8 @@ class FileSession:
 
 
 def own_path(folder: Path, kind: Literal["logs", "journals", "caches"], file: str) -> Path:
-    """Where a file's session writes: below `folder` as the file is below the working directory, so that no two have one place."""
+    """Path to which a file's session writes: below `folder` as the file is below the working directory, so that no two have one
+    place."""
     path = Path(file)
     place = folder / kind / (Path("elsewhere", *path.parts[1:]) if path.is_absolute() else path)
     return place.with_name(place.name.removesuffix(".py") + {"logs": ".log", "journals": ".jsonl", "caches": ""}[kind])
@@ -189,7 +190,8 @@ def child_env(outer: Mapping[str, str], added: Mapping[str, str], cards: Sequenc
 
 
 def stacks_of(text: str, file: Path) -> Stacks:
-    """What faulthandler wrote: all of it, and the innermost line of `file` in which its current thread is, else of any file."""
+    """Stacks that faulthandler wrote: all of it, and the innermost line of `file` in which its current thread is, else of any
+    file."""
     inside = False
     frames: list[re.Match[str]] = []
     for line in text.splitlines():
@@ -216,7 +218,7 @@ def _tail(log: Path) -> str:
 
 
 def _crash(log: Path) -> str:
-    """What faulthandler wrote of a crash, at the end of a log."""
+    """Faulthandler's report of a crash, at the end of a log."""
     _, found, rest = _end_of_file(log, _MOST_STACKS).rpartition("Fatal Python error: ")
     return found + rest
 

@@ -1,4 +1,4 @@
-"""What became of each test of a file: its session's journal, and how the session ended, as one result."""
+"""Verdict on each test of a file: its session's journal, and how the session ended, as one result."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class FileResult:
 
     @property
     def failed(self) -> bool:
-        """Whether it is to blame: a test failed, or the file as a whole."""
+        """True if it is to blame: a test failed, or the file as a whole."""
         return self.problem is not None or any(case.outcome == "failed" for case in self.cases)
 
     @property
     def counts(self) -> Counter[str]:
-        """How many tests there are of each outcome."""
+        """Number of tests per outcome."""
         return Counter(case.outcome for case in self.cases)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a session ended. `code`: its exit code as a shell has it, None if it is not known. `why`: what the scheduler did."""
+    """End of a session. `code`: its exit code as a shell has it, None if it is not known. `why`: what the scheduler did."""
 
     code: int | None
     why: Literal["by itself", "timeout", "collect timeout", "interrupted", "stuck"] = "by itself"
@@ -70,7 +70,7 @@ class Ending:
 
 
 class JournalReader:
-    """What a session has told so far."""
+    """Reader of a session's journal."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rest, self._offset = path, b"", 0
@@ -140,7 +140,7 @@ def _name(nodeid: str) -> str:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Where a session was when it was stopped, or where it crashed: in one line, and all its threads; both "" if not known."""
+    """Stacks of a session that was stopped, or that crashed: in one line, and all its threads; both "" if not known."""
 
     where: str = ""
     text: str = ""
@@ -173,7 +173,7 @@ def conclude(
 
 
 def _how(ending: Ending) -> str:
-    """How the session ended, to be said of the file."""
+    """Describe the session's end, for the file's report."""
     if ending.why == "interrupted":
         return "was interrupted"
     if ending.why == "timeout":
@@ -214,7 +214,7 @@ def _uncollected(said: JournalReader, ending: Ending, how: str, stacks: Stacks, 
 def _problem(
     said: JournalReader, ending: Ending, how: str, in_test: bool, cases: Sequence[Case], stacks: Stacks, log_tail: str
 ) -> str | None:
-    """What is wrong with a file apart from its tests."""
+    """Problem with a file apart from its tests."""
     if ending.why == "stuck":
         return how
     if ending.why == "interrupted" or in_test:

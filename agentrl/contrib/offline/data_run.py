@@ -254,7 +254,7 @@ async def _export(run: DataRun, step: int) -> None:
 
 
 def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What summary.json says of a run on data, besides how it ended."""
+    """Entries of summary.json for a run on data, apart from its end."""
     steps = [row for row in rows if row["phase"] == "data"]
     held = [row for row in rows if row["phase"] == "heldout"]
     return {

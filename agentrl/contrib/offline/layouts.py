@@ -58,7 +58,7 @@ class Chat:
 
     @property
     def content(self) -> str:
-        """What is said, however its row writes it: equal for equal conversations."""
+        """Text of the message, in any layout of its row: equal for equal conversations."""
         parts = [
             (one.role, one.content, one.reasoning, [(call.name, call.arguments) for call in one.tool_calls])
             for one in self.messages
@@ -283,7 +283,7 @@ def _said(turn: Any, at: str) -> tuple[str, str]:
 
 
 def _split(system: str) -> tuple[str, list[Any] | None]:
-    """What is kept of a system message, and the functions in it."""
+    """The kept part of a system message, and the functions in it."""
     if found := _TOOLS.search(system):
         return "", _read(literal, found[1], "the functions of the system message")
     if found := _LIST.search(system):

@@ -74,7 +74,7 @@ class Objective(ABC):
         self.data, self.store, self.group, self.sharing = data, store, group, sharing
 
     async def begin(self, ended: Count) -> None:  # noqa: B027 - most losses need nothing
-        """What is computed once, with the weights of the start; `ended` counts its examples."""
+        """Compute constants with the weights of the start; `ended` counts its examples."""
 
     @abstractmethod
     async def step(self, examples: np.ndarray) -> Found:

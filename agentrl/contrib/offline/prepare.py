@@ -38,7 +38,7 @@ class Scored:
 
 
 def is_episode(row: Mapping[str, Any]) -> bool:
-    """Whether a row is an episode of a run's."""
+    """Return True if a row is an episode of a run's."""
     return row.get("ledgers") is not None and "task" in row
 
 
@@ -182,8 +182,8 @@ def chat_of(episode: Trajectory) -> Chat:
 
 
 def says_the_same(episode: Trajectory, renderer: Renderer, texts: Sequence[str]) -> bool:
-    """Whether the sampled tokens of an episode's turns are what its messages say, read by this renderer; if not, they are
-    another tokenizer's. `texts`: the turns' sampled tokens as this tokenizer decodes them."""
+    """Return True if the sampled tokens of an episode's turns are what its messages say, read by this renderer; if not, they
+    are another tokenizer's. `texts`: the turns' sampled tokens as this tokenizer decodes them."""
     renderer = renderer.with_tools(episode.tools)
     for turn, text in zip(episode.turns, texts, strict=True):
         ids = turn_ids(episode, turn.index)
@@ -237,7 +237,7 @@ class Preparation:
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
 
     def said(self) -> str:
-        """How far it is, in words."""
+        """Progress, in words."""
         return f"{self.rows:,} rows"
 
     def _rows(self) -> Iterator[tuple[RowPlace, Mapping[str, Any] | BadRowError]]:

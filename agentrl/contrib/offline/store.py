@@ -28,7 +28,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a row is: line (of a Parquet file: row) `number`, from 1, of `file`, and its byte offset, which only lines have."""
+    """Location of a row: line (of a Parquet file: row) `number`, from 1, of `file`, and the byte offset of a line."""
 
     file: Path
     number: int
@@ -75,7 +75,7 @@ def _of_path(path: Path) -> list[Path]:
 
 
 def _hidden(file: Path) -> bool:
-    """Whether it is hidden, or in a hidden folder: caches and what version control keeps."""
+    """Return True if it is hidden, or in a hidden folder: caches and what version control keeps."""
     return any(part.startswith(".") for part in file.parts)
 
 
@@ -153,8 +153,9 @@ ABOUT = "data.json"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is in a store. `each`: episodes of an example. `left_out`: bad rows, by place; `passed`: rows that filters left out,
-    by why; `unread`: parts of used rows that are not trained, by name; `heldout`: the numbers of the tasks that are held out."""
+    """Contents of a store. `each`: episodes of an example. `left_out`: bad rows, by place; `passed`: rows that filters left
+    out, by why; `unread`: parts of used rows that are not trained, by name; `heldout`: the numbers of the tasks that are
+    held out."""
 
     each: int
     examples: int
@@ -190,7 +191,7 @@ class RowWriter:
 
     @property
     def examples(self) -> int:
-        """How many were added."""
+        """Number of added examples."""
         return len(self._tasks)
 
     def add(self, task: str, episodes: Sequence[Sequence[TokenLedger]]) -> None:

@@ -218,7 +218,7 @@ _MOST_TABLES = 256
 
 
 def card_of(link: Link, asked: Asked, fresh: bool = False) -> dict[str, Json]:
-    """What the server says of such an environment, asked once in a process, or again if `fresh`. Blocks.
+    """The server's description of such an environment, asked once in a process, or again if `fresh`. Blocks.
 
     Raises RemoteEnvError if the server does not answer, and UserError if it refuses parameters, wrappers or tool sets.
     """
@@ -269,7 +269,7 @@ class RemoteEnv(ToolEnv):
 
     @property
     def card(self) -> dict[str, Json]:
-        """What the server says of this environment. Blocks at the first call of a process."""
+        """The server's description of this environment. Blocks at the first call of a process."""
         return card_of(self._link, self._asked)
 
     @property

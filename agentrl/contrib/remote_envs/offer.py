@@ -1,4 +1,4 @@
-"""What `agentrl env serve ID --http` offers: an environment of the catalog, as clients ask for it."""
+"""Service of `agentrl env serve ID --http`: an environment of the catalog, as clients ask for it."""
 
 from __future__ import annotations
 

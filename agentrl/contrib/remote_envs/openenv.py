@@ -414,7 +414,7 @@ def _action(answer: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _first(errors: Json) -> str:
-    """What is wrong with the first field of an action that the server found invalid."""
+    """Problem with the first field of an action that the server found invalid."""
     if not isinstance(errors, list) or not errors or not isinstance(errors[0], dict):
         return ""
     return f": {'.'.join(map(str, errors[0].get('loc', ())))}: {errors[0].get('msg', '')}"
@@ -427,7 +427,7 @@ def _shown(observation: Mapping[str, Json]) -> str:
 
 
 def _result(result: Json) -> str:
-    """What a tool of an MCP environment answered: the texts of its content, or the value as JSON."""
+    """Answer of a tool of an MCP environment: the texts of its content, or the value as JSON."""
     blocks = result.get("content") if isinstance(result, dict) else None
     texts = [block["text"] for block in blocks or () if isinstance(block, dict) and isinstance(block.get("text"), str)]
     if texts:

@@ -33,7 +33,7 @@ MOST_CONTAINERS, MOST_DEPTH = 4_000_000, 512
 
 
 class EnvProvider(Protocol):
-    """What is served."""
+    """The served environment."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class EnvProvider(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it is, in a line."""
+        """Summary in one line."""
         ...
 
     def play(self) -> ToolEnv:
@@ -54,7 +54,7 @@ class EnvProvider(Protocol):
         ...
 
     def card(self, asked: Asked) -> dict[str, Json]:
-        """What a client must know of such an environment before an episode, as JSON."""
+        """Facts that a client must know of such an environment before an episode, as JSON."""
         ...
 
 
@@ -140,7 +140,7 @@ class EnvApp:
         )
 
     async def _ask(self, request: Request, body: Mapping[str, Json]) -> Response:
-        """What needs no episode."""
+        """Answer requests that need no episode."""
         env = self.offer.build(Asked.of(body["env"]))
         if body["what"] == "make_task":
             if type(body["seed"]) is not int or not isinstance(body["split"], str):

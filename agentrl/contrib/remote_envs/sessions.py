@@ -71,12 +71,12 @@ class EnvSession:
 
     @property
     def running(self) -> bool:
-        """Whether a request is being worked on."""
+        """True if a request is being worked on."""
         return self._work is not None and not self._work.done()
 
     @property
     def active(self) -> bool:
-        """Whether it holds an environment, and so counts as an episode."""
+        """True if it holds an environment, and so counts as an episode."""
         return self._env is not None or self.number < 0
 
     async def call(self, kind: str, number: int, body: Body) -> asyncio.Task[bytes]:
@@ -260,7 +260,7 @@ KINDS: dict[str, Callable[[EnvSession, Body], Any]] = {
 
 
 class _Sent:
-    """What a session's client has been told of its record."""
+    """State of the record at a session's client."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
@@ -269,7 +269,7 @@ class _Sent:
         self._state = self._tools = b""
 
     def changes(self, env: ToolEnv, whole: bool) -> dict[str, Json]:
-        """How the record differs from that; all of it if `whole`."""
+        """Difference of the record from that; all of it if `whole`."""
         record = env.trajectory
         if whole:
             self.__init__()  # type: ignore[misc]
@@ -289,7 +289,7 @@ class _Sent:
 
 
 def _has_begun(env: ToolEnv) -> bool:
-    """Whether there is a record: its task was made."""
+    """Return True if there is a record: its task was made."""
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
     return inner._record is not None

@@ -118,8 +118,7 @@ OUTCOME = ("env_id", "seed", "stop", "error", "terminated", "truncated")
 
 
 def record_row(record: Trajectory, keep_messages: int = 0, keep_turns: int = 0, keep_calls: int = 0) -> dict[str, Json]:
-    """What an environment itself writes of an episode, without the first messages, turns and calls of the user, which the client
-    has."""
+    """An environment's own rows of an episode, without the first messages, turns and calls of the user, which the client has."""
     return {
         "task": record.task,
         "messages": [keep_messages, record.messages[keep_messages:]],

@@ -257,7 +257,7 @@ class ContainerProvider(SandboxProvider):
         self.later(["rmi", "-f", snapshot])
 
     async def control(self, argv: Sequence[str], stdin: bytes = b"", most: int = 1 << 20, seconds: float = CONTROL_S) -> Ended:
-        """What the client answers. Raises SandboxError if it fails."""
+        """Answer of the client. Raises SandboxError if it fails."""
         ended = await run_group(
             [*self.client, *argv], stdin, Watched(seconds, most), env=dict(os.environ), merge=False, status=False
         )

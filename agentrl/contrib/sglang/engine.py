@@ -313,8 +313,8 @@ class SglangEngine(Engine, WeightTarget):
         self._expected = expected
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """If the server dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive, the
-        request waits for them."""
+        """Sample a turn; if the server dies meanwhile, sample it again on another one, from the same ids. While weights arrive,
+        the request waits for them."""
         # A server that breaks every connection and still answers must not keep a turn for ever.
         for left in range(len(self._servers.all) + RETRIES, -1, -1):
             await self._whole.wait()

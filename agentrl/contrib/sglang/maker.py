@@ -1,4 +1,4 @@
-"""How a run makes its SGLang engine."""
+"""Maker of a run's SGLang engine."""
 
 from __future__ import annotations
 

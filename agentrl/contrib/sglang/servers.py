@@ -337,7 +337,7 @@ BOTH = (
 
 @dataclass(slots=True)
 class TurnRequests:
-    """What a turn has sampled in its requests so far, and in the current one. `address`: of the server, for messages."""
+    """A turn's samples in its requests so far, and in the current one. `address`: of the server, for messages."""
 
     address: str
     prompt: list[int]
@@ -375,7 +375,7 @@ class TurnRequests:
 
     @property
     def in_scheduler(self) -> bool:
-        """Whether the current request has sampled: before, an abort may come to the scheduler ahead of it and have no effect."""
+        """True if the current request has sampled: before, an abort may come to the scheduler ahead of it and have no effect."""
         return len(self.token_ids) > self._from
 
     def add(self, part: Json, known: Versions) -> None:

@@ -88,7 +88,7 @@ class PackageInPlace:
 
 @contextmanager
 def named_if_missing(suite: str) -> Iterator[None]:
-    """What a benchmark's code raises for a file that it does not find becomes a ConfigError with the file's name."""
+    """Turn a benchmark's error about a missing file into a ConfigError with the file's name."""
     try:
         yield
     except FileNotFoundError as missing:
@@ -142,8 +142,8 @@ def public_methods(classes: Mapping[str, type]) -> dict[str, str]:
 
 
 def answer_of(api: Any, name: str, arguments: Mapping[str, Json], fault: str = "Error during execution: {}") -> str:
-    """What a call of a method gives, as text: JSON for a dictionary that has a JSON form, else `str`; for an exception, `fault`
-    with its words. `api` None: Python's words for a name that nothing has."""
+    """Result of a method call, as text: JSON for a dictionary that has a JSON form, else `str`; for an exception, `fault` with
+    its words. `api` None: Python's words for a name that nothing has."""
     try:
         if api is None:
             raise NameError(f"name {name!r} is not defined")
@@ -339,8 +339,8 @@ class MeansTable:
 
 
 def spread_rows(name: str, episodes: Iterable[Played], of: Callable[[Played], Iterable[str]]) -> list[OfficialRow]:
-    """How far the means of groups of episodes are apart (the same tasks under several prompts, say), and their standard deviation
-    (of a sample, with n - 1); nothing for fewer than two groups."""
+    """Spread of the means of groups of episodes (the same tasks under several prompts, say), and their standard deviation (of a
+    sample, with n - 1); nothing for fewer than two groups."""
     played = list(episodes)
     values = [row.value for row in (mean_row(one, part) for one, part in groups(played, of).items()) if row.value is not None]
     if len(values) < 2:

@@ -69,7 +69,7 @@ class ForeignProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended. What it started ends with it, however it does."""
+        """True if it has not ended. What it started ends with it, however it does."""
         if self._process.returncode is None and self._process.poll() is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -283,12 +283,12 @@ class ForeignSuite(SuiteEnv):
         self.inside: Foreign = foreign(self.python, self.script, self.arguments(), most)
 
     def arguments(self) -> tuple[str, ...]:
-        """What the script sees as `sys.argv[1:]`; by default the source."""
+        """The script's `sys.argv[1:]`; by default the source."""
         return (str(self.source),)
 
     def first(self, function: str) -> Any:
-        """What the script answers to a first question, such as which tasks there are. Raises ConfigError if it cannot be loaded
-        by that interpreter."""
+        """The script's answer to a first question, such as its list of tasks. Raises ConfigError if it cannot be loaded by that
+        interpreter."""
         try:
             return self.inside.ask(function)
         except EnvError as problem:

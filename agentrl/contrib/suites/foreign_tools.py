@@ -1,4 +1,4 @@
-"""What scripts that `foreign_main` runs may import, as `agentrl_foreign`; needs nothing but Python 3.9.
+"""Imports for scripts that `foreign_main` runs, as `agentrl_foreign`; needs nothing but Python 3.9.
 
 from agentrl_foreign import beside, steady
 """

@@ -137,7 +137,7 @@ class LogprobHead(Linear):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that tensor-parallel ranks hold alike."""
+    """This rank's part of a tensor that tensor-parallel ranks hold alike."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -247,7 +247,7 @@ class Experts(GroupedExperts):
 
 
 def is_sparse(config: Any, layer: int) -> bool:
-    """Whether a layer of a Qwen3-MoE model has experts."""
+    """Return True if a layer of a Qwen3-MoE model has experts."""
     listed = layer in (config.mlp_only_layers or [])
     return not listed and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
 
@@ -288,7 +288,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What torchtitan has for one architecture; `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
+    """Torchtitan's parts for one architecture; `qk_norm`: queries and keys are normalized; `sparse`: layers have experts."""
 
     model: Any
     block: Any
@@ -422,7 +422,7 @@ BACKEND = "partial_dtensor"
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What torchtitan is asked for: the type of the computation, and whether layers compute their activations twice."""
+    """Sharding that torchtitan is asked for: the type of the computation, and whether layers compute their activations twice."""
 
     dtype: torch.dtype
     checkpoints: bool

@@ -168,7 +168,7 @@ class _Clock:
         return int(self.late())
 
     def late(self) -> bool:
-        """Whether a limit is reached."""
+        """Return True if a limit is reached."""
         if self.steps > self.limits.steps:
             self.stopped = f"more than {self.limits.steps} steps"
         elif time.monotonic() > self.deadline:

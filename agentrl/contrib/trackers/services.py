@@ -46,7 +46,7 @@ class GivenRows:
         self._steps: dict[str, int] = found.get("steps", {})
 
     def knows(self, phase: str, step: int) -> bool:
-        """Whether the service has that row."""
+        """Return True if the service has that row."""
         return step <= self._steps.get(phase, -1)
 
     def add(self, phase: str, step: int) -> None:
@@ -152,7 +152,7 @@ def _mode(mode: str | None) -> str:
 
 
 def _logged_in() -> bool:
-    """Whether W&B would find a key without asking for one."""
+    """Return True if W&B would find a key without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc

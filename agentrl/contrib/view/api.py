@@ -40,8 +40,8 @@ MOST = 500
 
 
 def differences(before: Json, after: Json, at: str = "") -> Iterator[dict[str, Json]]:
-    """Where two JSON values differ, outermost place first: JSON Pointer, `kind` (changed, added, removed), and both values (None
-    for one that is not there)."""
+    """Places at which two JSON values differ, outermost first: JSON Pointer, `kind` (changed, added, removed), and both values
+    (None for one that is not there)."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             yield from _one(before, after, key in before, key in after, key, at)
@@ -235,7 +235,7 @@ class Api:
         return found
 
     def _once(self, db: sqlite3.Connection, key: tuple[Any, ...], make: Callable[[], Json]) -> Json:
-        """What is counted over all episodes, once for each state of the index."""
+        """Cached counts over all episodes, once for each state of the index."""
         # A file that is written anew gets a new number.
         stamp = tuple(db.execute("SELECT count(*), max(id), total(done) FROM files").fetchone())
         with self._lock:

@@ -78,7 +78,7 @@ def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], a
 
 @functools.lru_cache(maxsize=64)
 def _lines(path: Path, inode: int, size: int) -> list[int]:
-    """Where each line of a file begins, and where the last one ends."""
+    """Offset of each line of a file, and the end of the last one."""
     starts = [0]
     with open_plain(path) as file:
         for line in file:
@@ -208,7 +208,7 @@ def file_of(run: RunRecord, name: str) -> EpisodeFile:
 
 
 def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) -> dict[str, Json]:
-    """What the page shows of an episode, beside the columns of its row."""
+    """An episode as the page shows it, apart from its row's columns."""
     task = found["task"]
     ledgers = found.get("ledgers") or []
     versions = _versions(ledgers)

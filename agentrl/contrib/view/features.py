@@ -1,4 +1,4 @@
-"""What the index keeps of an episode: its columns, and the names that it is found by."""
+"""The index's row of an episode: its columns, and the names that it is found by."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _miss(leaf: Mapping[str, Json]) -> tuple[str, str]:
 
 
 def _told(content: str) -> str:
-    """What a tool's error says: the message in it, if it is agentrl's own form."""
+    """Text of a tool's error: the message in it, if it is agentrl's own form."""
     try:
         found = read_json(content[:4000])
     except (ValueError, RecursionError):

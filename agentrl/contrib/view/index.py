@@ -246,7 +246,7 @@ def _read_on(db: sqlite3.Connection, file: EpisodeFile) -> bool:
 
 
 def _note_unreadable(db: sqlite3.Connection, file: EpisodeFile, problem: str) -> None:
-    """What keeps a file from being read; it is tried again at the next look."""
+    """Note the reason why a file cannot be read; it is tried again at the next look."""
     _forget(db, file.name)
     db.execute(
         "INSERT INTO files (name, phase, step, inode, size, mtime, done, print, rows, damaged, problem) "
@@ -308,7 +308,7 @@ def _size(path: Path) -> int:
 
 
 def _continues(known: sqlite3.Row, stat: os.stat_result, handle: BinaryIO) -> bool:
-    """Whether a file is the one that was read before, with more behind it."""
+    """Return True if a file is the one that was read before, with more behind it."""
     inode, done, printed = known["inode"], known["done"], known["print"]
     return bool(inode == stat.st_ino and done <= stat.st_size and _fingerprint(handle, done) == printed)
 

@@ -70,7 +70,7 @@ class Page:
 
 
 def page_of(asked: Mapping[str, str]) -> Page:
-    """What is asked for by the parameters of an address. Raises UserError for one that is unknown or has no such value."""
+    """Page that an address's parameters ask for. Raises UserError for one that is unknown or has no such value."""
     known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
     for name in asked:
         if name not in known:
@@ -206,7 +206,7 @@ def high_rewards(db: sqlite3.Connection) -> dict[str, float]:
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Json]:
-    """What episodes can be filtered by, with how many there are of each value, and their mean reward and success."""
+    """Values by which episodes can be filtered, with counts, mean reward and success."""
     out = {name: _facet(db, f"e.{name}", "FROM episodes e", name) for name in ("phase", "step", "env", "stop", "task")}
     for name, table in (("tool", "tools"), ("error", "errors"), ("term", "terms")):
         out[name] = _facet(db, "t.name", f"FROM {table} t JOIN episodes e ON e.id = t.episode", name)

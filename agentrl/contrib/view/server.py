@@ -114,7 +114,7 @@ def _loopback(host: str) -> bool:
 
 
 def _from_elsewhere(headers: Any) -> bool:
-    """Whether a browser says that another site asks: it could not read the answer, but could make environments run."""
+    """Return True if a browser says that another site asks: it could not read the answer, but could make environments run."""
     return any(name == b"sec-fetch-site" and value in (b"cross-site", b"same-site") for name, value in headers)
 
 

@@ -59,8 +59,8 @@ def missed(evidence: Json) -> Iterator[Mapping[str, Json]]:
 
 
 def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]:
-    """How far the episode ended from `gold.answer`, and what it did from `gold.calls`: from 0 (as the gold) to 1; None if the
-    task has none, or in a form of its own.
+    """Distance of the episode's end from `gold.answer`, and of its calls from `gold.calls`: from 0 (as the gold) to 1; None if
+    the task has none, or in a form of its own.
 
     Answer: the share of its items that the last assistant text does not contain as whole words. Calls: the share of the gold
     calls that were not made with these arguments, in any order; a list among a gold call's arguments allows each of its items.
@@ -133,7 +133,7 @@ def _fits(call: Mapping[str, Json], arguments: Mapping[str, Json]) -> bool:
 
 
 def repetition(row: Mapping[str, Json]) -> float:
-    """How much of what the policy wrote repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
+    """Share of the policy's text that repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
     a turn (turns of at least 24 words), and the share of turns that say what an earlier turn said (of at least 4 turns)."""
     texts = [_said(turn) for turn in row.get("turns") or []]
     within = max((_repeated(_words(text)) for text in texts), default=0.0)
@@ -167,8 +167,8 @@ def judged(row: Mapping[str, Json]) -> tuple[float | None, str]:
 
 
 def judge_gap(row: Mapping[str, Json]) -> float | None:
-    """How far a judge's value is from the mean of the leaves that are no judges, or from that of another judge, at most; None
-    without a judge, or with nothing to hold it against."""
+    """Largest distance of a judge's value from the mean of the other leaves, or from another judge's value; None without a
+    judge, or with nothing to hold it against."""
     values: dict[bool, list[float]] = {True: [], False: []}
     for leaf in leaves_of((row.get("evidence") or {}).get("root") if isinstance(row.get("evidence"), Mapping) else None):
         if isinstance(leaf["value"], (int, float)):

@@ -228,7 +228,7 @@ def _turn(turn: Mapping[str, Json]) -> list[RenderableType]:
 
 
 def _user_calls(row: Mapping[str, Json], turn: int) -> list[RenderableType]:
-    """What the simulated user did with its own tools in answer to a turn, -1: before its first words."""
+    """The simulated user's own tool calls in answer to a turn, -1: before its first words."""
     out: list[RenderableType] = []
     for made in row.get("user_calls") or []:
         if made["turn"] != turn:

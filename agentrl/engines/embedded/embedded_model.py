@@ -155,7 +155,8 @@ class EmbeddedModel:
             )
 
     def _cache_shape(self, ids: Tensor, dtype: torch.dtype) -> KvShape:
-        """What the layers hand to their attention function: configs name it in many ways, and latent attention in none."""
+        """Arguments that the layers hand to their attention function: configs name it in many ways, and latent attention in
+        none."""
         found: dict[int, tuple[int, int, int]] = {}
         self.module.set_attn_implementation(attention.note_shapes(found))
         self.module(input_ids=ids, use_cache=False)

@@ -374,8 +374,8 @@ class Cascade:
 
 
 def cascade_of(sequences: Seq[CachedSequence], rows: Seq[int], count: int, shape: KvShape) -> Cascade | None:
-    """How to share the prompts of `sequences`, which are the `rows` of `count`; None if too few bytes would be saved, and where
-    keys and values are not read by plain products."""
+    """Plan for sharing the prompts of `sequences`, which are the `rows` of `count`; None if too few bytes would be saved, and
+    where keys and values are not read by plain products."""
     if shape.device.type != "cpu" or shape.dtype != torch.float32:
         return None
     blocks = _depth(sequences)
@@ -464,7 +464,7 @@ class Span:
             self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
 
     def _shared(self, sequences: list[CachedSequence], slots: list[int]) -> Cascade | None:
-        """How the rows share their prompts; made once for as long as they are the same."""
+        """Plan for sharing the rows' prompts; made once for as long as they are the same."""
         found: Cascade | None
         held, at, found = self.pool.cascade
         # A sequence gets a new list with each turn, in which its history may have been rewritten.

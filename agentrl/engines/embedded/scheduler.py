@@ -137,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a pass drew for the requests whose prompts are complete; `refused` fits into no cache."""
+    """Tokens that a pass drew for the requests whose prompts are complete; `refused` fits into no cache."""
 
     ready: Seq[Request] = ()
     ids: Seq[int] = ()

@@ -1,4 +1,4 @@
-"""Which experts each token of a request went to, as the steps of an engine tell it.
+"""Experts of each token of a request, as the steps of an engine report them.
 
 A request keeps the choices of each of its tokens as they were computed *first*: what is computed again, after a publish or a
 preemption, may go elsewhere, and later tokens were sampled with the first. Tokens that the prefix cache gave were computed for an
@@ -21,7 +21,7 @@ Rows = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step computed of one request: `count` tokens from position `start` on, and the cache slots of all its tokens up to
+    """A step's result for one request: `count` tokens from position `start` on, and the cache slots of all its tokens up to
     there. `asked`: whether its choices will be asked for."""
 
     request: str

@@ -17,7 +17,7 @@ from agentrl.render.vision import Vision
 
 
 class PreparedInfo:
-    """What prompts may have: images, as many as there is room for. Mixed into vLLM's own of a model."""
+    """Limits of prompts: images, as many as there is room for. Mixed into vLLM's own of a model."""
 
     ctx: Any
 

@@ -20,7 +20,7 @@ OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interl
 
 
 def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What is added to vLLM's arguments for a model that takes images, of the type `kind`."""
+    """Arguments of vLLM for a model that takes images, of the type `kind`."""
     overrides = {**options.get("hf_overrides", {}), "architectures": [ARCHITECTURES[kind]]}
     return {
         "hf_overrides": overrides,

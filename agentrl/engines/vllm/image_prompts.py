@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) -> Callable[[Sequence[int], Sequence[int]], Any]:
-    """What makes prompts for a replica that is started with `options`: of token ids, which may have images
+    """Maker of prompts for a replica that is started with `options`: of token ids, which may have images
     (agentrl.data.images.PromptIds), and of what is sampled behind them already. `plain`: makes those without images. What it
     returns raises EngineError for placeholders that are not those of the images. Imports vLLM if the model takes images."""
     vision = None

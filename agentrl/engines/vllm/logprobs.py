@@ -59,7 +59,7 @@ class _Normalizer(LogitsProcessor):
         self._bound: dict[int, _Bound] = {}
 
     def update_state(self, batch_update: Any) -> None:
-        """Which rows of the batch are greedy from now on, and which have a grammar."""
+        """Set the greedy rows of the batch, and the rows that have a grammar."""
         process_dict_updates(self._bound, batch_update, self._bind)
         process_dict_updates(self._greedy, batch_update, lambda params, *_: True if params.temperature < GREEDY else None)
 

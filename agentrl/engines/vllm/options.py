@@ -43,7 +43,7 @@ class Scratch:
         self._held = -1
 
     def environment(self) -> dict[str, str]:
-        """What a replica is started with; the folder is made by the first call."""
+        """Environment variables of a replica; the folder is made by the first call."""
         if self._folder is None:
             parent = tempfile.gettempdir()
             where = parent if len(parent) <= ROOM else "/tmp"
@@ -133,7 +133,7 @@ def check_calls() -> None:
 
 
 def tells_versions() -> bool:
-    """Whether the installed vLLM says which weights sampled which of a request's tokens. Imports vLLM."""
+    """Return True if the installed vLLM says which weights sampled which of a request's tokens. Imports vLLM."""
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -235,7 +235,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _plain(hint: Any) -> bool:
-    """Whether values of this type are written as such in a config."""
+    """Return True if values of this type are written as such in a config."""
     if hint in (bool, int, float, str, dict, list, Any, type(None)) or typing.get_origin(hint) is typing.Literal:
         return True
     parts = typing.get_args(hint)

@@ -84,7 +84,7 @@ class TurnWatch:
 
     @property
     def wanted(self) -> bool:
-        """Whether tokens are wanted before the turn is over."""
+        """True if tokens are wanted before the turn is over."""
         return self._told is not None or self._stops is not None
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ RETRY_S = 0.01
 
 @dataclass(slots=True)
 class SegmentedRequest:
-    """What a request has sampled in its segments so far; `stopped` is set once its caller wants no more."""
+    """A request's samples in its segments so far; `stopped` is set once its caller wants no more."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -511,7 +511,7 @@ class VllmActor:
         )
 
     def _kv_used(self, states: Sequence[Any]) -> float | None:
-        """What requests hold of the cache's tokens; None if this vLLM does not tell its size. vLLM's own number comes with its
+        """Tokens of the cache that requests hold; None if this vLLM does not tell its size. vLLM's own number comes with its
         statistics, which cost time and are turned off. A prefix that requests share counts for each, hence the bound."""
         room: int | None = getattr(self._engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
         if not room:

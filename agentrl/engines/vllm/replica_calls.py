@@ -188,7 +188,7 @@ class Paces:
         self._told.pop(request_id, None)
 
     def of(self, key: str) -> int | None:
-        """What is known about the episode's request; polling starts with the first call."""
+        """Pace of the episode's request; polling starts with the first call."""
         if key not in self._ids:
             return None
         if not self._tasks:

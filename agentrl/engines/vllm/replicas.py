@@ -138,7 +138,7 @@ class Replicas:
 
     @property
     def coming(self) -> int:
-        """How many are being started."""
+        """Number of starting replicas."""
         return len(self._coming)
 
     def homes(self) -> dict[str, int]:
@@ -239,7 +239,7 @@ class Replicas:
             return await self.ask(replica, method, *args)
 
     async def progress(self) -> list[Paced]:
-        """What each live replica reports about its requests; nothing from one that does not answer."""
+        """Report of each live replica about its requests; nothing from one that does not answer."""
         answers = await asyncio.gather(*(self._in_time(replica, "progress") for replica in self.alive()), return_exceptions=True)
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         for request_id, tokens in itertools.chain.from_iterable(part.items() for part in told):
@@ -262,11 +262,11 @@ class Replicas:
         ]
 
     def _hopeless(self) -> bool:
-        """Whether none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
+        """Return True if none is alive, and none will be. Machines that come may bring one, as long as attempts are left."""
         return not self.alive() and not self._coming and not (self.watched and self._started and self._may_fail())
 
     def hopeful(self) -> bool:
-        """Whether one is being started, or may be, or waits for weights."""
+        """Return True if one is being started, or may be, or waits for weights."""
         waiting = any(not replica.current for replica in self.alive())
         return self._started and (waiting or bool(self._coming) or (not self.alive() and not self._hopeless()))
 
@@ -331,7 +331,7 @@ class Replicas:
                 await asyncio.sleep(EVERY_S)
 
     def starting(self) -> str:
-        """What replicas that start wait for now; "" if none does."""
+        """Stages that starting replicas wait for; "" if none does."""
         stages = Counter(replica.stage for replica in self._replicas if replica.stage and replica.cause is None)
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
@@ -426,8 +426,8 @@ def rooms(need: Mapping[str, float]) -> Rooms:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether a node's Ray process can be reached. Ray itself calls a machine that is gone without a word alive for tens of
-    seconds, in which its replicas would be started again on it."""
+    """Return True if a node's Ray process can be reached. Ray itself calls a machine that is gone without a word alive for tens
+    of seconds, in which its replicas would be started again on it."""
     try:
         socket.create_connection((host, port), timeout=REACH_S).close()
     except OSError:
@@ -436,7 +436,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def fits(free: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """How many times `need` is in `free`."""
+    """Number of times that `need` fits into `free`."""
     return min((int(free.get(key, 0.0) // count) for key, count in need.items() if count), default=0)
 
 

@@ -56,7 +56,7 @@ class Transfer(ABC):
         """Make and start the engines."""
 
     def _told(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
-        """What the engine must know of a bucket besides names, types and shapes."""
+        """Facts that the engine must know of a bucket apart from names, types and shapes."""
         return {}
 
     def _start(self, **info: Any) -> Any:
@@ -117,8 +117,8 @@ TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, Ncc
 
 
 def takes_buckets() -> bool:
-    """Whether the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and are told
-    otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
+    """Return True if the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and
+    are told otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     return hasattr(packed_tensor, "PackedBufferImporter")

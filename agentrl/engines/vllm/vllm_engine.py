@@ -216,8 +216,8 @@ class VllmEngine(Engine, WeightTarget):
         return self._replicas.starting()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        """If the replica dies meanwhile, the turn is sampled again on another one, from the same ids. While weights arrive,
-        the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
+        """Sample a turn; if the replica dies meanwhile, sample it again on another one, from the same ids. While weights
+        arrive, the request waits for them: an episode whose tool answers at that moment has done nothing wrong."""
         return await self._answer(token_ids, sampling, request_key, None)
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:

@@ -38,8 +38,8 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model keeps of a token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest sequence;
-    `queries`: attention heads."""
+    """A model's cached state per token: `layers` x `heads` x `size` keys, and as many values. `positions`: the longest
+    sequence; `queries`: attention heads."""
 
     layers: int
     heads: int

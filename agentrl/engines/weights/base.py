@@ -178,8 +178,8 @@ SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a receiver must know: the route's name, bytes per slot, number of receivers, and `where`
-    (paths, a key or an address, depending on the route)."""
+    """Facts that a receiver must know: the route's name, bytes per slot, number of receivers, and `where` (paths, a key or an
+    address, depending on the route)."""
 
     route: str
     slot_bytes: int
@@ -196,7 +196,7 @@ class Sender(ABC):
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
     joins: ClassVar[bool] = False
-    """Whether shards of several ranks are to be joined in shared memory and lent (weights/joined.py), where that can be."""
+    """Whether shards of several ranks are to be joined in shared memory and lent (host_routes.py), where that can be."""
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers

@@ -235,7 +235,7 @@ class IpcSender(Sender):
 
 
 def pack(gpu: str, token: str, handles: list[Handle]) -> str:
-    """What an Offer says of one GPU, as text."""
+    """An Offer's facts about one GPU, as text."""
     return f"{gpu} {token} {base64.b64encode(pickle.dumps(handles)).decode()}"
 
 

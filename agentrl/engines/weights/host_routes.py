@@ -217,9 +217,9 @@ JOINED_TOKEN_BYTES = ALIGN
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """What one rank has of the tensor `name`, of `shape` as a whole: `padded`, the same number of elements on every rank, flat;
-    beyond the tensor's last row they mean nothing. `move(memory)` makes `memory`, like `padded`, the shard's place from now on;
-    it has the same values."""
+    """One rank's part of the tensor `name`, of `shape` as a whole: `padded`, the same number of elements on every rank, flat;
+    beyond the tensor's last row they mean nothing. `move(memory)` makes `memory`, like `padded`, the shard's place from now
+    on; it has the same values."""
 
     name: str
     shape: tuple[int, ...]
@@ -269,7 +269,7 @@ def join(shards: Sequence[RowShard], number: int, count: int) -> Joined:
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What each rank has, in their order; a collective."""
+    """Parts of all ranks, in their order; a collective."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()

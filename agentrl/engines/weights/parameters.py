@@ -23,7 +23,7 @@ from agentrl.utils.errors import EngineError, ModelError
 
 @dataclass(slots=True)
 class Conversion:
-    """How a tensor is made, or several that come from the same ones. `name` is that of the (first) result; `sources` are the
+    """Recipe for a tensor, or for several that come from the same ones. `name` is that of the (first) result; `sources` are the
     names of what goes in, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
 
     name: str
@@ -67,7 +67,7 @@ class Conversion:
 
 
 def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """How to make a model's tensors from stored ones; and names of stored ones that the model has no place for.
+    """Recipes for a model's tensors from stored ones; and names of stored ones that the model has no place for.
 
     `wanted`: the names of the model's tensors, as they are before adapters wrap its modules.
     """
@@ -90,7 +90,7 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
 
 
 def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
-    """How to make the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
+    """Recipes for the tensors of a checkpoint, as transformers saves them, from those that a model holds."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, rename_source_key
 

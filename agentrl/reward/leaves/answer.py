@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.equality import equal, fault_of, places, require_math
-from agentrl.reward.leaf import Args, Context, Leaf, Reading, View, object_schema, or_ref
+from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close, shown
 from agentrl.utils.errors import did_you_mean
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
@@ -46,8 +46,9 @@ def wanted_texts(value: Json) -> list[str]:
     return [str(item) for item in items]
 
 
+@LEAVES.register("text.contains")
 class TextContains(Leaf):
-    """Whether the text contains what was expected."""
+    """Return True if the text contains what was expected."""
 
     kind: ClassVar[str] = "text.contains"
     formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"
@@ -79,7 +80,7 @@ class TextContains(Leaf):
 
 
 def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Reading:
-    """Which of the wanted texts occur in any of the texts.
+    """The wanted texts that occur in any of the texts.
 
     Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
     """
@@ -123,8 +124,9 @@ def _occurs(item: str, text: str, word: bool) -> bool:
     return False
 
 
+@LEAVES.register("text.equals")
 class TextEquals(Leaf):
-    """Whether the whole text equals one of the expected ones."""
+    """Return True if the whole text equals one of the expected ones."""
 
     kind: ClassVar[str] = "text.equals"
     formula: ClassVar[str] = "1 if the text equals one of the expected texts after normalization, else 0"
@@ -140,8 +142,9 @@ class TextEquals(Leaf):
         return Reading(float(fold(text) in [fold(item) for item in wanted]), {"text": brief(text), "expected": brief(wanted)})
 
 
+@LEAVES.register("number.close")
 class NumberClose(Leaf):
-    """Whether the text contains the expected number as a complete number token."""
+    """Return True if the text contains the expected number as a complete number token."""
 
     kind: ClassVar[str] = "number.close"
     formula: ClassVar[str] = (
@@ -178,8 +181,9 @@ class NumberClose(Leaf):
         )
 
 
+@LEAVES.register("format.regex")
 class FormatRegex(Leaf):
-    """Whether the text matches a regular expression, with a time limit."""
+    """Return True if the text matches a regular expression, with a time limit."""
 
     kind: ClassVar[str] = "format.regex"
     formula: ClassVar[str] = "1 if the pattern matches (the whole text, or somewhere in it), else 0; null after `seconds`"
@@ -224,8 +228,9 @@ SECONDS = 5
 _GOLD = {"type": ["string", "number", "array"], "items": {"type": ["string", "number"]}, "minItems": 1}
 
 
+@LEAVES.register("math.equal")
 class MathEqual(Leaf):
-    """Whether the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
+    """Return True if the mathematics in the text equals the gold answer, however it is written: boxed, LaTeX, or plain."""
 
     kind: ClassVar[str] = "math.equal"
     formula: ClassVar[str] = (
@@ -287,8 +292,9 @@ def _gold(value: Json) -> list[str]:
 POLICY_STOPS = tuple(reason.value for reason in StopReason if not reason.infrastructure)
 
 
+@LEAVES.register("episode.stopped")
 class EpisodeStopped(Leaf):
-    """Whether the episode ended for one of the given reasons."""
+    """Return True if the episode ended for one of the given reasons."""
 
     kind: ClassVar[str] = "episode.stopped"
     formula: ClassVar[str] = "1 if the stop reason is among `reasons` (default: done), else 0"
@@ -326,6 +332,7 @@ class _Cost(Leaf):
         raise NotImplementedError
 
 
+@LEAVES.register("cost.turns")
 class CostTurns(_Cost):
     """Policy turns."""
 
@@ -335,6 +342,7 @@ class CostTurns(_Cost):
         return float(len(view.turns))
 
 
+@LEAVES.register("cost.calls")
 class CostCalls(_Cost):
     """Tool calls."""
 
@@ -344,6 +352,7 @@ class CostCalls(_Cost):
         return float(len(view.calls))
 
 
+@LEAVES.register("cost.tokens")
 class CostTokens(_Cost):
     """Sampled tokens."""
 
@@ -353,6 +362,7 @@ class CostTokens(_Cost):
         return float(sum(turn.sampled_tokens for turn in view.turns))
 
 
+@LEAVES.register("cost.seconds")
 class CostSeconds(_Cost):
     """Seconds of the turns' tool calls; not of sampling, which depend on the machine."""
 
@@ -362,6 +372,7 @@ class CostSeconds(_Cost):
         return float(sum(result.seconds for turn in view.turns for result in turn.results))
 
 
+@LEAVES.register("cost.usd")
 class CostUsd(_Cost):
     """Cost in USD at prices per million prompt and sampled tokens."""
 
@@ -389,6 +400,7 @@ class CostUsd(_Cost):
 # Python functions
 
 
+@LEAVES.register("python")
 class PythonFunction(Leaf):
     """Calls `context.python[name](view, args)`. A spec can name a function but not define or import one."""
 

@@ -27,7 +27,7 @@ from agentrl.reward.call_matching import (
     parts,
     rows_by_key,
 )
-from agentrl.reward.leaf import BY, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
+from agentrl.reward.leaf import BY, LEAVES, REF, Args, Context, Leaf, Made, Reading, View, object_schema, or_ref
 from agentrl.reward.values import NORMALIZERS, EqualityRule, UnscorableError, brief, same
 from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
@@ -35,6 +35,7 @@ _VALIDATORS: dict[str, Any] = {}
 _MOST_VALIDATORS = 4096
 
 
+@LEAVES.register("calls.schema")
 class CallsSchema(Leaf):
     """Share of the calls that name an available tool and match its parameters' JSON Schema."""
 
@@ -76,6 +77,7 @@ class CallsSchema(Leaf):
         return Reading(value, {"calls": len(calls), "valid": valid, "faults": errors[:20]})
 
 
+@LEAVES.register("calls.none")
 class CallsNone(Leaf):
     """1 if no call was made (or none of the named tools was called)."""
 
@@ -256,6 +258,7 @@ _NUMBER = {"type": "number", "minimum": 0}
 _LANGUAGES = ("python", *LANGUAGES)
 
 
+@LEAVES.register("calls.match")
 class CallsMatch(Leaf):
     """Pairs made and expected calls one-to-one and scores the pairs (see `formula`)."""
 
@@ -406,7 +409,7 @@ def _plain(gold: Sequence[GoldCall]) -> bool:
 
 
 def _by_key(rule: CallRule, gold: Sequence[GoldCall]) -> bool:
-    """Whether a full match is plain equality, so that a hash finds it."""
+    """Return True if a full match is plain equality, so that a hash finds it."""
     return rule.form == "literal" and rule.arguments == "exact" and rule.values.strict and _plain(gold)
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn
 from agentrl.reward.call_matching import GoldCall, gold_calls
-from agentrl.reward.leaf import BY, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
+from agentrl.reward.leaf import BY, LEAVES, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
 from agentrl.reward.leaves.answer import texts_found, wanted_texts
 from agentrl.reward.twins import FrozenState, RoundEnd, RoundTurns, TwinPass
 from agentrl.reward.values import (
@@ -63,7 +63,7 @@ def _state(end: RoundEnd) -> FrozenState:
 
 
 def _gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
-    """How the gold calls end: of an episode after all of them, of a round after those of the rounds up to it."""
+    """End of the gold calls: of an episode after all of them, of a round after those of the rounds up to it."""
     if context.replay_env is None:
         raise UnscorableError("this run provides no environment to replay on")
     if view.scope == "episode":
@@ -101,7 +101,7 @@ def _has_calls_of_the_user(part: Json) -> bool:
 
 
 def _user_side(rounds: Sequence[RoundTexts], scripted: bool) -> list[Any]:
-    """What was said from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
+    """Messages from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
     scripted user's episode without what the policy said."""
     side: list[Any] = []
     for texts in rounds:
@@ -201,7 +201,7 @@ def _texts(record: Trajectory, course: EpisodeRounds) -> list[RoundTexts]:
 
 
 def _opening(record: Trajectory, course: EpisodeRounds) -> tuple[str, ...]:
-    """What the user did and said before the first turn."""
+    """The user's calls and messages before the first turn."""
     return _answer(record, -1, [message for message in record.messages[: course.opening] if message.role == "user"])
 
 
@@ -215,8 +215,9 @@ def _answer(record: Trajectory, turn: int, said: Sequence[Message]) -> tuple[str
 _POINTER = {"type": "string", "pattern": "^(/|$)"}
 
 
+@LEAVES.register("state.match")
 class StateMatch(Leaf):
-    """Whether the final state is the expected one: a literal, or that of a replay environment after the gold calls."""
+    """Return True if the final state is the expected one: a literal, or that of a replay environment after the gold calls."""
 
     kind: ClassVar[str] = "state.match"
     formula: ClassVar[str] = (
@@ -284,7 +285,7 @@ class StateMatch(Leaf):
         return self._by_fields(found, wanted, args)
 
     def _cut(self, state: Json) -> Json:
-        """What of a state is compared."""
+        """The compared part of a state."""
         found = follow(state, self.path)
         if isinstance(found, Absent):
             raise UnscorableError(f"path {self.args.get('path')!r} resolves to nothing in the state")
@@ -322,8 +323,9 @@ def _without(value: Json, ignore: list[tuple[str, ...]]) -> Json:
     return [_without(item, deeper.get(str(i), [])) for i, item in enumerate(value) if str(i) not in here]
 
 
+@LEAVES.register("state.assert")
 class StateAssert(Leaf):
-    """Whether one value in the final state satisfies the comparisons."""
+    """Return True if one value in the final state satisfies the comparisons."""
 
     kind: ClassVar[str] = "state.assert"
     formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` if there is none"
@@ -364,6 +366,7 @@ class StateAssert(Leaf):
         return Reading(float(verdict), {"path": args["path"], "found": said, "expected": brief(comparison)})
 
 
+@LEAVES.register("state.number")
 class StateNumber(Leaf):
     """A number in the final state, such as the verdict of a task's tests."""
 
@@ -397,8 +400,9 @@ class StateNumber(Leaf):
 # Results of tools
 
 
+@LEAVES.register("results.contains")
 class ResultsContains(Leaf):
-    """Whether the tools' answers contain what was expected: texts, or the answers to the gold calls."""
+    """Return True if the tools' answers contain what was expected: texts, or the answers to the gold calls."""
 
     kind: ClassVar[str] = "results.contains"
     formula: ClassVar[str] = (

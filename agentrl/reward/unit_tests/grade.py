@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.data.trajectory import Json
-from agentrl.reward.leaf import REF, Args, Context, Leaf, Reading, View, object_schema, or_ref
+from agentrl.reward.leaf import LEAVES, REF, Args, Context, Leaf, Reading, View, object_schema, or_ref
 from agentrl.reward.unit_tests.runner import BEGUN
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.sandbox.base import ExecResult, SandboxSpec
@@ -147,7 +147,7 @@ def _program() -> str:
 
 @cache
 def _archive() -> bytes:
-    """What the tests' process imports, as `boot.py` reads it: for the Python that runs this one."""
+    """Archive that the tests' process imports, as `boot.py` reads it: for the Python that runs this one."""
     modules: dict[str, tuple[bool, bytes]] = {}
     for name in ("agentrl", "agentrl.reward", "agentrl.reward.unit_tests"):
         modules[name] = (True, marshal.dumps(compile("", name, "exec")))
@@ -185,6 +185,7 @@ _TAKEN = frozenset({*sys.stdlib_module_names, *PACKAGES, "pygments", "agentrl", 
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
 
 
+@LEAVES.register("code.tests")
 class CodeTests(Leaf):
     """Runs pytest on the task's tests, which import the policy's code; in a sandbox, the code in a process of its own."""
 

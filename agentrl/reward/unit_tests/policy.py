@@ -27,7 +27,7 @@ def _no_data(value: Any) -> Any:
 
 
 class _Printed(io.TextIOWrapper):
-    """What stands for standard output: its `buffer` takes bytes, and nothing closes it."""
+    """Substitute for standard output: its `buffer` takes bytes, and nothing closes it."""
 
     def write(self, text: str) -> int:
         count = super().write(text)
@@ -52,7 +52,7 @@ class PolicyObjects:
         exec(compile(code, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
 
     def held(self, value: Any) -> dict[str, Any]:
-        """What the tests get for an object that is no plain data."""
+        """Stand-in that the tests get for an object that is no plain data."""
         number = next((n for n, one in enumerate(self.objects) if one is value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
@@ -79,7 +79,7 @@ class PolicyObjects:
         return call
 
     def said(self) -> dict[str, str]:
-        """What has been printed since the last time."""
+        """Output printed since the last call."""
         said = {name: one.getvalue()[:PRINTED].decode("utf-8", "replace") for name, one in self.printed.items()}
         for one in self.printed.values():
             one.seek(0)

@@ -80,7 +80,7 @@ class Code:
         self.process = self.talk = None
 
     def ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
-        """What an operation on an object of the code gives; raises what it raises."""
+        """Result of an operation on an object of the code; raises what it raises."""
         self.asked += 1
         if self.talk is None:
             self.start()
@@ -97,7 +97,7 @@ class Code:
         return self.sound(lambda: self.decode(reply["value"]))
 
     def sound(self, decode: Callable[[], Any]) -> Any:
-        """What a message says. Raises CodeEndedError for what is no data."""
+        """Check a message and return its content. Raises CodeEndedError for what is no data."""
         try:
             return decode()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as fault:

@@ -43,7 +43,7 @@ GREETING_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where workers connect, and the secret with which they prove that they were asked to."""
+    """Address to which workers connect, and the secret with which they prove that they were asked to."""
 
     host: str
     port: int
@@ -185,7 +185,7 @@ class Hub:
 
 
 def proof(secret: bytes, nonce: str, name: str) -> str:
-    """What shows that `name` knows the secret, without saying it."""
+    """Proof that `name` knows the secret, without revealing it."""
     return hmac.new(secret, f"{nonce}/{name}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -301,7 +301,7 @@ def prompt_of(blob: memoryview) -> list[int]:
 
 
 def generation_frame(generation: Generation) -> tuple[Fields, bytes]:
-    """What an engine sampled; log probabilities as float64, so that what enters a ledger is rounded once, as in the driver."""
+    """Frame of a sampled turn; log probabilities as float64, so that what enters a ledger is rounded once, as in the driver."""
     parts: list[npt.NDArray[Any]] = [
         np.asarray(generation.token_ids, np.int32),
         np.asarray(generation.logprobs, np.float64),

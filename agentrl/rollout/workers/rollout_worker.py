@@ -67,7 +67,7 @@ class Outbox:
         self._least: int | None = None
 
     def place(self, fields: SpanFields | None) -> TracePlace | None:
-        """What `asked` said; from now on spans are kept for the driver."""
+        """Store the result of `asked`; from now on spans are kept for the driver."""
         if fields is None:
             return None
         late = now() - fields["sent"]
@@ -189,7 +189,7 @@ def _tidy(folder: Path) -> None:
 
 @dataclass(slots=True)
 class StoredRow:
-    """Where an episode's row lies: bytes [start, stop) of a part file, its ledgers from `ledgers` on."""
+    """Location of an episode's row: bytes [start, stop) of a part file, its ledgers from `ledgers` on."""
 
     part: PartFile
     start: int
@@ -239,7 +239,7 @@ CLOSE_S = 30.0
 
 
 class Parts(Protocol):
-    """What plays, with what it needs started and closed; `run.assembly.Assembly` is one."""
+    """Player with everything that it needs started and closed; `run.assembly.Assembly` is one."""
 
     @property
     def player(self) -> Player: ...
@@ -571,7 +571,7 @@ class DriverEngine(Engine):
         return found
 
     def refusal(self, sampling: Sampling) -> str:
-        """What no sampling can ask of the driver's engine; a grammar that is wrong shows when it is sampled with."""
+        """Reason why a sampling is impossible on the driver's engine; a grammar that is wrong shows when it is sampled with."""
         return next((self._refused[name] for name in ASKED if getattr(sampling, name)), "")
 
     def progress(self, request_key: str) -> int | None:

@@ -28,8 +28,8 @@ from agentrl.utils.event_loop import OwnedTasks
 
 
 class WorkerRecipe(Protocol):
-    """What a worker's parts are made from, wherever it runs; it can be pickled. `rows`: a folder that all nodes share, for rows
-    of trajectory files. `build` is that of `WorkerCore`."""
+    """Recipe for a worker's parts, wherever it runs; it can be pickled. `rows`: a folder that all nodes share, for rows of
+    trajectory files. `build` is that of `WorkerCore`."""
 
     @property
     def rows(self) -> Path | None: ...
@@ -62,7 +62,7 @@ class Seats(ABC):
     on_news: Callable[[int], None] = staticmethod(lambda free: None)
 
     def hopeful(self) -> bool:
-        """Whether a process may come for which no worker was begun yet."""
+        """Return True if a process may come for which no worker was begun yet."""
         return False
 
     @abstractmethod
@@ -133,7 +133,7 @@ class RemoteWorker:
 
     @property
     def able(self) -> bool:
-        """Whether it takes jobs."""
+        """True if it takes jobs."""
         return self.settled.done() and self.gone is None and not self.draining
 
     def connected(self, channel: Channel) -> None:
@@ -516,7 +516,7 @@ class WorkerPool(Player):
         return found
 
     def _need(self, job: Job) -> Need:
-        """What an episode brings a worker, by what others did: the prompt of its task, and the tokens that come after it. To
+        """Demands of an episode on a worker, by earlier episodes: the prompt of its task, and the tokens that come after it. To
         workers that share their caches every episode is one request."""
         if not self._seats.caches:
             return Need(job.spec.key, 0, 1.0, lambda: ())

@@ -39,7 +39,7 @@ Model = str | Path | Callable[..., Any]
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What an evaluation found: the episodes in the order of tasks and samples, and the report as `agentrl eval` writes it."""
+    """Result of an evaluation: the episodes in the order of tasks and samples, and the report as `agentrl eval` writes it."""
 
     episodes: list[Trajectory]
     report: dict[str, Any]
@@ -166,7 +166,7 @@ def _config_of_run(
     reward: Any,
     overrides: Mapping[str, Any] | None,
 ) -> tuple[TrainConfig, str]:
-    """As the run in the folder evaluates: its config, with one of its environments and one of its models (`run/of_run.py`)."""
+    """As the run in the folder evaluates: its config, with one of its environments and one of its models."""
     config, path = config_of_run(folder), model_of(folder, checkpoint).path
     there = [{"name": one.called} for one in config.envs]
     if env is None and len(there) > 1:

@@ -250,7 +250,7 @@ class LivePolicy:
     evaluate = BothMethod(_evaluate)
 
     def _pool(self, part: RunEnv, split: str) -> int:
-        """How many tasks a split has; 2**30 if it has no end."""
+        """Number of tasks of a split; 2**30 if it has no end."""
         if (part.name, split) not in self._pools:
             env = part.env.build()
             self._pools[part.name, split] = env.task_count(split) or FIRST

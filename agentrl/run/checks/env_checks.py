@@ -139,7 +139,7 @@ def each_env(one: TrainConfig, ref: EnvRef) -> Iterator[ToolEnv]:
 
 
 def no_gold(one: TrainConfig, env: ToolEnv) -> bool:
-    """Whether none of its first tasks of training has a gold solution."""
+    """Return True if none of its first tasks of training has a gold solution."""
     return all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS))
 
 
@@ -176,7 +176,7 @@ def _sizes(one: TrainConfig) -> str | None:
 
 
 def _turns(branch: BranchConfig, branches: int, max_turns: int) -> str | None:
-    """What is wrong with `turns`, of roots that have at most so many branches."""
+    """Problem with `turns`, of roots that have at most so many branches."""
     if branch.turns and branch.at != "depth":
         return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
     if branch.turns and max(branch.turns) >= max_turns:
@@ -314,7 +314,7 @@ def check_remote(config: TrainConfig) -> None:
 
 
 def remote_lines(config: TrainConfig) -> list[str]:
-    """What the environment's server says of itself, for `--dry-run`; nothing for environments that are here."""
+    """Lines about the environment's server, for `--dry-run`; nothing for environments that are here."""
     return [line for one in each(config) for line in _lines(EnvRef.of(one))]
 
 

@@ -54,7 +54,7 @@ def check_models(config: TrainConfig, trains: bool = True, planned: bool = False
 
 
 def _scores(config: TrainConfig, path: str) -> bool:
-    """Whether it is a reward model that is trained on (`data.loss`), whose head is read."""
+    """Return True if it is a reward model that is trained on (`data.loss`), whose head is read."""
     return config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
 
 
@@ -124,7 +124,7 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
 
 
 def model_notes(config: TrainConfig) -> list[str]:
-    """What is worth a warning: tensors of the checkpoint that are not used, and first turns that the context cuts."""
+    """Warnings about a model: tensors of the checkpoint that are not used, and first turns that the context cuts."""
     path, engine = config.model.path, engine_name(config)
     if "messages" in engine_of(config).traits:
         return []
@@ -305,7 +305,7 @@ def _pictured(path: str, trust: bool) -> bool:
 
 
 def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
-    """What is in the way of sampling: whether it is so, and the key with its value."""
+    """Obstacles to sampling: whether it is so, and the key with its value."""
     yield config.rollout.workers > 0, f"rollout.workers = {config.rollout.workers}"
     yield config.agent is not None, "[agent], whose endpoint takes no images,"
 

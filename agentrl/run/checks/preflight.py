@@ -185,7 +185,7 @@ def _asked(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) ->
 
 
 def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
-    """Whether a `when` can be true in an episode of a task: also if it reads more than the task."""
+    """Return True if a `when` can be true in an episode of a task: also if it reads more than the task."""
     places = [parse_pointer(str(ref["$"])) for ref in references(when)]
     if any(place[:2] not in (("task", "data"), ("task", "gold")) for place in places):
         return True
@@ -266,7 +266,7 @@ def _ask(asked: ApiModel, seconds: float) -> None:
 
 
 def _unreached(problem: BaseException) -> bool:
-    """Whether no answer came at all; litellm says so only in what its error was raised from."""
+    """Return True if no answer came at all; litellm says so only in what its error was raised from."""
     import openai
 
     return any(isinstance(link, openai.APIConnectionError) for link in causes(problem))  # also too late an answer

@@ -148,8 +148,8 @@ def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """How many questions one episode asks its judges: `least` unless it is unscored or identical to another
-    episode (verdicts are cached), `most` if every branch is taken."""
+    """Number of questions that one episode asks its judges: `least` unless it is unscored or identical to another episode
+    (verdicts are cached), `most` if every branch is taken."""
 
     least: int
     most: int
@@ -360,7 +360,7 @@ REFUSED = frozenset({"gold-unscored", "gold-no-success", "idle-paid"})
 
 
 def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
-    """What is suspicious about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
+    """Findings about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
 
     Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
     what is found holds whatever they say, and their leaves are named.

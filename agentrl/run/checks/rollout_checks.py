@@ -261,7 +261,7 @@ OFF = "AGENTRL_SURVEY"
 
 @dataclass(frozen=True, slots=True)
 class TaskNeed:
-    """What the gold solution of a task takes. `limits`: by key, what the episode has of it, where that is less."""
+    """Needs of a task's gold solution. `limits`: by key, what the episode has of it, where that is less."""
 
     task: str
     seed: int
@@ -295,7 +295,7 @@ class TaskKind:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found of one environment. `skipped`: why nothing was played; `limits`: what an episode has, by key."""
+    """Findings about one environment. `skipped`: why nothing was played; `limits`: what an episode has, by key."""
 
     env: str
     limits: dict[str, int]
@@ -351,7 +351,7 @@ def check_solvable(one: TrainConfig) -> None:
 
 
 def survey_lines(config: TrainConfig) -> list[str]:
-    """What was found of each environment of a run, for its reader; the survey is made once in a process."""
+    """Lines about each environment of a run, for its reader; the survey is made once in a process."""
     return [line for one in each(config) for line in survey_of(one).lines()]
 
 
@@ -405,7 +405,7 @@ def _traits(one: TrainConfig) -> Iterable[str]:
 
 
 def limits_of(one: TrainConfig) -> dict[str, int]:
-    """What an episode has, by config key. With a context policy the model's context is no limit: history is rewritten."""
+    """Limits of an episode, by config key. With a context policy the model's context is no limit: history is rewritten."""
     rollout = one.rollout
     found = {
         "rollout.max_turns": rollout.max_turns,
@@ -450,7 +450,7 @@ async def _add(part: TaskKind, env: ToolEnv, split: str, seed: int, *, renderer:
 
 
 def need_of(played: Trajectory, limits: dict[str, int]) -> TaskNeed:
-    """What an episode with these very turns takes, against what there is."""
+    """Needs of an episode with these very turns, against its limits."""
     turns = [int(np.bincount(ledger.turns[ledger.sampled]).max()) for ledger in played.ledgers if ledger.sampled_tokens]
     taken = {
         "rollout.max_turns": len(played.turns),

@@ -170,8 +170,8 @@ Coefficient = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tokens of a minibatch to pick: `share` of all tokens, at random among those whose covariance
-    is in (low, high), or (if `low` is None) those with the largest covariance."""
+    """Selection of a minibatch's tokens: `share` of all tokens, at random among those whose covariance is in (low, high), or
+    (if `low` is None) those with the largest covariance."""
 
     share: float
     low: float | None = None
@@ -209,7 +209,7 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
 
 
 def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
-    """Which tokens the loss of that name and arguments needs picked, or None."""
+    """Selection of tokens that the loss of that name and arguments needs, or None."""
     if "picked" not in POLICY_LOSSES.entry(name).needs:
         return None
     given = POLICY_LOSSES.arguments(name, args)
