@@ -1,4 +1,4 @@
-"""Experts of each token in a transformers mixture-of-experts model: told, counted, or dictated.
+"""Experts of each token in a transformers mixture-of-experts model: reported, counted, or dictated.
 
 A router scores all experts for each token and takes the `k` with the highest scores, by one `torch.topk` over a [tokens, experts]
 tensor; what it does with the scores before and after differs between families (softmax over all or over the chosen ones,
@@ -113,7 +113,7 @@ class _Router:
 
 class Routers:
     """The routers of a model, in the order of its layers; a dense model has none. Make it before modules are wrapped or sharded;
-    it stays valid then. `problem`: why the choices of this mixture of experts can be neither told nor dictated, or "".
+    it stays valid then. `problem`: why the choices of this mixture of experts can be neither reported nor dictated, or "".
 
     `asked`: called whenever a router computes, also when a checkpointed layer is computed again for the backward pass; returns
     what all routers are to choose, [tokens, routers, k] uint8 or int16, or None. Without it, `dictate` says so."""
@@ -162,7 +162,7 @@ class Routers:
                 router.told, router.strict = None, False
 
     def probe(self) -> None:
-        """Raise ModelError if choices can be neither told nor dictated. For a model on the meta device: computes nothing."""
+        """Raise ModelError if choices can be neither reported nor dictated. For a model on the meta device: computes nothing."""
         if self.problem:
             self.check(torch.empty(0))
         with self.tell(lambda *_: None):
@@ -243,7 +243,7 @@ class Load:
 
     @contextmanager
     def counting(self, tokens: int, times: Tensor | None = None) -> Iterator[None]:
-        """Count what is chosen for the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
+        """Count the chosen experts of the first `tokens` tokens of a pass; the rest is padding. `times` int64 [tokens]: how often
         each counts; None: once."""
 
         def told(layer: int, indices: Tensor) -> None:

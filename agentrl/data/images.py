@@ -1,7 +1,7 @@
-"""Images of a conversation: what is taken of others' bytes, the line that stands for one in a message's text, its form in files.
+"""Images of a conversation: checks of untrusted bytes, the line in a message's text, the form in files.
 
 An image stands in the text of its message as one line (`Image.line`), which is all that a model of text alone is shown. The
-message has the image itself beside its text (`Message.images`); who cuts or rewrites the text need not know of images: one whose
+message has the image itself next to its text (`Message.images`); who cuts or rewrites the text need not know of images: one whose
 line is gone is shown to nobody. Bytes are kept as they came, in base64, so that an image is JSON wherever its message is.
 """
 
@@ -101,7 +101,7 @@ class Image:
         return base64.b64decode(self.data)
 
     def picture(self) -> Picture:
-        """Its pixels, decoded, as RGB: what is transparent is white, a photo is turned as its camera was held.
+        """Decode its pixels as RGB: transparent ones become white, a photo is turned upright.
 
         Raises ImageError if it was not made from these bytes by `read`.
         """
@@ -137,7 +137,7 @@ def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
 
 
 def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
-    """Images, of which some may be rows. Raises ImageError."""
+    """Images from images and rows. Raises ImageError."""
     return tuple(item if isinstance(item, Image) else Image.from_row(item) for item in rows)
 
 
@@ -195,7 +195,7 @@ def _turned(picture: Picture) -> Picture:
 
 def _colored(picture: Picture) -> Picture:
     """The picture as RGB, as a page shows it. Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show
-    the color that lies under what is transparent, which is black behind a plot's black lines."""
+    the color under transparent pixels, which is black behind a plot's black lines."""
     if picture.mode.startswith("I"):
         return picture.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if not picture.has_transparency_data:

@@ -330,7 +330,7 @@ def plan(
 
     A sequence of n tokens costs a n + b n^2 (`b` = 0: linear layers only; attention adds the square),
     and each micro-batch costs `overhead` more. In each row of micro-batches the step waits for its slowest
-    rank, so what is minimized is the sum over rows of the largest micro-batch cost.
+    rank, so the plan minimizes the sum over rows of the largest micro-batch cost.
 
     `groups[i]`, if given, is a group number: sequences of one group go into the same micro-batch as
     far as the cap allows. A sequence with a negative number has no group and may go anywhere. `prefix[i]`:
@@ -473,8 +473,8 @@ def as_given(name: str, bin_of: np.ndarray, costs: np.ndarray, ranks: int) -> Ro
 
 
 def lower_bound(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) -> float:
-    """No plan costs less: the largest of the mean over ranks, the costliest item, and the items longer than half
-    the cap, no two of which fit into one bin, cut into rows of `ranks`."""
+    """Lower bound of every plan's cost: the largest of the mean over ranks, the costliest item, and the items longer than half
+    the cap (no two fit into one bin), cut into rows of `ranks`."""
     if len(costs) == 0:
         return 0.0
     # Each item longer than half the cap needs a bin of its own, and a row of `ranks` bins costs what its costliest bin

@@ -78,8 +78,8 @@ def sampled_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
 def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     """Move every reward to the sampled token that earned it: [T] -> [M], the masked tokens only.
 
-    A reward on a token that was not sampled goes to the last sampled token before it in its row (to the
-    row's first one if there is none before it). The rewards of a row without sampled tokens are dropped.
+    A reward on a token that was not sampled goes to the last sampled token before it in its row (to the row's first one if no
+    sampled token precedes it). The rewards of a row without sampled tokens are dropped.
     """
     compact = sampled_offsets(mask, offsets)
     rows = row_ids(offsets)

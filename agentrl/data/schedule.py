@@ -22,7 +22,7 @@ from agentrl.data.rows import Ragged, Rows, row_index
 # the prefix is predicted by the prefix's last token, which all members read.
 
 PER_TREE, PER_ROW = 8.0, 4.0
-"""What a tree costs besides its tokens, and each of its rows, in tokens of the model: calls of the attention for the tree alone.
+"""Extra cost of a tree, and of each of its rows, in tokens of the model: calls of the attention for the tree alone.
 Measured on a CPU with the smallest models, to which calls cost the most (benchmarks/cluster.py --only prefix)."""
 
 SHORTEST = 16
@@ -346,8 +346,8 @@ def plan_ranks(
     more work than a rank's even share is cut over ranks, and each of its parts computes the prefix.
 
     Both layouts are planned, and the shared one is taken if the *slowest rank* is faster by it: fewer tokens, also with
-    `tree_cost` times what its trees cost besides. The total over all
-    ranks would be misleading: one large tree that must stay on one rank saves tokens but makes that rank the slowest.
+    `tree_cost` times the extra cost of its trees. The total over all ranks would be misleading: one large tree that must stay on
+    one rank saves tokens but makes that rank the slowest.
     """
     nothing = np.zeros(len(tokens), dtype=np.int64)
     apart = np.full(len(tokens), -1, dtype=np.int64) if keep is None else keep
@@ -409,7 +409,7 @@ def _spread(
 
 
 def trees_among(view: Ragged, rows: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
-    """The trees of `rows` as `plan_ranks` takes them, and the weight of their own cost; None if there are none."""
+    """The trees of `rows` as `plan_ranks` takes them, and the weight of their own cost; None without trees."""
     if "tree" not in view:
         return None, FREE
     return (view.numbers("tree")[rows], view.numbers("tree_prefix")[rows]), float(view.batch["tree_cost"])

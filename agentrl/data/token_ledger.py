@@ -355,7 +355,7 @@ class TokenLedger:
             raise ValueError(f"ledger columns differ in length: {lengths}")
         # Some code reads one column, some the other: if they differed, a token would be trained that no weights sampled.
         if not np.array_equal(found["sampled"], found["versions"] >= 0):
-            raise ValueError("ledger columns disagree on what was sampled: `sampled` must be set exactly where `versions` >= 0")
+            raise ValueError("ledger columns disagree on the sampled tokens: `sampled` must be set exactly where `versions` >= 0")
         check_finite(found["logprobs"], "token")
         ledger._append(lengths["token_ids"], found)
         if "experts" in row:

@@ -123,7 +123,7 @@ class UserCall:
 
     `turn`: index of the policy's turn that the user was answering (-1: it was opening the conversation), so the call stands
     between that turn's message and the user's own. `step`: which of the user's messages in that answer, from 0; calls of one
-    message share it. `text`: what the user wrote beside the calls of that message, which nobody is told. `result` is None if
+    message share it. `text`: the user's text next to the calls of that message, which nobody sees. `result` is None if
     the call got none (its tool failed, or the episode was cut).
     """
 
@@ -168,7 +168,7 @@ class Task:
     gold: Mapping[str, Json] = field(default_factory=dict)
 
     def copied(self) -> Task:
-        """The same task, of which nothing is shared: who gets it may change it."""
+        """Deep copy of the task, which its receiver may change."""
         return replace(self, data=detached(dict(self.data)), gold=detached(dict(self.gold)))
 
 
@@ -187,24 +187,21 @@ class Trajectory:
     """One complete episode: enough to train on it, to score it again offline, and to read it.
 
     `env`: the name of its environment in the run ("" in older files, from when a run had only one); `env_id`: the id of the
-    environment.
-    `reward` is None if the episode could not be scored (see StopReason.infrastructure); it is never
-    replaced by 0. `success` is whether it solved its task, as decided by the reward spec; None if unknown
-    (unscored, or recorded before specs said so). `state` is the environment's final state as JSON, for
-    state-based reward leaves.
-    `cause`: if the episode ended by a fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the
-    seconds that each of the two had used. `tools` are the function schemas that the policy was offered, for schema-based
-    leaves. `user_calls`: the calls that the simulated user made to tools of its own, in the order in which they were made;
-    their results are not among `messages`. `parting`: what the user said as it left, of which nobody is told, so it is not
-    among `messages` either; "" if nothing, or recorded before it was kept. `rewrites`: one entry per rewrite of the
-    conversation by a context policy: before which turn, the ledger that begins with it, its tokens, and the messages that
-    were inserted. `agent`: of an episode that an agent of somebody else's played (docs/agents.md), how its program ended and
-    what it wrote; else None. `stored`: where the process that played the episode wrote its row, if it did; who changes what
-    the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold solution has (`ToolEnv.horizon`), by which
-    success is told apart; None if that is not known. `given`: so many of the first turns are those of the gold solution
-    (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`: of a branch (`rollout.branch`), the
-    member of its group that it was forked from, and `branch_turn` the turn before which; the turns before are the parent's, and
-    context here. None of an episode that was played from its beginning.
+    environment. `reward` is None if the episode could not be scored (see StopReason.infrastructure); it is never replaced by 0.
+    `success` is whether it solved its task, as decided by the reward spec; None if unknown (unscored, or recorded before specs
+    said so). `state` is the environment's final state as JSON, for state-based reward leaves. `cause`: if the episode ended by a
+    fault or a clock, who is to blame ("policy" or "infrastructure") and, for a clock, the seconds that each of the two had used.
+    `tools` are the function schemas that the policy was offered, for schema-based leaves. `user_calls`: the calls that the
+    simulated user made to tools of its own, in the order in which they were made; their results are not among `messages`.
+    `parting`: the user's last words as it left, which nobody sees, so they are not among `messages` either; "" if nothing, or
+    recorded before it was kept. `rewrites`: one entry per rewrite of the conversation by a context policy: before which turn, the
+    ledger that begins with it, its tokens, and the messages that were inserted. `agent`: of an episode that an external agent
+    played (docs/agents.md), the end of its program and its output; else None. `stored`: where the process that played the episode
+    wrote its row, if it did; who changes what the episode scored unsets `stored.whole`. `horizon`: how many calls the task's gold
+    solution has (`ToolEnv.horizon`), by which success is broken down; None if unknown. `given`: the number of first turns that
+    are those of the gold solution (`rollout.start`), which are context of the ledgers and earn the policy nothing. `parent`: of a
+    branch (`rollout.branch`), the member of its group that it was forked from, and `branch_turn` the turn before which; the turns
+    before are the parent's, and context here. None of an episode that was played from its beginning.
     """
 
     env_id: str

@@ -26,8 +26,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 def request_of(
     own: Mapping[str, Any], args: Mapping[str, Any], base: str | None, *, args_key: str, base_key: str
 ) -> dict[str, Any]:
-    """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` as they are, with references
-    resolved, of which none is what is asked. Raises as `addressed`."""
+    """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` with references resolved, which
+    cannot replace model, messages, timeout and tools. Raises as `addressed`."""
     given, where = resolved(dict(args), args_key), addressed(base, base_key)
     headers = {**given.get("extra_headers", {}), **where.get("extra_headers", {})}
     asked = {name: own[name] for name in ("model", "messages", "timeout")}
@@ -72,7 +72,7 @@ def _fields(message: Any) -> dict[str, Any]:
 
 
 def _reasoning(row: Mapping[str, Any]) -> str | None:
-    """The text of a reasoning, under whichever name; None if there is none to read."""
+    """Text of a reasoning, under any of its names; None if no text is found."""
     for name in _REASONING:
         if isinstance(row.get(name), str):
             return str(row[name])

@@ -178,10 +178,10 @@ def parse_harmony(text: str) -> Parsed:
 
 
 def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
-    """(reasoning, what is said, calls) of a turn, which begins after `<|start|>assistant`.
+    """(reasoning, spoken text, calls) of a turn, which begins after `<|start|>assistant`.
 
     A message to a function whose body is no JSON object is kept as a call with `error`; so is a message to someone else,
-    and a turn that was cut within a call. Text without any header is what is said.
+    and a turn that was cut within a call. Text without any header is spoken text.
     """
     thoughts: list[str] = []
     said: list[str] = []
@@ -416,7 +416,7 @@ PARSERS: dict[str, Parser | ForTools] = {name: syntax.parser for name, syntax in
 
 
 def syntax_of(rendered_call: str) -> Syntax | None:
-    """The syntax of a template, recognized from a call that it rendered; None if it is none of these."""
+    """The syntax of a template, recognized from a call that it rendered; None for an unknown one."""
     return next((syntax for syntax in SYNTAXES.values() if syntax.seen(rendered_call)), None)
 
 

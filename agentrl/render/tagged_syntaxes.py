@@ -70,7 +70,7 @@ def _parser(tokens: _Tokens) -> Parser:
 
 
 class _GemmaReader:
-    """Reads values of the form at a position of `text`; every method raises ValueError if there is none."""
+    """Reads values of the form at a position of `text`; every method raises ValueError for anything else."""
 
     def __init__(self, text: str, quote: str) -> None:
         self.text, self.quote, self.values = text, quote, 0
@@ -205,8 +205,8 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
 
 
 def _pair(body: str, position: int) -> tuple[str, str, int] | None:
-    """Key, value and the position after the pair that begins at `position`; None if there is none. By finds, each of which looks
-    at what it takes only: an expression for the pair would look through the rest of the text for every key without a value."""
+    """Key, value and the position after the pair that begins at `position`; None without a pair. Each find looks only at the text
+    that it takes: an expression for the pair would look through the rest of the text for every key without a value."""
     begin = skip_blanks(body, position)
     key_end = body.find(_KEY_END, begin) if body.startswith(_GLM_KEY, begin) else -1
     if key_end < 0:
@@ -314,7 +314,7 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 def parse_pythonic(text: str) -> Parsed:
-    """A list of calls as the whole turn, or between Llama 4's tokens after what is said; anything else is prose."""
+    """A list of calls as the whole turn, or between Llama 4's tokens after the spoken text; anything else is prose."""
     said, mark, body = text.partition(_START)
     body = (body.partition(_END)[0] if mark else text).strip()
     if _LOOKS_LIKE_CALLS.match(body) is None:
@@ -348,7 +348,7 @@ def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
 
 
 class _PythonReader:
-    """Reads calls and literals of Python from `text`; every method raises ValueError at what is neither."""
+    """Reads calls and literals of Python from `text`; every method raises ValueError for anything else."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.values = text, 0, 0

@@ -51,14 +51,14 @@ _TOOLS_REMEMBERED = 4096
 class TemplateRenderer(Renderer):
     """Renders through the tokenizer's own chat template.
 
-    `syntax` names the syntax of its tool calls ("custom" if a parser was given that is none of agentrl's); `no_tools` says why it
+    `syntax` names the syntax of its tool calls ("custom" for a parser that is not agentrl's); `no_tools` says why it
     cannot be used with tools, or is "".
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, parser: Parser | ForTools | Syntax | None = None, day: date | None = None
     ) -> None:
-        """`parser` replaces the one chosen by the template's syntax; `day`: as of `TemplateText`. Raises ModelError if the
+        """`parser` replaces the one chosen by the template's syntax; `day`: as for `TemplateText`. Raises ModelError if the
         template rewrites conversations, its turns have no end token, or the parser cannot read the calls that it writes."""
         self._text = TemplateText(tokenizer, day)
         self._turns = TurnText(self._text)
@@ -173,7 +173,7 @@ class TemplateRenderer(Renderer):
         self, schema: Json = None, tools: Sequence[Mapping[str, Any]] = (), several: bool = True, reasons: bool = True
     ) -> str:
         if self.syntax == HARMONY.name:
-            raise RenderError(f"turns in the syntax {HARMONY.name!r} have channels, of which agentrl knows no grammar")
+            raise RenderError(f"turns in the syntax {HARMONY.name!r} have channels, and agentrl has no grammar for them")
         known, frame, mark = SYNTAXES.get(self.syntax), self._text.form.frame, self._text.codec.mark
         rules = [json_rules(schema)] if schema is not None else []
         if tools:

@@ -80,7 +80,7 @@ class Form:
     calls_in_content: calls as text of this syntax, since the template writes none.
     one_call: the template takes only one call a turn; several go into the content.
     malformed_as_calls: a call that could not be parsed as one without arguments, since the template shows no answer to text.
-    content_as_reasoning: what is said beside calls, since the template takes only one of the two.
+    content_as_reasoning: text next to calls as reasoning, since the template takes only one of the two.
     nothing: the content of a turn in which nothing was sampled.
     no_list: without tools there is no list of them, and not an empty one.
     """
@@ -316,7 +316,7 @@ Shape = tuple[tuple[str, ...], _Rounds, _Rounds]
 
 @dataclass(frozen=True)
 class Skeleton:
-    """`opening`: what a ledger began with. `rounds`: what was sampled in it, and the answers."""
+    """`opening`: first messages of a ledger. `rounds`: its sampled turns, and the answers."""
 
     opening: tuple[Message, ...]
     rounds: tuple[Round, ...]

@@ -26,8 +26,8 @@ _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": N
 
 
 def thoughts(text: str) -> tuple[str, str]:
-    """Reasoning of an assistant's text, in <think> tags or similar ones, and the rest. A call that it only thinks of is none;
-    one that has such tags in its arguments is left as it is."""
+    """Reasoning of an assistant's text, in <think> tags or similar ones, and the rest. A call inside the reasoning does not
+    count; a call with such tags in its arguments stays unchanged."""
     if text.lstrip().startswith("["):  # calls without tags
         return "", text
     found, rest, end = list[str](), "", 0

@@ -249,7 +249,8 @@ def too_many(raw: str) -> ToolCall:
 
 
 def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """The calls of a turn, of which those beyond `MOST_CALLS` are one. `calls`: read from lists that are `raw` as a whole."""
+    """Calls of a turn; those beyond `MOST_CALLS` become one malformed call. `calls`: read from lists that are `raw` as a
+    whole."""
     return tuple(calls) if len(calls) <= MOST_CALLS + 1 else (*calls[:MOST_CALLS], too_many(calls[MOST_CALLS].raw))
 
 

@@ -36,7 +36,7 @@ def takes_images(config: Any) -> bool:
 
 
 def model_takes_images(model: ModelConfig, found: Any) -> bool:
-    """The same of the model that a config names: `found` is its transformers config, None if there is none to read."""
+    """Return True if images of a config's model are computed here. `found`: its transformers config, or None."""
     return model.init.vision if model.init is not None else takes_images(found)
 
 

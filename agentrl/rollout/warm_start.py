@@ -31,7 +31,7 @@ from agentrl.utils.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Rewrite = Callable[[Sequence[Message], int, int], Awaitable[list[Message] | None]]
-"""The conversation to go on with, instead of this one (the last so many of it are new, and it has so many tokens), if any."""
+"""Rewrites a conversation (messages, number of new ones at its end, number of tokens); None keeps it."""
 TRIES = 8
 """How many transcripts are drawn for one index until one is short enough."""
 
@@ -48,8 +48,8 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
 async def gold_transcript(
     env: ToolEnv, renderer: Renderer, seed: int, split: str, context: ContextPolicy | None = None, limits: Limits | None = None
 ) -> Trajectory:
-    """The same of the gold solution of a task. With a `context` policy and the run's `limits` its conversation is rewritten
-    where an episode's would be. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
+    """One episode of a task's gold solution, as `transcript`. A `context` policy with the run's `limits` rewrites its
+    conversation as in an episode. Raises NotImplementedError without a gold solution, EnvError if it cannot be played."""
 
     def teacher() -> Teacher:
         return GoldTeacher(env.gold_turns(env.task), random.Random(seed))

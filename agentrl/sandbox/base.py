@@ -148,7 +148,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def remove(self, paths: Iterable[str]) -> None:
-        """Remove files and folders with all that is below them; what is not there is no error. The working folder itself
+        """Remove files and folders with their contents; a missing path is no error. The working folder itself
         stays, empty."""
 
     @abstractmethod

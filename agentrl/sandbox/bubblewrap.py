@@ -145,7 +145,7 @@ class BubblewrapSandbox(FolderSandbox):
 
 @SANDBOXES.register("bubblewrap")
 class BubblewrapProvider(FolderProvider):
-    """Needs the program `bwrap`, and a kernel that lets it make namespaces. `packages`: as of the local one."""
+    """Needs the program `bwrap`, and a kernel that lets it make namespaces. `packages`: as for the local one."""
 
     name = "bubblewrap"
 

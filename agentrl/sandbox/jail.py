@@ -7,9 +7,9 @@ system calls that reach beyond the process (a seccomp filter). The kernel enforc
 afterwards cannot undo any. Once everything is in place, it writes one byte to the status pipe: without that byte the caller
 knows that the sandbox failed, not the code.
 
-Two kinds of code. Python code ("code") runs in this process, which may start no other. A command ("argv") runs in a child,
-which may start others: none of them can leave the child's process group, so that this process, the group's leader, takes all
-with it when it ends, is told to, or loses its parent.
+Two kinds of code. Python code ("code") runs in this process, which may start no other. A command ("argv") runs in a child, which
+may start others: none of them can leave the child's process group, so that this process, the group's leader, takes all with it
+when it ends, gets SIGTERM, or loses its parent.
 """
 
 from __future__ import annotations
@@ -399,8 +399,8 @@ COUNT_EVERY_S = 0.1
 
 
 def lead(job: dict[str, Any], status: int) -> NoReturn:
-    """The leader of the command's group: waits for the command, and takes the whole group with it if its parent is gone, if it
-    is told to (SIGTERM), or if there are too many processes."""
+    """The leader of the command's group: waits for the command, and takes the whole group with it if its parent is gone, on
+    SIGTERM, or if there are too many processes."""
 
     def end_all(*_: object) -> None:
         os.killpg(0, signal.SIGKILL)

@@ -209,7 +209,7 @@ def folder_size(folder: Path) -> int:
 
 
 def remove_tree(folder: Path, keep: bool = False) -> None:
-    """Remove a folder of any depth (`keep`: only what is in it): inner folders are moved up first, because their paths may be
+    """Remove a folder of any depth (`keep`: only its contents): inner folders are moved up first, because their paths may be
     too long."""
     pending = [folder]
     moved = 0
@@ -426,7 +426,7 @@ class LocalProvider(FolderProvider):
 
 @cache
 def require_kernel(isolate_files: bool) -> None:
-    """Raises ResourceError, naming what is missing, if this machine's kernel does not support the sandbox."""
+    """Raise ResourceError, naming the missing feature, if this machine's kernel does not support the sandbox."""
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         raise ResourceError(f"the local sandbox needs Linux on x86_64 or aarch64, not {sys.platform} {platform.machine()}")
     import ctypes

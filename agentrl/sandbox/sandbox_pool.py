@@ -58,7 +58,7 @@ def preferred() -> str:
 
 
 class SandboxPool:
-    """Sandboxes of one provider on one event loop: at most `limit` at a time, of which up to `warm` are ahead of demand.
+    """Sandboxes of one provider on one event loop: at most `limit` at a time, up to `warm` of them started ahead of demand.
 
     Warm ones have no files yet and are of the kind (`SandboxSpec.key`) that was asked for last; one that is in the way of
     another kind is stopped. Taking one costs what writing the task's files costs.
@@ -115,7 +115,7 @@ class SandboxPool:
             self._free()
 
     def lost(self, sandbox: Sandbox) -> None:
-        """A sandbox that nobody holds any more, told from any thread."""
+        """Free a sandbox that nobody holds any more; callable from any thread."""
         sandbox.abandon()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._free)
@@ -168,7 +168,7 @@ class SandboxPool:
         self.running -= 1
 
     def _refill(self, key: str, spec: SandboxSpec) -> None:
-        """Start what is missing in the background."""
+        """Start missing warm sandboxes in the background."""
         there = sum(kind == key for kind, _ in self._idle) + len(self._refills)
         for _ in range(min(self.warm - there, self.limit - self.running)):
             if self._queue:
@@ -201,8 +201,8 @@ _BY_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, SandboxPool]] =
 
 
 def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
-    """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError if it
-    is none."""
+    """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError for an
+    invalid section."""
     if config is None or isinstance(config, SandboxConfig):
         return settled(config or SandboxConfig())
     try:

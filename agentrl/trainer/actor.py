@@ -177,8 +177,8 @@ class PairLoss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dpo:
-    """`dpo` at its `beta`. Metrics: `accuracy` (pairs of which the chosen one's implicit reward is higher), and the rewards,
-    beta (log pi - log ref)."""
+    """`dpo` at its `beta`. Metrics: `accuracy` (share of pairs whose chosen side has the higher implicit reward), and the
+    rewards, beta (log pi - log ref)."""
 
     beta: float
 
@@ -189,7 +189,7 @@ class Dpo:
 
 @dataclass(frozen=True, slots=True)
 class BradleyTerry:
-    """`bradley_terry`. Metrics: `accuracy` (pairs of which the chosen one has the higher score), and the scores."""
+    """`bradley_terry`. Metrics: `accuracy` (share of pairs whose chosen side has the higher score), and the scores."""
 
     def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return bradley_terry(*totals.unbind(1)), _compared(totals.detach())

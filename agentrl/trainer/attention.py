@@ -532,7 +532,7 @@ def _mixer_blockwise(forward: Callable[..., Any], args: Any, kwargs: Any, tokens
 
 
 def _joined(results: list[Any], blocks: list[Block], tokens: int) -> Any:
-    """The blocks' results as one of [1, T, ...]; what is no tensor over tokens (a state) is left out."""
+    """Join the blocks' results to [1, T, ...]; results that are not over tokens (a state) are left out."""
     first = results[0]
     if isinstance(first, tuple):
         return tuple(_joined([result[place] for result in results], blocks, tokens) for place in range(len(first)))

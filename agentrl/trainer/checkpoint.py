@@ -63,7 +63,7 @@ def check_intact(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Step, files and, if it was evaluated, score. Raises OSError or ValueError if there is none that can be read."""
+    """Step, files and, if it was evaluated, score. Raises OSError or ValueError for a missing or unreadable manifest."""
     found: dict[str, Any] = read_json(read_plain(folder / MANIFEST))
     return found
 
@@ -135,7 +135,7 @@ class Checkpoints:
         return aside
 
     def commit(self, step: int, score: float | None = None) -> None:
-        """Make what was written after `begin` the checkpoint of `step`, and delete checkpoints that are not kept any more.
+        """Make the files written after `begin` the checkpoint of `step`, and delete checkpoints beyond the kept ones.
 
         Raises DiskFullError if the disk is full; whatever goes wrong, older checkpoints stay.
         """
@@ -148,7 +148,7 @@ class Checkpoints:
         self._prune()
 
     def give_up(self, step: int, error: BaseException) -> NoReturn:
-        """Remove what was written after `begin`, and raise `error`, or a DiskFullError from it if the disk is full."""
+        """Remove the files written after `begin`, and raise `error`, or a DiskFullError from it if the disk is full."""
         full = disk_full(error) or _cut_short(error, self.root)
         text = full_text(self.root, f"go on: checkpoint {step} was not written, older ones are intact") if full else ""
         shutil.rmtree(self._aside(step), ignore_errors=True)
@@ -181,7 +181,7 @@ class Checkpoints:
         return next((path for _, path in sorted(self._steps(), reverse=True) if is_whole(path)), None)
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
-        """The newest whole checkpoint whose files are as they were written, or None; and what is wrong with newer ones, which are
+        """The newest whole checkpoint whose files are as they were written, or None; and the faults of newer ones, which are
         renamed to `.damaged_step_NNNNNN`."""
         wrong: list[str] = []
         while (newest := self.newest()) is not None:

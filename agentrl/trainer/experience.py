@@ -1,4 +1,4 @@
-"""Rare successes, kept for later updates (`algorithm.experience`), and what is added to an update's own episodes.
+"""Rare successes, kept for later updates (`algorithm.experience`), and added to an update's own episodes.
 
     rare         which members are kept: successes of groups in which few succeeded          (when the batch is made)
     Experience   the episodes that are kept: as rows, with their advantages and the log probabilities that sampled them

@@ -60,7 +60,7 @@ def switches(model: Any) -> Iterator[tuple[str, int]]:
 VOCABULARY = 96
 POSITIONS = 256
 WIDTH = 32
-"""Of what is inside a layer and nothing else depends on: MLPs, low-rank projections."""
+"""Width of a layer's inner parts that nothing else depends on: MLPs, low-rank projections."""
 WINDOW = 8
 EXPERTS = 8
 HEADS = 4
@@ -405,7 +405,7 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
 
 
 def small(config: Any, kind: Kind) -> Any:
-    """The config of a model that is small enough to try. Raises ModelError if there is none."""
+    """Config of a model that is small enough to try. Raises ModelError if none can be made."""
     return guarded(lambda: _small(config, kind))
 
 
@@ -517,7 +517,7 @@ def packing_of(config: TrainConfig) -> Packing:
     """Method by which the run's rows are computed.
 
     Reads: model, critic.path, reward_model.path, algorithm.distillation.path, optim.prefix_sharing. Raises ModelError for a
-    model whose family is not computed right, ConfigError for keys that ask for what is wrong for it. Nothing is loaded but
+    model whose family is not computed right, ConfigError for keys that do not suit it. Nothing is loaded but
     configs.
     """
     if "families" not in TRAIN_ENGINES.entry(config.model.engine).traits:
@@ -593,7 +593,7 @@ def policy_model(config: TrainConfig) -> Any:
 
 
 def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
-    """The models that a run computes with: the key that names each, what is on top of it, and its transformers config."""
+    """The models that a run computes with: the key that names each, its head, and its transformers config."""
     policy, trust = policy_model(config), config.model.trust_remote_code
     found: list[tuple[str, Kind, Any]] = [("model.path", "policy", policy)]
     if config.critic is not None:

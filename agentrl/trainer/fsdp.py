@@ -480,7 +480,7 @@ def vision_of(path: str, model: Any) -> Vision | None:
 
 
 def _sharded(parameter: Tensor) -> bool:
-    """Return True if FSDP2 holds a shard of it now. What is split by tensor or expert parallelism alone is a DTensor too."""
+    """Return True if FSDP2 holds a shard of it now. A parameter split by tensor or expert parallelism alone is a DTensor too."""
     return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
 
 

@@ -330,7 +330,7 @@ def _instead(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """The model's input for one micro-batch of N rows, of which T tokens are computed.
+    """The model's input for one micro-batch: N rows, T computed tokens.
 
     `input_ids`, `position_ids` int64 [T]; `packed` is the layout for attention. For the M tokens whose logprobs
     are wanted (never the first of a row), `targets` int64 [M] are the ids and `before` int64 [M] the positions
@@ -488,7 +488,7 @@ MODULES: dict[Role, Callable[[Any], nn.Module]] = {"policy": PolicyModule, "valu
 
 
 def layers_of(backbone: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError if there is none."""
+    """The repeated blocks of a transformer: its longest ModuleList. Raises ModelError without one."""
     named = backbone.named_modules()
     lists = [module for name, module in named if isinstance(module, nn.ModuleList) and "visual" not in name.split(".")]
     if not lists:

@@ -23,7 +23,7 @@ from agentrl.utils.errors import ConfigError, DependencyError, ModelError, did_y
 # Low-rank adapters
 
 TOWER = r".*\bvisual\..*"
-"""The layers of a vision tower, as peft is told."""
+"""Pattern of a vision tower's layers, for peft."""
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
@@ -82,7 +82,7 @@ def _draw(model: Any) -> None:
 
 
 def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """The adapters alone, by the names that `Adapter` has; `held` and `full` as of `merged`."""
+    """The adapters alone, by the names that `Adapter` has; `held` and `full` as for `merged`."""
     return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
 
 

@@ -309,8 +309,8 @@ class Learner:
     async def learn(
         self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False, shown: TensorDict | None = None
     ) -> dict[str, float]:
-        """The second half of `step`: the updates of critic and actor on a batch from `ready`, and what follows from them. Returns
-        the metrics of both halves; `keep`, `shown` and what is raised are as of `step`."""
+        """The second half of `step`: the updates of critic and actor on a batch from `ready`, and their consequences. Returns the
+        metrics of both halves; `keep`, `shown` and errors as for `step`."""
         if keep and self.algorithm.proximal != "recompute":
             view = view.with_rows(**{SOURCE: torch.arange(len(view))})
         whole, added = await self._with_added(view, step, shown)

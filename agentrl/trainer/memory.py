@@ -23,7 +23,7 @@ from agentrl.utils.errors import ModelError
 
 LARGE = 1_000_000_000
 """Numbers from which memory is worth more than time. Kept whole, float32 gradients of 1B parameters are 4 GB on every card, and
-activations of 8,192 tokens of a 1.7B model without checkpointing about 30 GB. Below, both fit beside the rest on any card that
+activations of 8,192 tokens of a 1.7B model without checkpointing about 30 GB. Below, both fit next to the rest on any card that
 trains, and the time counts: checkpointing adds a forward pass, a third of the products, and reducing every time as much
 communication as gathering the weights."""
 
@@ -57,12 +57,12 @@ class Activations:
 
     @property
     def checkpointed(self) -> int:
-        """Memory saved if each layer is computed again in the backward pass."""
+        """Memory of the saved activations if each layer is computed again in the backward pass."""
         return self.saved - self.layers + self.inputs
 
     def working(self, checkpoints: bool) -> int:
-        """The most that comes and goes besides what is saved: a chunk of logits, or the gradients of a layer's results (two of
-        the largest at once), with checkpointing beside those results."""
+        """Peak of temporary memory on top of saved activations: a chunk of logits, or the gradients of a layer's results (two of
+        the largest at once), with checkpointing plus those results."""
         return max(self.logits, 2 * self.largest + (self.layer if checkpoints else 0))
 
 
@@ -241,7 +241,7 @@ class RoleMemory:
 
 
 def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, grouped: bool = True) -> nn.Module:
-    """The role's module on the meta device; `path` instead of `model.path` if given. `grouped`: as of `counted_attention`.
+    """The role's module on the meta device; `path` instead of `model.path` if given. `grouped`: as for `counted_attention`.
 
     Raises ModelError, DependencyError."""
     with torch.device("meta"):
@@ -253,9 +253,9 @@ def shell(cfg: ModelConfig, role: Role = "policy", path: str | None = None, *, g
 
 
 def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: Sequence[OptimConfig]) -> RoleMemory:
-    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: the
-    optimizers that it has, one after the other, of which the largest counts; none of a role that does not learn. Raises
-    ModelError if the model's forward pass cannot be counted."""
+    """The memory of a role with `ranks` ranks, on one of them. `cfg.dtype` is set; `tokens`: of a micro-batch; `optims`: its
+    optimizers, used one after the other, so the largest counts; empty for a role that does not learn. Raises ModelError if the
+    model's forward pass cannot be counted."""
     held, trained = shares_of(module, cfg, ranks), bool(optims)
     parameters = list(module.parameters())
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad] if trained else []
@@ -299,8 +299,7 @@ Held = dict[int, Share]
 
 
 def shares_of(module: nn.Module, cfg: ModelConfig, ranks: int) -> Held:
-    """Each rank's share of each parameter of a role's module; parameters that the module has beside the model are sharded by
-    FSDP2 alone."""
+    """Each rank's share of each parameter of a role's module; parameters outside the model are sharded by FSDP2 alone."""
     model: Any = module.hf
     named = dict(model.named_parameters())
     held = {id(named[name]): share for name, share in shares(model, cfg, ranks).items()}

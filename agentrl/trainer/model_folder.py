@@ -209,7 +209,7 @@ def save_model(
     `tensors`: every weight of the causal language model (or of the sequence `classifier`), by the name that its module has, in
     any order; floating-point ones are written in `dtype`. Each is written as soon as all that its part of the checkpoint needs
     have come (fused experts are written one by one), and then let go. `trust`: code of the model's own may run; it is written
-    beside the weights. Raises ModelError if one is missing or unknown.
+    next to the weights. Raises ModelError if one is missing or unknown.
     """
     from transformers.dynamic_module_utils import custom_object_save
     from transformers.utils import GENERATION_CONFIG_NAME

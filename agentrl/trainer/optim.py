@@ -252,7 +252,8 @@ RATES: dict[Task, tuple[float, float, float]] = {
 }
 """AdamW's learning rate of all weights, of an adapter, and of a model of random weights."""
 MATRIX = 10.0
-"""So many times AdamW's rate is Muon's, as Jordan scales it, for a step as long: 0.2 sqrt(width), of widths around 2,500."""
+"""Muon's learning rate as a multiple of AdamW's, in Jordan's scaling, for a step as long: 0.2 sqrt(width), of widths around
+2,500."""
 SFT_BETAS, SFT_DECAY = (0.9, 0.95), 0.1
 """Of a warm start; the decay is Muon's."""
 
@@ -351,7 +352,7 @@ class Offloaded:
         self.away = False
 
     def where(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or while it is away the same over its bytes on the host: what is written there will be back."""
+        """The tensor itself, or while it is away the same over its bytes on the host; writes to it come back with the tensor."""
         part = local(tensor)
         held = self._held.get(part.untyped_storage()._cdata) if self.away else None
         if held is None:

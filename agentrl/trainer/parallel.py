@@ -169,7 +169,7 @@ class Ulysses:
         return call(parts, self.group)
 
     def summed(self, whole: Tensor) -> Tensor:
-        """A tensor that all ranks hold whole, of which each uses a part: its gradient is the sum of theirs. One that the ranks
+        """A tensor that all ranks hold whole and use in part: its gradient is the sum of theirs. One that the ranks
         hold in parts (a DTensor) is gathered."""
         if isinstance(whole, DTensor):
             return whole.full_tensor(grad_placements=[Partial()])
@@ -319,7 +319,7 @@ def dimension_of(plan: Plan, name: str, parameter: Tensor, model: nn.Module) -> 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a parameter: `shape` after tensor and expert parallelism, of which FSDP2 shards dimension `along` over
+    """A rank's share of a parameter: `shape` after tensor and expert parallelism; FSDP2 shards its dimension `along` over
     `shards` ranks."""
 
     shape: tuple[int, ...]
@@ -358,7 +358,7 @@ def shares(model: Any, cfg: ModelConfig, ranks: int) -> dict[str, Share]:
 
 
 def expert_dimension(shape: tuple[int, ...], ep: int, shards: int) -> int | None:
-    """The dimension along which FSDP2 shards experts over `shards` ranks, each of which has 1 / ep of them. The first if it
+    """Dimension along which FSDP2 shards experts over `shards` ranks, each with 1 / ep of them. The first if it
     divides, since FSDP2 copies least then; None if no dimension divides."""
     sizes = (shape[0] // ep, *shape[1:])
     return next((place for place, length in enumerate(sizes) if length % shards == 0), None)

@@ -231,7 +231,7 @@ def named_anywhere(model: str) -> str:
 
 def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = None) -> Any:
     """The tokenizer of a model, with `model.chat_template` if one is given. `trust`: the model's own code may run
-    (`model.trust_remote_code`). Raises ModelError if there is none, or if it needs code that is not trusted; ConfigError for a
+    (`model.trust_remote_code`). Raises ModelError without a tokenizer, or if it needs code that is not trusted; ConfigError for a
     chat template that does not fit."""
     from transformers import AutoTokenizer
 
@@ -246,7 +246,7 @@ def load_tokenizer(path: str, trust: bool = False, chat_template: str | None = N
 
 
 def load_model_config(path: str, trust: bool = False) -> Any:
-    """The transformers config of a model. `trust` as of `load_tokenizer`. Raises ModelError if there is none."""
+    """The transformers config of a model. `trust` as for `load_tokenizer`. Raises ModelError without a config."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -266,7 +266,7 @@ def empty_causal_lm(path: str, *, trust: bool = False, **options: Any) -> Any:
     Float32 whatever the computing type: these are the master weights. A step at a learning rate of 1e-6 is far below what
     bfloat16 resolves (2^-8 of the weight) and would be rounded away.
 
-    Raises ModelError if there is none, or if it is of another kind.
+    Raises ModelError without a model, or if it is of another kind.
     """
     import torch
 
@@ -277,8 +277,8 @@ def empty_causal_lm(path: str, *, trust: bool = False, **options: Any) -> Any:
 
 
 def empty_classifier(path: str, *, trust: bool = False, **options: Any) -> Any:
-    """The same for a sequence classifier (a reward model). Raises ModelError if there is none, or if the model has no trained
-    classification head."""
+    """Make an empty sequence classifier (a reward model), as `empty_causal_lm`. Raises ModelError without a model, or if the
+    model has no trained classification head."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -133,7 +133,7 @@ class TrainedRole(SavedRole):
 
     @property
     def _lr(self) -> float:
-        """The learning rate of which a schedule gives shares."""
+        """Peak learning rate, which a schedule scales."""
         assert self._optim.lr is not None  # of trainer/optim.py
         return self._optim.lr
 
@@ -159,7 +159,7 @@ def moves(config: TrainConfig) -> bool:
 
 
 def policy_called(name: str) -> BaseEngine:
-    """The policy that is shown under `name` in this process. Raises ConfigError if there is none."""
+    """Policy with this `name` in this process. Raises ConfigError for an unknown name."""
     engine = POLICIES.get(name)
     if engine is None:
         raise ConfigError('algorithm.kl.reference = "moving": the policy that it follows is not in the process of this rank')
@@ -167,7 +167,7 @@ def policy_called(name: str) -> BaseEngine:
 
 
 def check_moving(config: TrainConfig) -> None:
-    """Raise ConfigError for a moving reference that has no policy beside it, or none to follow.
+    """Raise ConfigError for a moving reference that has no policy to follow in its process.
 
     Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
     """

@@ -46,7 +46,7 @@ class Flops:
     passes: int
 
     def of(self, lengths: Sequence[int], predicted: float) -> float:
-        """Forward and backward of rows, of which so many tokens are predicted."""
+        """Operations of forward and backward passes over rows. `predicted`: number of predicted tokens."""
         attention = self.pair * sum(float(n) * float(n) for n in lengths)
         return self.passes * (self.token * float(sum(lengths)) + attention + self.head * predicted)
 
@@ -66,7 +66,7 @@ class BaseEngine(ABC):
         self, path: str, cfg: ModelConfig, max_grad_norm: float, role: Role = "policy", device: torch.device | None = None
     ) -> None:
         """Load a folder or hub name, each rank its own shards. The process group is open already; without the trait "alone"
-        there always is one. `role`: what is on top of the model, logprobs, values or scores.
+        there always is one. `role`: the model's head (logprobs, values or scores).
 
         Raises ModelError if the model cannot be loaded or is not supported, ConfigError if the ranks cannot be divided as the
         config says.
@@ -255,7 +255,7 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",
         "liger": 'model.kernels = "liger"',
-        "families": "computes transformers' own models, for all of which it holds what train/families finds right",
+        "families": "computes transformers' own models, so all findings of train/families hold for it",
         "shard_gradients": "model.shard_gradients = true",
         "activation_checkpointing": "model.activation_checkpointing = true",
         "vision": "trains a model that takes images (Micro.images)",
@@ -380,7 +380,7 @@ class Card:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a device, once it has done all it was asked; None if it is none. Its peak is counted anew from here on."""
+    """Synchronize a device and read its card; None without CUDA. Resets its peak memory."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

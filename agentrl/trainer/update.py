@@ -64,7 +64,7 @@ class Meter:
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def top(self, name: str, values: Tensor) -> None:
-        """Keep the largest of `values` (0 if there are none)."""
+        """Keep the largest of `values` (0 if empty)."""
         numbers = values.detach().double()
         largest = numbers.max() if values.numel() else numbers.sum()
         self._tops[name] = torch.maximum(self._tops.get(name, largest), largest)
@@ -187,11 +187,11 @@ def update_policy(
 ) -> dict[str, float]:
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
-    Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled),
-    advantages, minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked
-    and ref_logprobs, and the batch-wide counts; if rows were added, origin and the batch-wide added. A minibatch
-    without remaining rows still takes its optimizer step, with a gradient of zero. `visits` is told the ratios of the first
-    epoch. Returns metrics, the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
+    Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled), advantages,
+    minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked and
+    ref_logprobs, and the batch-wide counts; if rows were added, origin and the batch-wide added. A minibatch without remaining
+    rows still takes its optimizer step, with a gradient of zero. `visits` gets the ratios of the first epoch. Returns metrics,
+    the same on every rank. Raises NonFiniteError if the weights are not finite afterwards.
     """
     loss = policy_loss(algorithm.loss.name, algorithm.loss.args)
     parts, counts, added = minibatches(view), counts_of(view), added_of(view)
@@ -353,7 +353,7 @@ def mismatch(view: Ragged) -> dict[str, float]:
 
 
 def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denominators, ...]) -> dict[str, float]:
-    """`loss` and `grad_norm` are means over the optimizer steps; the rest is as of `measured`."""
+    """`loss` and `grad_norm` are means over the optimizer steps; the rest is as in `measured`."""
     if not steps.norms:
         return {"tokens_trained": 0.0, "minibatches": 0.0}
     found = measured(engine, meter, counts)
@@ -383,9 +383,9 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 class Pack:
-    """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets
-    of the sampled tokens, and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows'
-    tokens, `computed` of which go through the model: fewer if the batch's columns say that rows share a prefix.
+    """Some rows of a batch, end to end, on the engine's device: `micro` for the model, `compact` offsets of the sampled tokens,
+    and `column(name)` -> that column at the sampled tokens [M]. `tokens` is the number of the rows' tokens; `computed` of them go
+    through the model: fewer if the batch's columns say that rows share a prefix.
 
     `replay`: the model's routers repeat the column `experts`, if the batch has one. A shared prefix goes to the experts of the
     first of its rows."""

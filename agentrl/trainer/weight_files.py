@@ -71,7 +71,7 @@ class WeightFiles:
 
 def weight_files(path: str, named: str | None = None) -> list[str]:
     """The files that hold a model's weights, downloaded if `path` is a hub name. `named`: the file that the model's config
-    names, if it names one. Raises OSError if there is none."""
+    names, if it names one. Raises OSError if no file is found."""
     # As transformers prefers them: a folder may have both kinds, and must be the same model here and there.
     names = [named] if named else [SINGLE, INDEX, OLD_SINGLE, OLD_INDEX]
     for name in names:
@@ -170,7 +170,7 @@ class WeightWriter:
         self._missing.discard(name)
 
     def _end(self, publish: bool) -> None:
-        """Close the files, which writes what is left of them, and give them their names, or remove them."""
+        """Close the files, which flushes them, and give them their names, or remove them."""
         try:
             self._files.close()
             if publish:
@@ -251,7 +251,7 @@ HARMLESS = {
     r"|embed_vision|embed_audio|connector|talker|speech_\w+|perceiver\w*)\.",
     "heads for other tasks": r"^(score|classifier|v_head|value_head)\.",
 }
-"""What checkpoints hold beside a causal language model, and why it can be left out."""
+"""Tensors in checkpoints outside the causal language model, by the reason to leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def check_pointers(folder: Path) -> None:
 
 def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     """Raise ModelError if the stored tensors are not those of `model`, a transformers model on the meta device: some are missing,
-    have no place in it, have another shape, or are quantized. Returns what is stored and left out, by reason."""
+    have no place in it, have another shape, or are quantized. Returns the stored tensors that are left out, by reason."""
     odd = sorted(name for name, tensor in stored.items() if tensor.dtype not in PLAIN)
     quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
     if quantized:

@@ -27,8 +27,8 @@ def hinted(word: object, known: Iterable[object], *, show: Callable[[str], str] 
 
 
 def known_word(word: str, known: Iterable[str], where: str) -> str:
-    """`word`, which is one of `known`. Raises ConfigError with `where` it stands ("tau2: domain"), what is near it, or all that
-    is known."""
+    """`word`, which is one of `known`. Raises ConfigError with its place `where` ("tau2: domain") and near names, or all known
+    ones."""
     names = list(known)
     if word not in names:
         raise ConfigError(f"{where} = {word!r}; {did_you_mean(word, names, 'known: ' + ', '.join(names))}")
@@ -53,7 +53,7 @@ class AgentrlError(Exception):
 
 
 class UserError(AgentrlError):
-    """Something the user can fix; the message says where it is, what was expected and what is near it."""
+    """A mistake the user can fix; the message names its place, the expected form and near names."""
 
 
 class ConfigError(UserError):
@@ -77,7 +77,7 @@ class RewardSpecError(UserError):
 
 
 class ModelError(UserError):
-    """A model folder or tokenizer is missing, unreadable or unsuitable for what was asked."""
+    """A model folder or tokenizer is missing, unreadable or unsuitable for the request."""
 
 
 class ResourceError(UserError):
@@ -85,7 +85,7 @@ class ResourceError(UserError):
 
 
 class DiskFullError(ResourceError):
-    """No space is left for a file: names it, what is free there, and what to do."""
+    """No space is left for a file: names it, the free space, and the fix."""
 
 
 class OutputError(UserError):
@@ -145,7 +145,7 @@ class SandboxError(EnvError):
 
 
 class HungError(EnvError):
-    """A tool or reward spec hangs in so many threads that no more calls of it are started: names it."""
+    """A tool or reward spec hangs in too many threads, so no more calls of it start: names it."""
 
 
 class RemoteEnvError(EnvError):
@@ -195,7 +195,7 @@ class WorkerDiedError(WorkerError):
 
 
 class NoRoomLeftError(WorkerError):
-    """A run that has lost a worker cannot start again: what is left of the machine or cluster lacks what it needs."""
+    """A run that lost a worker cannot start again: the remaining machine or cluster lacks resources that it needs."""
 
 
 class NothingScoredError(AgentrlError):
@@ -203,4 +203,4 @@ class NothingScoredError(AgentrlError):
 
 
 class StalledError(AgentrlError):
-    """Nothing moved within the allowed time: names what was waited for."""
+    """Nothing moved within the allowed time: names the awaited event."""

@@ -244,8 +244,8 @@ async def end(task: asyncio.Future[Any], name: str, grace: float = GRACE) -> Non
 
 
 def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
-    """As `asyncio.run`, but what is left at the end has `grace` seconds to end once it is cancelled, and is then abandoned with
-    the loop: `asyncio.run` would wait for work that swallows its cancellation for ever."""
+    """As `asyncio.run`, but tasks left at the end have `grace` seconds to end once cancelled, and are then abandoned with the
+    loop: `asyncio.run` would wait for work that swallows its cancellation for ever."""
     runner = asyncio.Runner()
     try:
         return runner.run(work)
@@ -259,7 +259,7 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
 
 
 def _ended(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
-    """Cancel what is left in a loop that stands still; whether all of it has ended."""
+    """Cancel the remaining tasks of a stopped loop; return True if all have ended."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -283,7 +283,7 @@ EPISODE: ContextVar[str] = ContextVar("agentrl_episode", default="")
 STILL = 10.0
 """Seconds after which a loop that is still silent is reported without waiting for its end."""
 MOST_PLACES = 32
-"""Places that are told of; of more than that only the seconds are counted."""
+"""Places that are reported; for further ones only the seconds are counted."""
 
 Owner = Literal["user", "package", "library"]
 
@@ -363,7 +363,7 @@ class _Looks:
 class LoopWatchdog:
     """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
 
-    `limit`: seconds of silence from which on a block is counted and told of (it is seen for certain from twice that on);
+    `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
     0 turns the watchdog off. `say`: gets one line per place, on the loop, the first time that it blocks. `worst`: the longest
     block so far. Time in which the loop's thread waited for a processor that other programs used is not counted.
     """
@@ -388,7 +388,7 @@ class LoopWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; idempotent. What was counted stays."""
+        """Stop watching; idempotent. The counts stay."""
         self._over.set()
         self._turned.set()  # it may be waiting for the loop, which is this very thread
         if self._thread is not None:

@@ -77,8 +77,8 @@ def disk_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def full_disk_said(place: Path | str, then: str) -> Iterator[None]:
-    """Whatever could not be written for want of space, here, on a rank or by a library: a DiskFullError with the file (`place`
-    if the error names none), what is free there, and what to do, `then`."""
+    """Turn errors of a full disk, raised here, on a rank or by a library, into DiskFullError: names the file (`place` if the
+    error names none), the free space, and the fix `then`."""
     try:
         yield
     except Exception as error:
@@ -99,7 +99,7 @@ def plain_file(path: str, flags: int) -> int:
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """A plain file, to be read in bytes. Raises OSError, also for what is none."""
+    """Open a plain file for reading bytes. Raises OSError, also for other kinds of file."""
     return open(path, "rb", opener=plain_file)
 
 
@@ -110,7 +110,7 @@ def read_text(path: Path) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """`read_text`, of what was read."""
+    """Decode a file's bytes, as `read_text`."""
     if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (b"\0" in data[:8] and len(data) % 2 == 0):  # also UTF-32
         raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")
     try:
@@ -121,7 +121,7 @@ def decoded(data: bytes) -> str:
 
 
 def read_plain(path: Path, errors: str = "strict") -> str:
-    """The text of a plain file, in UTF-8. Raises OSError, also for what is none; ValueError if it is no UTF-8 (`errors`)."""
+    """Text of a plain file in UTF-8. Raises OSError, also for other kinds of file; ValueError for other encodings (`errors`)."""
     with open_plain(path) as file:
         return file.read().decode("utf-8", errors)
 

@@ -23,7 +23,7 @@ HEADERS_S = 10.0
 HEADER_BYTES = 1 << 16
 """Of a request's line and headers."""
 BODY_GRACE_S, BODY_RATE = 20.0, 16 << 10
-"""A body must have come after these seconds, and one more for each of so many bytes."""
+"""Time limit of a body: these seconds, plus its bytes divided by this rate per second."""
 LOOK_S = 1.0
 """Seconds between two looks at a connection whose client is waited for."""
 MAX_BODY = 16 << 20
@@ -36,8 +36,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def bind_at(listener: socket.socket, host: str) -> None:
-    """Bind to a free port of this address alone, for what whoever reaches it can read and write; on all interfaces only if the
-    address that others are told is none of this machine's own (it is translated on the way)."""
+    """Bind an unprotected service to a free port of this address alone; to all interfaces only if the announced address is not
+    one of this machine's (it is translated on the way)."""
     try:
         listener.bind((host, 0))
     except OSError:
@@ -107,7 +107,7 @@ def guarded(app: Any, host: str, names: Collection[str] = (), max_body: int = MA
 
 
 async def _measured(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
-    """The app, which hears of a body that is too large as of a client that went away; the client hears why."""
+    """Limit the app's bodies: a body that is too large looks like a disconnect to the app; the client gets a 413."""
     told = [value for name, value in scope["headers"] if name == b"content-length"]
     size, answered, refused = 0, False, False
 
@@ -304,7 +304,7 @@ def exempt_own(url: str) -> None:
 
 
 def through_proxy(url: str | None) -> str:
-    """Part of an error about the proxy through which an address is asked; "" if there is none. Without an address: HTTPS."""
+    """Part of an error about the proxy for an address; "" without a proxy. Without an address: HTTPS."""
     parts = urlsplit(url or "https://")
     proxies = getproxies_environment()
     kind = parts.scheme if parts.scheme in proxies else "all"

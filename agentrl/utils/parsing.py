@@ -30,13 +30,13 @@ MOST_BITS = 1023
 MOST_TOML = 1_000_000
 """Characters of a TOML text."""
 MOST_DOTS = 64
-"""Dots in a key of TOML, each of which makes a table; `tomllib` takes quadratic time and memory for them."""
+"""Dots in a key of TOML; each makes a table, and `tomllib` takes quadratic time and memory for them."""
 _PART = r"""[\w"'-]"""
 _DOTTED = re.compile(rf"(?<!{_PART})(?:{_PART}++[ \t]*+\.[ \t]*+){{{MOST_DOTS}}}")
 
 
 def read_json(text: str | bytes | bytearray) -> Any:
-    """`json.loads`. Raises ValueError, also for what is nested too deep for it."""
+    """`json.loads`. Raises ValueError, also for text that is nested too deep for it."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -44,8 +44,8 @@ def read_json(text: str | bytes | bytearray) -> Any:
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """`tomllib.loads`. Raises ValueError, also for what is nested too deep for it, long, or has a key of very many parts, and for
-    an integer of more than 64 bits, which TOML need not hold."""
+    """`tomllib.loads`. Raises ValueError, also for text that is too long or nested too deep, a key of very many parts, and an
+    integer of more than 64 bits, which TOML need not hold."""
     if len(text) > MOST_TOML:
         raise ValueError(f"{len(text)} characters; at most {MOST_TOML} are read")
     if _DOTTED.search(text):
@@ -79,7 +79,7 @@ def json_text(
     separators: tuple[str, str] | None = None,
 ) -> str:
     """`json.dumps`, with null for the numbers that JSON cannot represent: NaN, the infinities, and integers that Python refuses
-    to write (over 4,300 digits). Raises TypeError for what has no JSON form."""
+    to write (over 4,300 digits). Raises TypeError for a value without JSON form."""
     form: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys, "separators": separators}
     try:
         return json.dumps(value, default=default, allow_nan=False, **form)
@@ -211,7 +211,7 @@ _SCRIPTS = (
     r"\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\uff66-\uffdc\U00020000-\U0003ffff"
 )
 _LETTER = rf"(?:\d|(?![{_SCRIPTS}])\w)"
-"""What goes on with a word or a number. Scripts without blanks between words end one at each character."""
+"""A character that continues a word or a number. Scripts without blanks between words end one at each character."""
 _TIMES_TEN = "[十百万萬億亿만억조천백십]|[千兆](?![克米瓦卡赫])"
 _SIGN = "[-+\u2212\u2010\u2011\u2013\ufe63\u00b1\u2213]"
 _MONEY = r"(?:[$€£¥₹₩]|\\\$)"

@@ -28,7 +28,7 @@ from agentrl.utils.terminal import safe
 from agentrl.utils.threads import fork_safe
 
 SHORTEST = 8
-"""Characters of a value that is taken for a secret by its name: shorter ones stand in too much that is none."""
+"""Shortest value taken for a secret by its name: shorter ones occur in too much ordinary text."""
 GONE = "[redacted]"
 _WHOLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _WITHIN = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -195,7 +195,7 @@ def guard_logs() -> None:
 
 
 class _Stream:
-    """A text stream that redacts what is written to it."""
+    """A text stream that redacts its input."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -253,7 +253,7 @@ def _open_closed() -> None:
 
 @contextmanager
 def guarded_output() -> Iterator[None]:
-    """Redact what is logged and printed meanwhile."""
+    """Redact logs and prints meanwhile."""
     guard_logs()
     _open_closed()
     before = sys.stdout, sys.stderr

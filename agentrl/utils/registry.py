@@ -51,7 +51,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Mapping[str, T]):
-    """The components of one kind; a mapping from a name to what was registered."""
+    """The components of one kind; maps a name to its component."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Registry(Mapping[str, T]):
 def bind(
     label: str, make: Callable[..., Any], known: Mapping[str, inspect.Parameter], args: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """`make` with a config's keyword arguments bound, of which there are those in `known`. Raises ConfigError as `Registry.bind`
+    """`make` with a config's keyword arguments bound; `known` has the allowed ones. Raises ConfigError as `Registry.bind`
     does; its messages begin with `label`."""
     called: Any = vars(make).get("__init__", make) if isinstance(make, type) else make
     hints = get_type_hints(called, include_extras=True)

@@ -37,7 +37,7 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
     TooLongError if it takes long and is tried at once (`executors.at_once`).
     """
     if len(text) > MOST_TEXT:
-        raise TextTooLongError(f"a text of {len(text)} characters, of which no pattern is looked for in more than {MOST_TEXT}")
+        raise TextTooLongError(f"a text of {len(text)} characters; patterns are searched in at most {MOST_TEXT}")
     hurry = QUICK.get() and seconds > AT_ONCE_S
     if not hurry:
         return look(text, timeout=seconds)
@@ -52,7 +52,7 @@ def within_seconds(look: Callable[..., Any], text: str, seconds: float) -> Any:
 MOST_PATTERN = 10_000
 """Characters of a pattern."""
 MOST_COPIES = 10_000
-"""Parts that a pattern may have, each as often as it must match at least: `regex` writes out that many copies of it."""
+"""Parts of a pattern, each counted by its minimum repeats: `regex` writes out that many copies."""
 MOST_TEXT = 1_000_000
 """Characters of a text that a pattern is looked for in: what groups found is remembered at each of them."""
 _TOKEN = regex.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,\d*)?\}|[()]|.", regex.DOTALL)
@@ -64,8 +64,8 @@ _SPACED = regex.compile(r"\(\?[\w-]*x")
 
 
 def compile_pattern(pattern: str, flags: int = regex.VERSION0) -> Any:
-    """A pattern of `regex`. Raises ValueError, which says why, if it is none, or could cost more than the time limit of its
-    match: if it is long, repeats so often that its compiled form fills the memory, or calls itself."""
+    """Compile a pattern of `regex`. Raises ValueError, with the reason, if it is invalid or could cost more than the time limit
+    of its match: if it is long, repeats so often that its compiled form fills the memory, or calls itself."""
     if len(pattern) > MOST_PATTERN:
         raise ValueError(f"a pattern of {len(pattern)} characters; at most {MOST_PATTERN} are allowed")
     if _RECURSION.search(pattern):
@@ -93,7 +93,7 @@ def _as_re(pattern: str) -> str:
 
 
 def _copies(pattern: str) -> float:
-    """Largest number of copies of its parts, if each repeat is written out as often as it must match."""
+    """Largest number of copies of its parts, with each repeat written out to its minimum."""
     flat = _SPACED.search(pattern) is not None  # comments may hold brackets, so each repeat counts as if nested in all others
     groups, last = [0.0], 0.0
     for token in _TOKEN.finditer(pattern):
@@ -148,7 +148,7 @@ MOST_CHAIN = 64
 
 
 class BadSchemaError(ValueError):
-    """A schema is not one that can be used: `place` (a JSON Pointer), what was found there, what to do."""
+    """A schema cannot be used: `place` (a JSON Pointer), the finding there, the fix."""
 
     def __init__(self, place: str, found: str, remedy: str) -> None:
         super().__init__(f"at {place or '(the root)'}: {found}; {remedy}")
@@ -164,8 +164,8 @@ _LISTS, _ONES = ("allOf", "anyOf", "oneOf"), ("not", "if", "then", "else")
 
 
 def check_schema(schema: Any) -> None:
-    """Raises BadSchemaError if using the schema could fetch something, never end, or take more time or memory than it is worth.
-    What is only of no meaning is not looked at (`checked_validator` does that)."""
+    """Raise BadSchemaError if using the schema could fetch something, never end, or take too much time or memory. Meaningless
+    schemas pass (`checked_validator` rejects them)."""
     try:
         text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError):
@@ -287,8 +287,8 @@ class _Walk:
 
 
 def referred(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
-    """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if there
-    is none. `anchors`: the parts by anchor, if they are known; else they are looked for."""
+    """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if it
+    points nowhere. `anchors`: the parts by anchor, if they are known; else they are looked for."""
     name = unquote(reference.removeprefix("#"))
     if name and not name.startswith("/"):
         return next(_anchored(name, root), None) if anchors is None else anchors.get(name)
@@ -392,7 +392,7 @@ _NOTES = frozenset(
 
 
 def _rewritten(node: Any, root: Any, alone: bool) -> Any:
-    """`alone`: as drafts 4 to 7 have it, keywords beside "$ref" count for nothing, and an id such as "#a" is an anchor."""
+    """`alone`: as in drafts 4 to 7, keywords next to "$ref" count for nothing, and an id such as "#a" is an anchor."""
     if not isinstance(node, Mapping):
         return node
     new: dict[str, Any] = {}
@@ -462,7 +462,7 @@ _LEFT: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar("agentrl_s
 
 
 def _in_time() -> float:
-    """The seconds that are left. Raises TimeoutError, and TooLongError on an event loop, if there are none."""
+    """Remaining seconds. Raises TimeoutError, or TooLongError on an event loop, at the time limit."""
     left = _LATE.get() - (time.thread_time() if QUICK.get() else time.monotonic())
     if left > 0:
         return left
@@ -500,7 +500,7 @@ def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: A
 
 
 def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """`additionalProperties`: jsonschema's own looks for the patterns beside it with `re`."""
+    """`additionalProperties`: jsonschema's own matches the neighbouring patterns with `re`."""
     if not schema.get("patternProperties") or not validator.is_type(instance, "object"):
         yield from _PLAIN["additionalProperties"](validator, wanted, instance, schema) or ()
         return

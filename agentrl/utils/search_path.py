@@ -30,7 +30,7 @@ PREFIX = "given:"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One thing that was given; `needs` and `traits` as of a registry's `register`."""
+    """One registered object; `needs` and `traits` as for a registry's `register`."""
 
     value: Any
     needs: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ _TABLE: dict[str, Given] = {}
 
 def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), traits: Collection[str] = ()) -> str:
     """Keep a class, a function or a reward spec under `name`, by default its own, and return what a config calls it:
-    "given:NAME". What had that name is replaced (a cell that is run again), for what starts from now on.
+    "given:NAME". Replaces an earlier object of that name (a cell that is run again) for runs that start from now on.
 
     `needs`, `traits`: what a registered component says of itself, such as `needs={"proximal"}` of a loss. Raises ConfigError for
     something without a name.
@@ -119,7 +119,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def packed(used_names: Iterable[str]) -> bytes:
-    """These by value, for `unpack` in another process; empty if there are none. Raises ConfigError if one cannot be sent."""
+    """Pickle these by value, for `unpack` in another process; empty without any. Raises ConfigError if one cannot be sent."""
     found: dict[str, bytes] = {}
     for name in used_names:
         try:
@@ -142,7 +142,7 @@ def unpack(content: bytes) -> None:
 
 
 def source_digest(name: str) -> str | None:
-    """A digest of the source text of what was given; None if it has none (typed at a prompt), or is not there."""
+    """Digest of an object's source text; None for an unknown name, or without source (typed at a prompt)."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     text = None if found is None else _source(found.value)
     return None if text is None else "sha256:" + sha256(text.encode()).hexdigest()[:16]
@@ -269,8 +269,7 @@ def load_module(path: Path) -> types.ModuleType:
 
 
 def function_named(key: str, target: str) -> Callable[..., Any]:
-    """The function that the config key names as "module:function", or "given:NAME". Raises ConfigError if
-    there is none."""
+    """The function that the config key names as "module:function", or "given:NAME". Raises ConfigError for a missing function."""
     if is_given(target):
         made: Callable[..., Any] = taken(target, key).value
         return made

@@ -5,7 +5,7 @@
         if open is not None:
             open.set(bytes=len(text))
 
-A trace begins with a span that is a `root`; what is opened inside it, also in tasks and threads that it starts, belongs to it.
+A trace begins with a span that is a `root`; spans opened inside it, also in tasks and threads that it starts, belong to it.
 Times are those of the machine's monotonic clock, which all its processes share. Who listens (`listen`) gets spans as they end:
 OpenTelemetry, the timeline of a step, or in a rollout worker the connection to the driver.
 """
@@ -61,7 +61,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """Position in a trace: what is opened here lies in span `id`, and episodes in `home`, the part of a step that plays them.
+    """Position in a trace: spans opened here lie in span `id`, and episodes in `home`, the part of a step that plays them.
     `episodes`: the share of them that is exported."""
 
     trace: int
@@ -131,8 +131,8 @@ def at(place: TracePlace | None) -> Iterator[None]:
 
 
 def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = False) -> AbstractContextManager[TraceSpan | None]:
-    """Time what is done inside. `track`: by default that of the span in which it lies. `root`: begins a trace if there is none;
-    any other span in no trace is not made."""
+    """Time the code inside. `track`: by default the parent span's. `root`: begins a trace outside of any; other spans outside of
+    a trace are not made."""
     if not _LISTENERS.each:
         return _NOTHING
     place = _HERE.get()
@@ -170,7 +170,7 @@ def _open(kind: Kind, name: str, place: TracePlace, track: str | None) -> Iterat
 
 
 def begin(kind: Kind, name: str, place: TracePlace, track: str | None = None) -> TraceSpan:
-    """A span that somebody else ends by `finish`; what is opened meanwhile does not lie in it."""
+    """Open a span, for `finish` to end; spans opened meanwhile do not lie in it."""
     parent = place.home or place.id if kind == "episode" else place.id
     opened = TraceSpan(kind, name, place.trace, new_id(64), parent, now(), track or place.track, place.sampled)
     _LISTENERS.open[opened.id] = opened
@@ -178,7 +178,7 @@ def begin(kind: Kind, name: str, place: TracePlace, track: str | None = None) ->
 
 
 def finish(opened: TraceSpan) -> None:
-    """End a span: listeners are told."""
+    """End a span and pass it to the listeners."""
     _LISTENERS.open.pop(opened.id, None)
     opened.end = opened.end or now()
     for listener in _LISTENERS.each:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _KEPT = "\n\t"
 _ENDLESS = 10_000
-"""Columns of what is no terminal."""
+"""Columns of output that is not a terminal."""
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Kinds of characters that a terminal may act on or not show: controls, directions and joiners, surrogates, line separators."""
 
@@ -50,8 +50,8 @@ def say(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = 
 
 def console(*, gone: str = "", **options: Any) -> Console:
     """A console of rich with these `options`, which writes out what a terminal could act on, but for rich's own colours and
-    movements. ":one:" in the name of a task or a judge is no picture. What goes to no terminal (`| grep`, a job's log) is as wide
-    as it is, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
+    movements. ":one:" in the name of a task or a judge is no picture. Output outside a terminal (`| grep`, a job's log) is not
+    wrapped, unless COLUMNS says otherwise: rich takes 80 columns there, and breaks the names of episodes and models in two."""
     found: Console = _console_class()(**{"emoji": False, **options})
     found.gone = gone  # type: ignore[attr-defined]
     if not (found.is_terminal or "width" in options or "COLUMNS" in os.environ):
@@ -66,7 +66,7 @@ def _console_class() -> Any:
 
     class SafeConsole(Console):
         gone = ""
-        """What is said on stderr if nobody reads what is printed any more, before rich ends the process with code 1."""
+        """Message on stderr for a closed pipe, before rich ends the process with code 1."""
 
         def on_broken_pipe(self) -> None:
             if self.gone and not self.quiet:

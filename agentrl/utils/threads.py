@@ -33,7 +33,7 @@ Purpose = Literal["batch", "engine", "files", "load", "sandbox", "text", "update
 _FEW: dict[Purpose, int] = {"batch": 1, "files": 2, "load": 2}
 
 LONG_TEXT = 10_000
-"""Characters from which on a text is worked on in a thread: rendering so many takes about 4 ms, the way there and back 0.1."""
+"""Characters from which on a thread works on a text: rendering that many takes about 4 ms, the way there and back 0.1."""
 
 SWITCH_S = 0.001
 """Seconds after which a thread that computes hands the interpreter's lock on, if another wants it (Python's default is 0.005)."""
@@ -142,7 +142,7 @@ def size_of(value: Any, most: int = LONG_TEXT) -> int:
 def share_the_lock() -> None:
     """For a process with an event loop and tools in threads: `SWITCH_S`, unless the user has set less.
 
-    A loop gets the interpreter's lock back after each thread that computes had its time: beside 16 of them, it waited for up to
+    A loop gets the interpreter's lock back after each thread that computes had its time: next to 16 of them, it waited for up to
     80 ms with Python's default. It costs threads that compute 3 % of their time, and nothing if only one wants the lock.
     """
     if sys.getswitchinterval() > SWITCH_S:
@@ -228,7 +228,7 @@ class DaemonThreads:
 class _Crew:
     """Threads that take up work at once, as many as there is work.
 
-    `Thread.start` waits until the new thread has run, which beside threads that compute takes them all their turn: called on
+    `Thread.start` waits until the new thread has run, which next to threads that compute takes them all their turn: called on
     the event loop, 16 such tools kept it from turning for 0.2 s. So the loop only puts work into a queue, and a thread that
     takes some starts the next one if none is left to wait.
     """

@@ -167,8 +167,8 @@ def checked(chat: Chat) -> Chat:
 
 
 def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Chat]:
-    """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises
-    BadRowError, which says what is wrong with it."""
+    """The chosen and the rejected conversation of a row. `table`: of a file that has each column in each row. Raises BadRowError,
+    which names the fault."""
     if row.get("preferred_output") is not None:
         given = row.get("input")
         if not isinstance(given, Mapping):
@@ -239,7 +239,7 @@ _LIST = re.compile(r"\[\s*\{\s*\"")
 
 
 def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
-    """A row of either layout. Raises BadRowError, which says what is wrong with it."""
+    """A row of either layout. Raises BadRowError, which names the fault."""
     turns = row.get("conversations")
     if isinstance(turns, str):
         turns = parsed(turns, "conversations")

@@ -39,8 +39,8 @@ class RewardTrainer(TrainedRole):
     }
 
     def init_model(self, path: str, model: ModelConfig, optim: OptimConfig, total_steps: int | None = None) -> None:
-        """Load the classifier from a folder; `total_steps`: length of the run, for the schedule. Raises ModelError if it is none,
-        ConfigError for a schedule without a length."""
+        """Load the classifier from a folder; `total_steps`: length of the run, for the schedule. Raises ModelError for a folder
+        without a model, ConfigError for a schedule without a length."""
         rate(optim.warmup, optim.warmup, optim.schedule, total_steps)
         self._optim, self._total_steps = optim_of(optim, model, "reward"), total_steps
         self._engine = open_engine(self, path, model, optim.max_grad_norm, "score")

@@ -66,7 +66,7 @@ def scored(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Co
     elif reward is None:
         why = "unscored"
     elif data.loss == "dpo" and row.get("parent") is not None:
-        why = "branches of others (rollout.branch): of their first turns they have no tokens to compare with another's"
+        why = "branches of other episodes (rollout.branch), without tokens of their first turns to compare"
     elif data.min_reward is not None and reward < data.min_reward:
         why = f"below data.min_reward = {data.min_reward:g}"
     elif data.success and success is not True:
@@ -206,7 +206,7 @@ def turn_ids(episode: Trajectory, turn: int) -> list[int]:
 
 
 NAMED = 3
-"""So many bad rows are named in a refusal."""
+"""Bad rows that a refusal names."""
 LAYOUTS = (
     "an episode of a run, OpenAI's messages, ShareGPT's conversations (Hermes, ToolACE), or with a loss of pairs prompt, chosen "
     "and rejected"
@@ -302,7 +302,7 @@ class Preparation:
             return rendered(chat_of(episode), self.renderer)
         if any(ledger.images for ledger in episode.ledgers):
             raise BadRowError(
-                "its tokens were sampled beside images, and data has tokens alone; data.rerender=true renders its messages anew, "
+                "its tokens were sampled with images, and data has tokens alone; data.rerender=true renders its messages anew, "
                 "with a line for each image"
             )
         if not any(ledger.sampled_tokens for ledger in episode.ledgers):
@@ -335,7 +335,7 @@ class Preparation:
         if share > self.data.max_bad:
             raise ConfigError(
                 f"data.path: {len(self.left_out)} of {self.rows} rows cannot be used ({share:.1%}), and data.max_bad = "
-                f"{self.data.max_bad:g}; mend them, or raise data.max_bad:{named}{more}"
+                f"{self.data.max_bad:g}; repair them, or raise data.max_bad:{named}{more}"
             )
         if not examples:
             filters = "".join(f"\n  {count}: {why}" for why, count in self.passed.most_common())

@@ -37,7 +37,7 @@ from agentrl.utils.threads import in_thread
 MAIN = 'mkdir -p "$1" && echo ready && exec cat >/dev/null'
 """The container's first process. `cat` takes process number 1, which a policy's `kill -9 -1` does not reach."""
 CONTROL_S = 120.0
-"""Seconds that the client may take for what is no command of the policy's."""
+"""Time limit of client calls other than the policy's commands, in seconds."""
 DEFAULT_IMAGE = "debian:bookworm-slim"
 
 

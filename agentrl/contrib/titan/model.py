@@ -152,8 +152,8 @@ def as_replicated(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 class Router(TokenChoiceTopKRouter):
-    """Sends tokens where `rows` says (`PackedSequences.experts`), and where it says nothing to the experts with the highest
-    scores; `told` is called with what was chosen. `layer`: which of the model's routers it is."""
+    """Sends tokens where `rows` says (`PackedSequences.experts`), and without an entry there to the experts with the highest
+    scores; a callback, if set, gets the choices. `layer`: which of the model's routers it is."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):

@@ -1,6 +1,6 @@
 """Advantage estimators: pure functions from an update's rewards to one advantage per sampled token.
 
-What an estimator needs besides rewards is declared where it is registered."""
+Each registration declares the inputs that its estimator needs in addition to rewards."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ class _Node:
 
 
 class _Forest:
-    """The members of one group by number, also those of whom nothing is known but that others branched off them."""
+    """Members of one group by number, including members known only as parents of branches."""
 
     def __init__(self, batch: AdvantageInput, units: Episodes, members: list[int], above: Tensor) -> None:
         self._nodes: defaultdict[int, _Node] = defaultdict(_Node)

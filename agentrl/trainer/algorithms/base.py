@@ -22,17 +22,16 @@ Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_m
 class AdvantageInput:
     """One whole batch, on the driver.
 
-    Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T]
-    if there is a critic. `member` [N] is the episode of the group that a row belongs to (an episode may
-    have several ledgers and still counts once in its group); without it every row is an episode. The rows
-    of an episode are in the order of its ledgers (as `batch.collate` puts them), possibly with rows of others
-    between them: recursions over time run through them in that order. `reward`, the same on all rows of an
-    episode, is NaN if it could not be scored: such an episode takes part in no baseline, no recursion and
-    no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task
-    (ReMax). `terms` [N, K] are reward terms that are normalized one by one; NaN is a term that could
-    not be scored. `anchors` [T] identifies the state in which a token's turn was taken; equal numbers are
-    equal states (turn-level credit). `parent` and `branch_turn` [N] int64: of a branch (`rollout.branch`), the member that it was
-    forked from, and the turn before which; the tokens before are that member's. -1 and 0 of all others.
+    Shapes: `token_rewards`, `mask`, `turns` [T]; `offsets` [N + 1]; `group`, `reward` [N]; `values` [T] if there is a critic.
+    `member` [N] is the episode of the group that a row belongs to (an episode may have several ledgers and still counts once in
+    its group); without it every row is an episode. The rows of an episode are in the order of its ledgers (as `batch.collate`
+    puts them), possibly with rows of other episodes between them: recursions over time run through them in that order. `reward`,
+    the same on all rows of an episode, is NaN if it could not be scored: such an episode takes part in no baseline, no recursion
+    and no whitening, and gets advantage 0. `baseline` [N] is the reward of the greedy rollout of the same task (ReMax). `terms`
+    [N, K] are reward terms that are normalized one by one; NaN is a term that could not be scored. `anchors` [T] identifies the
+    state in which a token's turn was taken; equal numbers are equal states (turn-level credit). `parent` and `branch_turn` [N]
+    int64: of a branch (`rollout.branch`), the member that it was forked from, and the turn before which; the tokens before are
+    that member's. -1 and 0 of all others.
 
     Floating point columns are float32 or float64; advantages come back in the dtype of `reward`.
     """
@@ -90,7 +89,7 @@ class AdvantageOutput:
 
     def metrics(self, mask: Tensor) -> dict[str, float]:
         """Over the sampled tokens (`mask` [T]): `advantage_abs`, the mean of |A|, and `advantage_zero`, the share of those with
-        an A of exactly 0, from which nothing is learned. Nothing if there are none."""
+        an A of exactly 0, from which nothing is learned. Empty without sampled tokens."""
         found = self.advantages[mask].double()
         if not len(found):
             return {}

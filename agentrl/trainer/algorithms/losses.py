@@ -1,6 +1,6 @@
 """Losses on sampled tokens: policy losses, the critic's, those of preference pairs; off-policy corrections; KL estimators.
 
-Pure functions; what a loss needs besides log probabilities and advantages is declared where it is registered."""
+Pure functions; each registration declares the inputs that its loss needs in addition to log probabilities and advantages."""
 
 from __future__ import annotations
 
