@@ -33,7 +33,7 @@ BUILD = ROOT / "build"
 STAGE, SITE = BUILD / "pages", BUILD / "site"
 CONTENTS = ROOT / "docs" / "README.md"
 PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "envs/*/README.md")
-IMAGES = ("docs/**/*.png", "docs/**/*.svg")
+IMAGES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/*.png")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 # A code fence's second word is the file that it shows; Zensical wants it as a title.
 FENCE = re.compile(r"^(```\w+) ([\w./-]+)$", re.MULTILINE)

@@ -1,8 +1,7 @@
-"""Probe every causal language model of transformers, into docs/families.json and docs/families.md.
+"""Probe every causal language model of transformers, into docs/families.json (`make docs` prints it).
 
     python .ci/families.py                    all families (some minutes)
     python .ci/families.py --only lfm2 llama  these alone; the others stay as recorded
-    python .ci/families.py --page             prints the page from the record, and measures nothing
 
 The record has an entry for each family: columns that are not measured here (template, parser, vllm) stay as they are, for the
 commands that measure them.
@@ -40,11 +39,7 @@ from agentrl.trainer.language_model import shared  # noqa: E402
 from agentrl.trainer.parallel import Ulysses  # noqa: E402
 from agentrl.utils.errors import ModelError  # noqa: E402
 
-RECORD, PAGE = ROOT / "docs" / "families.json", ROOT / "docs" / "families.md"
-BEGIN = "<!-- from docs/families.json; python .ci/families.py -->\n"
-COLUMNS = (
-    "model_type", "architecture", "packed", "shared prefix", "2 ranks", "a run", "template", "parser", "embedded", "vLLM",
-)  # fmt: skip
+RECORD = ROOT / "docs" / "families.json"
 OTHERS = ("template", "parser", "vllm")
 LIMIT = 120
 """Seconds for one family; a model that takes longer is not tried."""
@@ -205,51 +200,9 @@ def write(record: dict[str, Entry]) -> None:
     RECORD.write_text(json.dumps({name: record[name] for name in families() if name in record}, indent=1) + "\n")
 
 
-def page_of(record: dict[str, Entry]) -> str:
-    """The part of docs/families.md that is printed from the record."""
-    counts = {mode: sum(entry["mode"] == mode for entry in record.values()) for mode in ("packed", "packed, no sharing")}
-    single = sum(entry["mode"].startswith("one row") for entry in record.values())
-    lines = [
-        f"Of {len(record)} families {sum(counts.values())} are packed, {single} computed one row a pass, and "
-        f"{sum(entry['mode'] == 'refused' for entry in record.values())} refused.\n",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-    ]
-    for name, entry in record.items():
-        if entry["mode"] == "refused":
-            continue
-        cells = [_error(entry.get(key, "")) for key in ("packed", "shared", "ulysses")]
-        rest = [str(entry.get(key, "")) for key in ("template", "parser")]
-        engine = "yes" if entry.get("embedded") == "yes" else "no"
-        lines.append(
-            "| "
-            + " | ".join([f"`{name}`", entry["architecture"], *cells, entry["mode"], *rest, engine, entry.get("vllm", "")])
-            + " |"
-        )
-    lines += ["", "One row a pass, and why:", ""]
-    lines += [f"- `{name}`: {_reason(entry)}" for name, entry in record.items() if entry["mode"] not in ("packed", "refused")]
-    lines += ["", "Refused, and why:", ""]
-    lines += [f"- `{name}`: {_reason(entry)}" for name, entry in record.items() if entry["mode"] == "refused"]
-    return "\n".join(lines) + "\n"
-
-
-def _reason(entry: Entry) -> str:
-    """Why a family is not packed, without marks that a page gives a meaning."""
-    return str(entry["why"]).replace("`", "'").replace("*", "")
-
-
-def _error(text: str) -> str:
-    """An error in a cell; a text, which a list below the table has, is a dash."""
-    try:
-        return f"{float(text):.0e}"
-    except ValueError:
-        return "-" if text else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="the probe over every family of transformers")
     parser.add_argument("--only", nargs="+", metavar="FAMILY")
-    parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
     import transformers
 
@@ -257,10 +210,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     record: dict[str, Entry] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if not args.page:
-        measure(args.only or list(families()), record)
-    text = PAGE.read_text().split(BEGIN)[0]
-    PAGE.write_text(text + BEGIN + page_of(json.loads(RECORD.read_text())))
+    measure(args.only or list(families()), record)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python .ci/family_runs.py                                   all families, both engines (about an hour on two cores)
     python .ci/family_runs.py --engine vllm --only qwen3 lfm2   these alone; the others stay as recorded
     python .ci/family_runs.py --engine vllm --ray               vLLM in Ray actors, as `agentrl train` has it, and slower
-    python .ci/family_runs.py --page                            prints the page from the record, and runs nothing
 
 Each is a run from a config, as `agentrl train` does it, in float32, at temperature 0.8, with shared prefixes. Recorded (in
 docs/family_runs.json) is for each step what the run logs: the largest difference between the engine's logprob of a sampled token
@@ -40,8 +39,7 @@ from family_sizes import MODELS, build  # noqa: E402
 
 from agentrl.utils.errors import AgentrlError  # noqa: E402
 
-RECORD, PAGE = ROOT / "docs" / "family_runs.json", ROOT / "docs" / "families.md"
-BEGIN, END = "<!-- from docs/family_runs.json; python .ci/family_runs.py -->\n", "<!-- end of the runs -->\n"
+RECORD = ROOT / "docs" / "family_runs.json"
 ENGINES = ("embedded", "vllm")
 STEPS, TEMPERATURE = 3, 0.8
 BOUND = {"embedded": 1e-4, "vllm": 1e-3}
@@ -211,31 +209,6 @@ def fill(record: dict[str, Entry], found: dict[str, Entry]) -> None:
                 entry[key] = value
 
 
-def page_of(record: dict[str, Entry]) -> str:
-    """The part of docs/families.md that is printed from the record."""
-    lines = ["| family | rows | embedded | vLLM | alone | stale |", "|---|---|---|---|---|---|"]
-    notes = []
-    for family, entry in record.items():
-        embedded, vllm = (entry.get(engine, {}) for engine in ENGINES)
-        ran = [found for found in (embedded, vllm) if "stale" in found]
-        cells = [
-            ran[0]["packing"] if ran else "",
-            _steps(embedded) + ("" if embedded.get("cache", True) else " (no cache)"),
-            _steps(vllm),
-            f"{max(found['alone'] for found in ran):.0e}" if ran else "",
-            f"{min(found['stale'] for found in ran):.2g}" if ran else "",
-        ]
-        lines.append(f"| `{family}` | {' | '.join(cells)} |")
-        notes += [f"- `{family}`, {name}: {found['why']}" for name, found in entry.items() if "why" in found]
-    return "\n".join([*lines, "", "No run, and why:", "", *notes]) + "\n"
-
-
-def _steps(entry: Entry) -> str:
-    if "why" in entry:
-        return "-"
-    return ", ".join(f"{value:.0e}" for value in entry["mismatch_max"]) if entry else ""
-
-
 def _short(value: float) -> float:
     return float(f"{value:.2g}")
 
@@ -244,7 +217,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="three updates of each family with each engine")
     parser.add_argument("--only", nargs="+", metavar="FAMILY", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--engine", choices=ENGINES, action="append")
-    parser.add_argument("--page", action="store_true")
     parser.add_argument("--ray", action="store_true", help="vLLM in a Ray actor, as in any run; else in the run's own process")
     args = parser.parse_args()
     import transformers
@@ -252,22 +224,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if not args.page:
-        engines = args.engine or ENGINES
-        if "vllm" in engines and not args.ray:
-            inside.prepare()
-        run(args.only, engines, args.ray)
-    print_page()
-
-
-def print_page() -> None:
-    """Both tables of docs/families.md, from the records."""
+    engines = args.engine or ENGINES
+    if "vllm" in engines and not args.ray:
+        inside.prepare()
+    run(args.only, engines, args.ray)
     found = json.loads(families.RECORD.read_text())
     fill(read(), found)
     families.write(found)
-    before, rest = PAGE.read_text().split(BEGIN)
-    between = rest.split(END)[1].split(families.BEGIN)[0]
-    PAGE.write_text(before + BEGIN + page_of(read()) + END + between + families.BEGIN + families.page_of(found))
 
 
 if __name__ == "__main__":

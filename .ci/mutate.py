@@ -1,6 +1,6 @@
 """Mutation testing: how many small faults in the code do the tests see? (`make mutate`; docs/testing.md)
 
-    python .ci/mutate.py [--only agentrl/algorithm ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30] [--docs]
+    python .ci/mutate.py [--only agentrl/algorithm ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30]
 
 mutmut makes the mutants, records which test calls which function, and runs those tests on each mutant, in
 processes forked from one that has imported everything. Added here: a seeded sample per file, without mutants that
@@ -51,7 +51,6 @@ LEFT_OUT = [
 ]
 STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests"}
 QUIET = ("log", "logger", "logging", "warnings")
-TABLE = ("<!-- mutation scores: written by `make mutate ARGS=--docs` -->", "<!-- end of mutation scores -->")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests per mutant")
-    parser.add_argument("--docs", action="store_true", help="write the table of scores into docs/testing.md")
     args = parser.parse_args()
     rooms = rooms_of(args.only)
     folder = WORK / "-".join(Path(room).stem for room in rooms)
@@ -92,8 +90,6 @@ def main() -> int:
     run(tree, chosen, args.jobs, args.budget)
     results = read(chosen)
     write(results, folder, args.seed, f"seed {args.seed}, {args.per_file} per file, commit {commit()}", time.monotonic() - start)
-    if args.docs:
-        write_docs()
     return 0
 
 
@@ -297,25 +293,6 @@ def commit() -> str:
     """The commit of the tree, abbreviated."""
     done = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "no commit"
-
-
-def write_docs() -> None:
-    """Write the table between its two marks in docs/testing.md. Files with results in build/mutate (of all runs: rooms and
-    seeds) get new rows, other files keep theirs, and rows of removed files are dropped."""
-    page = ROOT / "docs" / "testing.md"
-    head, _, rest = page.read_text().partition(TABLE[0])
-    before, _, tail = rest.partition(TABLE[1])
-    rows: dict[str, tuple[Counts, str]] = {}
-    for line in before.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if (ROOT / cells[0]).is_file():
-            rows[cells[0]] = (int(cells[1]), int(cells[2]), int(cells[3]), int(cells[4])), cells[6]
-    runs = [json.loads(path.read_text()) for path in sorted(WORK.glob("*/results-*.json"))]
-    counts_by_file = counted([Result(**row) for done in runs for row in done["results"]])
-    for file, counts in counts_by_file.items():
-        at = sorted({done["at"] for done in runs if any(row["file"] == file for row in done["results"])})
-        rows[file] = counts, ", ".join(at)
-    page.write_text("\n".join([head + TABLE[0], "", *table(rows), "", TABLE[1]]) + tail)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
 from pydantic import BaseModel  # noqa: E402
 
@@ -28,6 +28,8 @@ MADE = "<!-- written by `make docs` from the code -->\n"
 
 def pages() -> dict[str, Callable[[], str]]:
     """File name under docs/ -> function that returns its text."""
+    from measured_pages import benchmark_book, families_page, gpu_page, templates_page
+
     from agentrl.run.metrics import as_markdown
 
     return {
@@ -36,6 +38,10 @@ def pages() -> dict[str, Callable[[], str]]:
         "registered_names.md": names_page,
         "api.md": api_page,
         "metrics.md": as_markdown,
+        "measured_families.md": families_page,
+        "measured_templates.md": templates_page,
+        "gpu.md": gpu_page,
+        "benchmark_book.md": benchmark_book,
     }
 
 

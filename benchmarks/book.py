@@ -1,8 +1,7 @@
 """The benchmark book: every claim of claims.toml measured by its command, compared with what was committed, and written to docs.
 
-    python benchmarks/book.py run [--only publish]          benchmarks/results/NAME.json of each claim, then the page
+    python benchmarks/book.py run [--only publish]          benchmarks/results/NAME.json of each claim
     python benchmarks/book.py compare [--against COMMIT]    names every figure that is worse than in that commit; exit code 1 then
-    python benchmarks/book.py write                         docs/benchmark_book.md from the files
 
 `make bench` runs. Each file is written as soon as its claim is measured, so Ctrl-C leaves those
 before it. A claim that fails or passes its limit keeps the file that it had; the others go on, it is named at the end, and the
@@ -33,7 +32,6 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
 RESULTS = HERE / "results"
-PAGE = ROOT / "docs" / "benchmark_book.md"
 INTEGRATIONS = ROOT / ".integrations"
 WORSE = 0.1
 GRACE_S = 15.0
@@ -189,7 +187,7 @@ def commit() -> str:
 
 
 def run(only: Sequence[str]) -> int:
-    """Measure, write the files and the page; 1 if a claim could not be measured, 130 after Ctrl-C."""
+    """Measure and write the files; 1 if a claim could not be measured, 130 after Ctrl-C."""
     todo = [claim for claim in claims() if not only or claim["name"] in only]
     if unknown := set(only) - {claim["name"] for claim in todo}:
         print(f"no claim {', '.join(sorted(unknown))}; there are {', '.join(claim['name'] for claim in claims())}")
@@ -202,7 +200,6 @@ def run(only: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped: what was measured is written")
         code = 130
-    PAGE.write_text(page())
     print("\n".join(f"{name}: {note}" for name, note in notes.items()))
     return code
 
@@ -342,16 +339,11 @@ def verdict(figure: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "compare", "write"))
+    parser.add_argument("what", choices=("run", "compare"))
     parser.add_argument("--only", action="append", default=[], metavar="CLAIM")
     parser.add_argument("--against", default="HEAD", metavar="COMMIT")
     args = parser.parse_args()
-    if args.what == "run":
-        return run(args.only)
-    if args.what == "compare":
-        return compare(args.against)
-    PAGE.write_text(page())
-    return 0
+    return run(args.only) if args.what == "run" else compare(args.against)
 
 
 if __name__ == "__main__":

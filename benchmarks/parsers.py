@@ -1,7 +1,6 @@
 """Every tool-call syntax over texts that are made to cost its parser much, up to 10 MB: seconds, growth and memory.
 
     python benchmarks/parsers.py [--megabytes 10] [--only hermes] [--shapes 400] > docs/parsers.json
-    python benchmarks/parsers.py --page         docs/templates.md's table, from docs/parsers.json
 
 All shapes of `parts/call_shapes.py` are read at 64 KB; the three that take longest per syntax, and the three that take most
 memory, at 1 MB and at the full size, each in a process of its own. "memory_mb" is the most that one took beyond its text.
@@ -91,33 +90,12 @@ def measured(name: str, megabytes: float, most: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE, RECORD = DOCS / "templates.md", DOCS / "parsers.json"
-BEGIN, END = "<!-- from docs/parsers.json; python benchmarks/parsers.py --page -->\n", "<!-- end of parsers -->\n"
-
-
-def page() -> str:
-    """The page with the table that the record says, in seconds of one core."""
-    rows = sorted((json.loads(line) for line in RECORD.read_text(encoding="utf-8").splitlines()), key=lambda row: row["syntax"])
-    table = ["| syntax | shapes | 1 MB, s | 10 MB, s | growth | memory beyond the text, MB |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        assert row["megabytes"] == 10
-        told = f"{row['seconds_1MB']:.3f} | {row['seconds']:.2f} | {row['growth']:.1f}"
-        table.append(f"| `{row['syntax']}` | {row['shapes']} | {told} | {row['memory_mb']} |")
-    text = PAGE.read_text(encoding="utf-8")
-    return text.partition(BEGIN)[0] + BEGIN + "\n".join(table) + "\n" + END + text.partition(END)[2]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=10)
     parser.add_argument("--only", choices=sorted(SYNTAXES))
     parser.add_argument("--shapes", type=int, default=400, help="of each syntax; the rest is left out by chance")
-    parser.add_argument("--page", action="store_true", help="write the table, measure nothing")
     args = parser.parse_args()
-    if args.page:
-        PAGE.write_text(page(), encoding="utf-8")
-        return
     for name in [args.only] if args.only else SYNTAXES:
         print(json.dumps(measured(name, args.megabytes, args.shapes), ensure_ascii=False), flush=True)
 

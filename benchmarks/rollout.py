@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 sys.path.insert(0, str(Path(__file__).parent / "parts"))
 
-from agentrl.run.callbacks import raise_gc_threshold
+from agentrl.utils.processor import raise_gc_threshold
 
 Results = tuple[dict[str, Any], dict[str, Any]]
 

@@ -38,9 +38,9 @@ from agentrl.render import make_renderer
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv
-from agentrl.run.callbacks import raise_gc_threshold
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.event_loop import watched
+from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.threads import share_the_lock
 
 TURNS, GROUP, AT_ONCE = 3, 8, 64

@@ -42,12 +42,12 @@ from agentrl.data.collate import collate
 from agentrl.data.rows import Ragged, jagged, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
-from agentrl.run.callbacks import raise_gc_threshold
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.update import Pack
+from agentrl.utils.processor import raise_gc_threshold
 
 Results = tuple[dict[str, Any], dict[str, Any]]
 

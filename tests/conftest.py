@@ -152,7 +152,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Generator[None, Any, Any]:
     """What is collected stays to the end: a search for garbage in it finds none, half a second a time (a quarter of all that
     collecting takes), and so does each one that a test asks for later."""
-    from agentrl.run.callbacks import raise_gc_threshold
+    from agentrl.utils.processor import raise_gc_threshold
 
     was_on = gc.isenabled()
     gc.disable()

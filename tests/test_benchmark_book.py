@@ -28,11 +28,6 @@ def book() -> Any:
     return module
 
 
-def test_the_page_is_made_of_the_files(book: Any) -> None:
-    """`python benchmarks/book.py write` brings it up to date."""
-    assert (ROOT / "docs" / "benchmark_book.md").read_text() == book.page()
-
-
 def test_every_file_is_of_a_claim_with_its_command_and_its_figures(book: Any) -> None:
     found = (ROOT / "benchmarks" / "results").glob("*.json")
     # Those of cards are on the page of cards (benchmarks/gpu.py).
@@ -117,7 +112,7 @@ def shop(book: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     claims[3] += '        needs = ["a-peer"]\n        install = "make a-peer"\n'
     (tmp_path / "claims.toml").write_text(textwrap.dedent("".join(claims)))
-    moved = {"ROOT": ".", "HERE": ".", "RESULTS": "benchmarks/results", "PAGE": "book.md", "INTEGRATIONS": "envs"}
+    moved = {"ROOT": ".", "HERE": ".", "RESULTS": "benchmarks/results", "INTEGRATIONS": "envs"}
     (tmp_path / "benchmarks").mkdir()
     for name, place in moved.items():
         monkeypatch.setattr(book, name, tmp_path / place)
@@ -148,7 +143,7 @@ def test_a_claim_that_fails_is_named_and_the_others_are_measured(
     found = json.loads((shop / "benchmarks/results/good.json").read_text())
     assert found["figures"] == {"speed": {"value": 5.0, "better": "higher"}} and 0 <= found["machine"]["busy"] <= 1
     assert found["peer"] == f"torch {importlib.metadata.version('torch')}"
-    page = (shop / "book.md").read_text()
+    page = book.page()
     assert "| speed | 5 |" in page
     assert "## Title of peer\n\n    python peer.py\n\nNot measured yet. It needs a-peer: `make a-peer`." in page
     assert book.run(["good"]) == 0 and book.run(["god"]) == 2
@@ -171,7 +166,7 @@ def test_ctrl_c_leaves_what_was_measured_and_nothing_that_runs(book: Any, shop: 
     claims = (shop / "claims.toml").read_text()
     order = claims.split("[[claim]]")
     (shop / "claims.toml").write_text("[[claim]]".join(["", order[5], order[2].replace("0.7", "60")]))
-    moved = "".join(f"book.{name} = Path({str(getattr(book, name))!r})\n" for name in ("ROOT", "HERE", "RESULTS", "PAGE"))
+    moved = "".join(f"book.{name} = Path({str(getattr(book, name))!r})\n" for name in ("ROOT", "HERE", "RESULTS"))
     begin = f"import sys\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\nimport book\n"
     command = [sys.executable, "-c", f"{begin}{moved}sys.exit(book.run([]))"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -183,7 +178,7 @@ def test_ctrl_c_leaves_what_was_measured_and_nothing_that_runs(book: Any, shop: 
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopped: what was measured is written" in said
     assert gone(int((shop / "child.pid").read_text()))
-    assert "| speed | 5 |" in (shop / "book.md").read_text()
+    assert "| speed | 5 |" in book.page()
     assert (shop / "benchmarks/results/good.json").is_file()
 
 

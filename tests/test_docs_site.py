@@ -46,7 +46,7 @@ def test_pages_are_staged_under_their_paths_with_the_files_that_they_link_to(
     script = tmp_path / "examples" / "cluster" / "slurm.sbatch.txt"
     assert script.read_text() == (ROOT / "examples" / "cluster" / "slurm.sbatch").read_text()
     assert "](../examples/cluster/slurm.sbatch.txt)" in (tmp_path / "docs" / "cluster.md").read_text()
-    assert (tmp_path / "docs" / "curves.png").is_file()
+    assert (tmp_path / "benchmarks" / "learning_curves.png").is_file()
 
 
 def test_what_is_wrong_with_a_built_site_is_found(site: ModuleType, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
-from agentrl.run.callbacks import ended_as_interrupted
+from agentrl.run.interrupt import ended_as_interrupted
 from agentrl.utils.errors import WorkerDiedError, hinted
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say

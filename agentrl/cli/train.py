@@ -274,10 +274,10 @@ def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str], restarts: int) -> int:
     """The data is read before the run has a folder: what cannot be used leaves nothing behind."""
     from agentrl.config.origin import Origins, read_origins
-    from agentrl.run.callbacks import ended_as_interrupted
     from agentrl.run.display import Display
     from agentrl.run.driver import DATA, RUN_KINDS, execute
     from agentrl.run.folder import check_free
+    from agentrl.run.interrupt import ended_as_interrupted
 
     kind = RUN_KINDS[DATA]
     notes = kind.check(config)

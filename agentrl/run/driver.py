@@ -19,13 +19,14 @@ from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, uns
 from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
-from agentrl.run.callbacks import TWICE, Callback, Interrupt, put_off, raise_gc_threshold
+from agentrl.run.callbacks import Callback
 from agentrl.run.checks.model_checks import model_notes
 from agentrl.run.checks.rollout_checks import harder, survey_lines
 from agentrl.run.checks.size_checks import advice
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import trainer_computes
 from agentrl.run.folder import NOTHING, LogFile, RunFolder, locked
+from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
 from agentrl.run.provenance import check_contents, updates_done
@@ -50,6 +51,7 @@ from agentrl.utils.errors import (
 )
 from agentrl.utils.event_loop import run_loop
 from agentrl.utils.files import full_disk_said
+from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import quiet_libraries
 from agentrl.utils.threads import in_thread, share_the_lock

@@ -30,13 +30,13 @@ from agentrl.rollout.player import fault_of, run_tasks, success_rate
 from agentrl.rollout.replay import Replayer
 from agentrl.rollout.tape import EpisodeIO
 from agentrl.run.assembly import Assembly, assemble, read_inputs
-from agentrl.run.callbacks import Interrupt
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_messages, with_threads
 from agentrl.run.folder import dated
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Bins, by_bin
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.role_placement import engine_room

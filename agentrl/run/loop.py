@@ -26,8 +26,8 @@ from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import Evaluation, evaluate, together
 from agentrl.rollout.stats import EngineMeter
-from agentrl.run.callbacks import Interrupt
 from agentrl.run.display import Count, Display, nothing, percent
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
 from agentrl.run.session import Session, fed

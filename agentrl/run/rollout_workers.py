@@ -24,8 +24,8 @@ from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
 from agentrl.run.assembly import Assembly, Inputs, assemble, tokenizer_of
-from agentrl.run.callbacks import raise_gc_threshold
 from agentrl.utils.errors import ConfigError
+from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.redaction import guard_process
 from agentrl.utils.search_path import packed, unpack, used
 from agentrl.utils.threads import in_thread, share_the_lock

@@ -19,8 +19,8 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import Evaluation, evaluate, together
 from agentrl.rollout.warm_start import MixedTranscripts, Transcripts
 from agentrl.run.assembly import longest_row
-from agentrl.run.callbacks import Interrupt
 from agentrl.run.display import Count
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import kinds_of
 from agentrl.run.run_log import RunLog, evaluation_row
 from agentrl.run.session import Session, fed

@@ -19,8 +19,8 @@ from agentrl.rollout.player import LocalPlayer, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door
 from agentrl.rollout.workers.rollout_worker import WorkerCore
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerPool
-from agentrl.run.callbacks import raise_gc_threshold
 from agentrl.trainer.pretrained import packaged_tokenizer
+from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.threads import share_the_lock
 
 TURNS = 3

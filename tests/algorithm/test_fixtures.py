@@ -1,4 +1,4 @@
-"""The numbers of docs/design.md section 9, by hand."""
+"""The numbers of docs/math.md, by hand."""
 
 from __future__ import annotations
 

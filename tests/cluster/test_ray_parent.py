@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from agentrl.cluster import ray_parent
-from agentrl.run.callbacks import TWICE, Interrupt
+from agentrl.run.interrupt import TWICE, Interrupt
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the driver has no parent")
 

@@ -1,4 +1,4 @@
-"""Write docs/templates.md and docs/templates.json: what the renderers find each real chat template to be.
+"""Write docs/templates.json: what the renderers find each real chat template to be.
 
 python .ci/templates.py all && python tests/render/report_templates.py
 """
@@ -16,7 +16,7 @@ from agentrl.render.template import TemplateRenderer
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"trl": "trl", "axolotl": "axolotl", "llama.cpp": "llama-cpp-python"}
-RECORD, PAGE = ROOT / "docs" / "templates.json", ROOT / "docs" / "templates.md"
+RECORD = ROOT / "docs" / "templates.json"
 BEGIN, END = "<!-- begin: printed by tests/render/report_templates.py -->", "<!-- end -->"
 
 
@@ -52,37 +52,13 @@ def found(real: Real) -> dict[str, object]:
     }
 
 
-def page(rows: list[dict[str, object]]) -> str:
-    """The table of docs/templates.md."""
-    words = {True: "kept", False: "forks", None: ""}
-    lines = [
-        "| family | template | parser | tools | a turn ends with | reasoning between | while tools answer | when a user speaks |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        code = lambda items: " ".join(f"`{item}`" for item in items).replace("\n", "").replace("|", "\\|")  # noqa: E731
-        tools = "yes" if row["tools"] else f"no: {row['why_no_tools']}".replace("|", "\\|")
-        plain = (
-            "" if row["plain_turn_kept_when_user_speaks"] == row["turn_kept_when_user_speaks"] else " (kept without reasoning)"
-        )
-        lines.append(
-            f"| {row['family']} | {row['package']}, {row['template']} | {row['parser'] or ''} | {tools} | "
-            f"{code(row['stop_tokens'])} | {code(row['reasoning_marks'])} | {words[row['turn_kept_while_tools_answer']]} | "
-            f"{words[row['turn_kept_when_user_speaks']]}{plain} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     missing = [real.path for real in REAL if not real.path.is_file()]
     if missing:
         raise SystemExit(f"{len(missing)} templates are missing, {missing[0]} first: python .ci/templates.py all")
     rows = [found(real) for real in REAL]
     RECORD.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{page(rows)}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    print(f"{len(rows)} templates: {RECORD.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
+    print(f"{len(rows)} templates: {RECORD.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused() -> None:
     plain, packed = ledger.to_json(), ledger.packed()
     with pytest.raises(ValueError, match="differ in length"):
         TokenLedger.from_json({**plain, "turns": []})
-    with pytest.raises(ValueError, match="what was sampled"):
+    with pytest.raises(ValueError, match="on the sampled tokens"):
         TokenLedger.from_json({**plain, "sampled": [1]})
     with pytest.raises(ValueError, match="differ in length"):
         TokenLedger.from_json({**packed, "spans": [[2, 0, -1]]})

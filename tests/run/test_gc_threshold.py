@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl.run.callbacks import YOUNG_OBJECTS, raise_gc_threshold
+from agentrl.utils.processor import YOUNG_OBJECTS, raise_gc_threshold
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.rollout.warm_start import transcript
-from agentrl.run.callbacks import Interrupt
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run, overview
 from agentrl.trainer.model_folder import export_run
 from agentrl.trainer.pretrained import packaged_tokenizer

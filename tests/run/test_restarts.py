@@ -14,8 +14,8 @@ import pytest
 from agentrl.config.schema import ClusterConfig, EnvConfig, TrainConfig
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.run import driver as main
-from agentrl.run.callbacks import Interrupt
 from agentrl.run.folder import RunFolder
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
 from agentrl.trainer.learner import Learner
 from agentrl.utils.errors import WorkerDiedError, WorkerError

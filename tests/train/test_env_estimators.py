@@ -92,7 +92,7 @@ def test_what_an_estimator_normalizes_is_over_its_own_rows() -> None:
     _, parted = advantages_of(groups, PLUS, {"b": PLUS})
     expected = [*whitened(1, 0, 3, 0)[:2], *whitened(20, 10), *whitened(1, 0, 3, 0)[2:]]
     assert list(one(parted).values()) == pytest.approx(expected, abs=1e-5)
-    # By hand: 2 tokens of 20 and 4 of 10 have the mean 40/3 and the std 5.16398; the example of docs/design.md, section 9.
+    # By hand: 2 tokens of 20 and 4 of 10 have the mean 40/3 and the std 5.16398; the example of docs/math.md.
     two = [group(0, "a", 20, 10), group(1, "b", 1, 0)]
     _, alone = advantages_of(two, PLUS, {"b": PLUS})
     assert list(one(alone).values()) == pytest.approx([1.29099, -0.64550] * 2, abs=1e-5)

@@ -21,10 +21,10 @@ from agentrl.contrib.offline.prepare import Preparation
 from agentrl.contrib.offline.store import About, RowStore
 from agentrl.data.schedule import Mode, effective_mode
 from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
-from agentrl.run.callbacks import Interrupt
 from agentrl.run.display import Count, Display, nothing
 from agentrl.run.engine_choice import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.role_placement import open_pools, start_actors
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import model_folder

@@ -17,7 +17,7 @@ from agentrl.config.identity import check_resumed
 from agentrl.config.load import with_absolute_paths
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.run.api.base import Both, Config, Table, config_of, env_table
-from agentrl.run.callbacks import Callback, Functions, Interrupt
+from agentrl.run.callbacks import Callback, Functions
 from agentrl.run.checks import check_train
 from agentrl.run.compare import suite_choice, suite_tasks
 from agentrl.run.config_file import open_folder
@@ -25,6 +25,7 @@ from agentrl.run.display import Display
 from agentrl.run.driver import execute
 from agentrl.run.evaluate import RolloutRequest, check_request, run_eval, run_rollout
 from agentrl.run.folder import RunFolder
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.provenance import check_resumable, model_of, run_folder
 from agentrl.run.provenance import config_of as config_of_run
 from agentrl.run.reader import RunRecord, load_run

@@ -21,17 +21,18 @@ from agentrl.rollout.episode import score_group
 from agentrl.rollout.player import Evaluation, RunEnv, run_tasks, summarize
 from agentrl.run.api.base import Both, BothMethod, Config, config_of
 from agentrl.run.api.trainer import Trainer
-from agentrl.run.callbacks import Interrupt, raise_gc_threshold
 from agentrl.run.checks import check_train
 from agentrl.run.config_file import open_folder
 from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
+from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import Session, fed, open_session
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import with_packing
 from agentrl.utils.errors import ConfigError, StepOrderError
+from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.terminal import console
 from agentrl.utils.threads import in_thread
 
