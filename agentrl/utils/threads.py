@@ -317,7 +317,12 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while True:
+            try:
+                return self.loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # asyncio leaves the loop with them. Their caller gets them only if the loop goes on.
+                continue
 
 
 _lock = fork_safe(threading.Lock())

@@ -117,6 +117,31 @@ def test_ctrl_c_reaches_a_blocking_call_inside_of_asyncio_run() -> None:
     assert ended == ["cancelled"] and handlers[0] == handlers[1]
 
 
+async def _exit(code: int) -> None:
+    sys.exit(code)
+
+
+async def _one() -> int:
+    return 1
+
+
+def test_an_exit_inside_of_the_work_reaches_the_caller() -> None:
+    """sys.exit in a callback, and rich when a pipe is closed, leave the loop; a caller that waits must not hang."""
+    done: list[Any] = []
+
+    def call() -> None:
+        try:
+            blocked(_exit(3))
+        except SystemExit as left:
+            done.append(left.code)
+        done.append(blocked(_one()))
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(30)
+    assert done == [3, 1]
+
+
 def test_a_table_becomes_a_config_with_names_for_what_is_python(tmp_path: Path) -> None:
     config = config_of({"base": "quickstart", "env": Pick, "env.params": {"most": 3}, "algorithm": {"loss": share_of_low_ids}}, {
         "rollout.groups": 3, "sft": None, "env.reward": SPEC, "out": tmp_path,
