@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from agentrl import __version__
 from agentrl.cli.arguments import COMMANDS, Parser, short_help
@@ -42,15 +44,31 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"agentrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in sorted(COMMANDS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)):
-        add_arguments = COMMANDS[name]
-        add_arguments(
-            commands.add_parser(
-                name,
-                help=short_help(add_arguments),
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
+        _add_command(commands, name)
     return parser
+
+
+def _add_command(commands: Any, name: str) -> None:
+    """Add a command to the subparsers. A plug-in's command that fails to load refuses to run; all others still work."""
+    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    module = "a plug-in"
+    try:
+        add_arguments = COMMANDS[name]
+        module = add_arguments.__module__
+        add_arguments(commands.add_parser(name, help=short_help(add_arguments), **options))
+    except Exception as error:
+        if module.startswith("agentrl."):
+            raise
+        problem = UserError(
+            f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Mend or remove its file"
+        )
+        commands.choices.pop(name, None)
+        parser = commands.add_parser(name, help="(its plug-in does not load)", **options)
+        parser.set_defaults(run=partial(_refuse, problem))
+
+
+def _refuse(problem: UserError, args: argparse.Namespace) -> int:
+    raise problem
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -83,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update({name: os.environ.get(name, value) for name, value in PASSIVE.items()})
         exempt()  # agents, judges and users on this machine, and agentrl's own endpoint
     with guarded_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
         args = _parse(argv)
         args.program = argv is None  # this process is the command, and not one that calls it
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
         code: int = args.run(args)
         sys.stdout.flush()  # here, and not where Python ends, what cannot be written has a message
         return code

@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -217,3 +219,28 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
     assert "the disk is full" in capsys.readouterr().err
     assert "failed" in (tmp_path / "runs" / "quickstart" / "summary.json").read_text()
     assert "the curve is not drawn" in (tmp_path / "runs" / "quickstart" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("line", ["import not_installed", "", "raise ValueError(1)"])
+def test_a_broken_command_of_a_plug_in_stops_only_that_command(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(
+        f"from agentrl.cli.arguments import COMMANDS\n{line}\n\n\n@COMMANDS.register('mine')\ndef mine(parser):\n    1 / 0\n"
+    )
+    assert main(["metrics"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["mine"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "command mine: its plug-in does not load: " in said
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "env --help", "env list", "config docs"])
+def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", *words.split()], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == "agentrl: standard output: cannot be written: No space left on device. Send it elsewhere\n"
