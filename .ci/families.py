@@ -34,8 +34,8 @@ from specimens import specimen  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from agentrl.trainer.attention import PACKED  # noqa: E402
-from agentrl.trainer.families import TEMPERATURE, Measured, Probed, Sample, brief, micro_of, probed  # noqa: E402  # noqa: E402
-from agentrl.trainer.language_model import shared  # noqa: E402
+from agentrl.trainer.families import TEMPERATURE, Measured, Probed, Sample, brief, micro_of, probe_family  # noqa: E402
+from agentrl.trainer.language_model import share_tokens  # noqa: E402
 from agentrl.trainer.parallel import Ulysses  # noqa: E402
 from agentrl.utils.errors import ModelError  # noqa: E402
 
@@ -60,7 +60,7 @@ def measured(family: str) -> Entry:
     except Exception as error:
         return {"mode": "refused", "why": f"its default config cannot be made: {brief(error)}"}
     try:
-        found = probed(config, "policy", "", one_row=True)
+        found = probe_family(config, "policy", "", one_row=True)
     except ModelError as error:
         return {"mode": "refused", "why": _plain(str(error), family)}
     entry: Entry = {"packed": _short(found.packed), "shared": _short(found.shared), "one_row": _short(found.one_row)}
@@ -124,7 +124,7 @@ def _shared_tokens(name: str) -> str:
         module.requires_grad_(True)
         micro = micro_of(sample.view, (0, 1, 2, 3), ())
         alone, slopes = _slopes(module, module(micro, TEMPERATURE, False)[0])
-        both, parts = _slopes(module, module(shared(micro, Ulysses(dist.group.WORLD)), TEMPERATURE, False)[0])  # type: ignore[arg-type]
+        both, parts = _slopes(module, module(share_tokens(micro, Ulysses(dist.group.WORLD)), TEMPERATURE, False)[0])  # type: ignore[arg-type]
         top = max(float(slope.abs().max()) for slope in slopes.values())
         for part in parts.values():
             dist.all_reduce(part)

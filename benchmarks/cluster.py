@@ -36,7 +36,7 @@ from agentrl.cluster.machine import StorePages
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfig, ModelConfig, OptimConfig
-from agentrl.data.rows import Ragged, build, jagged, select
+from agentrl.data.rows import Ragged, build, nested_tensor, select
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.pretrained import init_model
@@ -75,7 +75,7 @@ def make_batch(rows: int, tokens_per_row: int) -> TensorDict:
         "turns": torch.int32,
         "rewards": torch.float32,
     }
-    columns: dict[str, Any] = {name: jagged(torch.ones(total, dtype=kind), offsets) for name, kind in kinds.items()}
+    columns: dict[str, Any] = {name: nested_tensor(torch.ones(total, dtype=kind), offsets) for name, kind in kinds.items()}
     return build({**columns, "group": torch.arange(rows)}, rows)
 
 
@@ -247,7 +247,7 @@ def scale(rows: int) -> dict[str, float]:
     batch = make_batch(rows, 20)
     sampled = batch["sampled"]
     batch["group"], batch["member"] = torch.arange(rows) // 8, torch.arange(rows) % 8
-    batch["advantages"] = jagged(torch.ones(len(sampled.values())), sampled.offsets())
+    batch["advantages"] = nested_tensor(torch.ones(len(sampled.values())), sampled.offsets())
     algorithm = AlgorithmConfig(minibatch=-(-rows // 4))
     out: dict[str, float] = {}
     for workers in (8, 32, 128, 512, 1024):
@@ -300,8 +300,8 @@ def group_batch(prompt: int, members: int, response: int) -> TensorDict:
     columns = {"sampled": sampled, "logprobs": -6.0 * sampled, "advantages": 1.0 * sampled}
     return build(
         {
-            "token_ids": jagged(torch.from_numpy(np.concatenate(texts)), offsets),
-            **{name: jagged(values, offsets) for name, values in columns.items()},
+            "token_ids": nested_tensor(torch.from_numpy(np.concatenate(texts)), offsets),
+            **{name: nested_tensor(values, offsets) for name, values in columns.items()},
             "group": torch.zeros(members, dtype=torch.int64),
             "member": torch.arange(members),
         },

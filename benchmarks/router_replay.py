@@ -31,7 +31,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
 from agentrl.data.collate import collate
 from agentrl.data.expert_routing import RouterWatch
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.rollout.engine import Engine, Sampling
@@ -127,7 +127,7 @@ async def measure(name: str, path: str, args: argparse.Namespace) -> None:
         sampled = batch["sampled"]
         generator = torch.Generator().manual_seed(step)
         advantages = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
-        batch["advantages"] = jagged(advantages, offsets_of(sampled))
+        batch["advantages"] = nested_tensor(advantages, offsets_of(sampled))
         replayed, free = compared(actors, batch), compared(actors, batch.exclude("experts"))
         row: dict[str, Any] = {"engine": name, "step": step, "tokens": int(sampled.values().sum())}
         if step == 0:

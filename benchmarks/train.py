@@ -39,7 +39,7 @@ from work import MILLION
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
@@ -78,7 +78,7 @@ def ragged_batch(rows: int, seed: int = 0) -> Any:
         trajectories.append(Trajectory("bench", task, member=index % 8, ledgers=[ledger], reward=float(index % 2)))
     batch = collate(trajectories)
     sampled = batch["sampled"]
-    return batch.update({"advantages": jagged(sampled.values().float(), offsets_of(sampled))})
+    return batch.update({"advantages": nested_tensor(sampled.values().float(), offsets_of(sampled))})
 
 
 def padded_pass(model: Any, ids: torch.Tensor, mask: torch.Tensor, wanted: torch.Tensor) -> None:

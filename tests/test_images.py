@@ -18,7 +18,7 @@ from PIL import Image as Pictures
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
-from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, shown
+from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, split_at_images
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, message_of
 from agentrl.env import Toolbox, tool
@@ -26,7 +26,7 @@ from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
 from agentrl.reward import compile_spec
-from agentrl.rollout.context import elided
+from agentrl.rollout.context import elide_outputs
 from agentrl.rollout.workers.channel import trajectory_frame, trajectory_of
 from agentrl.utils.errors import EnvError, ImageError
 from agentrl.utils.redaction import remember
@@ -147,12 +147,14 @@ def test_a_row_whose_bytes_were_changed_is_refused() -> None:
 def test_an_image_stands_where_its_line_does() -> None:
     red, blue = Image.of(picture()), Image.of(picture((0, 0, 250)))
     text = f"a {blue.line} b {red.line}{red.line}"
-    assert list(shown(text, (red, blue, red))) == ["a ", blue, " b ", red, "", red, ""]
+    assert list(split_at_images(text, (red, blue, red))) == ["a ", blue, " b ", red, "", red, ""]
     # A line that somebody spells is text, and an image whose line was cut away is not shown.
-    assert list(shown(text, (red,))) == [f"a {blue.line} b ", red, red.line]
-    assert list(shown("nothing", (red,))) == ["nothing"]
+    assert list(split_at_images(text, (red,))) == [f"a {blue.line} b ", red, red.line]
+    assert list(split_at_images("nothing", (red,))) == ["nothing"]
     message = Message("tool", red.line, images=(red,))
-    assert list(shown(elided([message])[0].content, message.images)) == [f"[{len(red.line)} characters left out]"]
+    assert list(split_at_images(elide_outputs([message])[0].content, message.images)) == [
+        f"[{len(red.line)} characters left out]"
+    ]
 
 
 async def answered(function: Any, **options: Any) -> Any:
@@ -189,7 +191,7 @@ async def test_what_tools_answer() -> None:
     # A budget of text takes no image away: the line that it cut stands behind the cut.
     result = await answered(several, max_output=12)
     assert result.content.startswith("before") and "[cut:" in result.content and red.line in result.content
-    assert [part for part in shown(result.content, result.images) if isinstance(part, Image)] == [red, blue]
+    assert [part for part in split_at_images(result.content, result.images) if isinstance(part, Image)] == [red, blue]
 
 
 async def test_a_secret_in_a_file_and_a_picture_that_is_too_large() -> None:

@@ -25,7 +25,7 @@ from agentrl.run.role_placement import roles_of
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, ResourceError
-from agentrl.utils.registry import Registry, _announced
+from agentrl.utils.registry import Registry, _entry_points
 from tests.run.test_tracing import check_update, read
 
 FILES = {
@@ -377,9 +377,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.syspath_prepend(str(site))
-    _announced.cache_clear()
+    _entry_points.cache_clear()
     yield site
-    _announced.cache_clear()
+    _entry_points.cache_clear()
     for name in ("shop_pack", "shop_pack.credit"):
         sys.modules.pop(name, None)
     for key in [key for key in ADVANTAGES._entries if key[1] == "shop_pack.credit"]:

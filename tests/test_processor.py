@@ -224,7 +224,7 @@ def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monke
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.config.schema.learning.prefers_bfloat16", lambda: amx)
+    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: amx)
     model = ModelConfig(init=InitModelConfig(), dtype=dtype) if tiny else ModelConfig(path=real, dtype=dtype)
     assert model.computes_in(cuda) == found
 
@@ -263,7 +263,7 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     assert with_threads(config, trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
     assert engine_computes(api) == ""
-    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
     assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 

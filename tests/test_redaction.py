@@ -50,10 +50,10 @@ from agentrl.utils.redaction import (
     guarded_output,
     learn,
     redact,
+    redact_json,
     redact_said,
-    redacted,
     remember,
-    resolved,
+    resolve_references,
 )  # fmt: skip
 from agentrl.utils.search_path import give
 from agentrl.utils.spans import TraceSpan
@@ -123,19 +123,21 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})
     assert found_in(folder.summary.read_text()) == []
     assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
-    from agentrl.contrib.view.api import _shown
+    from agentrl.contrib.view.api import _redacted_config
 
     redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file
-    assert found_in(_shown(folder.config.read_text())) == [] and "production" in _shown(folder.config.read_text())
+    assert found_in(_redacted_config(folder.config.read_text())) == [] and "production" in _redacted_config(
+        folder.config.read_text()
+    )
 
 
 def test_references_are_resolved_late_and_remembered() -> None:
     row = {"a": "env:REFERRED", "b": ["x${env:WITHIN}y", "env:NOT a name"], "c": 3}
     assert redact(PLANTED["reference"]) == PLANTED["reference"]
-    assert resolved(row, "k") == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
+    assert resolve_references(row, "k") == {"a": PLANTED["reference"], "b": [f"x{PLANTED['within']}y", "env:NOT a name"], "c": 3}
     assert redact(f"<{PLANTED['reference']}> {PLANTED['within']}") == f"<{GONE}> {GONE}"
     with pytest.raises(ConfigError, match=r"k\.z: the environment variable NOWHERE_SET is not set"):
-        resolved({"z": "env:NOWHERE_SET"}, "k")
+        resolve_references({"z": "env:NOWHERE_SET"}, "k")
 
 
 def test_logs_and_prints_and_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +235,7 @@ def test_names_that_are_no_secrets() -> None:
         "SSH_AUTH_SOCK": "/tmp/agent.sock", "command": ["run", "--tokens", "12345678", "--key-file", "/etc/keys/one"],
     }  # fmt: skip
     learn(table)
-    assert redacted(table) == table
+    assert redact_json(table) == table
 
 
 def _api(value: str) -> object:
@@ -241,7 +243,7 @@ def _api(value: str) -> object:
 
 
 def _agent(value: str) -> object:
-    return resolved(Remote(value)._url, "agent.url")
+    return resolve_references(Remote(value)._url, "agent.url")
 
 
 def _tracker(value: str) -> object:

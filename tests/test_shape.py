@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.cli.main import COMMANDS
 from agentrl.run.registries import REGISTRIES
-from agentrl.utils.errors import did_you_mean, hinted
+from agentrl.utils.errors import did_you_mean, hint_text
 from agentrl.utils.registry import Registry
 from tests.conftest import LONGEST
 from tests.sources import nodes, tree
@@ -227,7 +227,7 @@ def test_no_branch_on_a_registered_name_outside_of_its_file() -> None:
 def test_what_is_near_a_misspelt_name_is_said_by_one_helper() -> None:
     assert [file.name for file in PACKAGE.rglob("*.py") if "difflib" in {module for _, module in imports(file)}] == ["errors.py"]
     known = ["vllm", "embedded", "api"]
-    assert (did_you_mean("embeded", known), hinted("vlm", known)) == ("did you mean 'embedded'?", "; did you mean 'vllm'?")
-    assert (did_you_mean("zzz", known, "known: 3"), hinted("zzz", known), did_you_mean("api", [])) == ("known: 3", "", "")
+    assert (did_you_mean("embeded", known), hint_text("vlm", known)) == ("did you mean 'embedded'?", "; did you mean 'vllm'?")
+    assert (did_you_mean("zzz", known, "known: 3"), hint_text("zzz", known), did_you_mean("api", [])) == ("known: 3", "", "")
     assert did_you_mean("ab", ["abc", "abd", "xyz"], most=2) == "did you mean 'abd' or 'abc'?"
     assert did_you_mean("ab", ["abc"], show=lambda name: f"dir/{name}.toml") == "did you mean dir/abc.toml?"

@@ -11,17 +11,28 @@ import pytest
 
 from agentrl.rollout.workers import rollout_worker as traces
 from agentrl.utils import spans
-from agentrl.utils.spans import TracePlace, TraceSpan, at, here, listen, new_id, note, now, span, spanned
+from agentrl.utils.spans import (
+    TracePlace,
+    TraceSpan,
+    add_listener,
+    at,
+    here,
+    new_id,
+    note,
+    now,
+    span,
+    traced,
+)
 from agentrl.utils.threads import in_thread
 
 
 @pytest.fixture
 def found() -> Iterator[list[TraceSpan]]:
     ended: list[TraceSpan] = []
-    leave = listen(ended.append)
+    leave = add_listener(ended.append)
     yield ended
     leave()
-    assert not spans._LISTENERS.each and spans._LISTENERS.all == 0 and spans.unfinished() == []
+    assert not spans._LISTENERS.each and spans._LISTENERS.all == 0 and spans.open_spans() == []
 
 
 async def test_what_is_opened_inside_also_in_tasks_and_threads_lies_in_it(found: list[TraceSpan]) -> None:
@@ -58,7 +69,7 @@ async def test_an_episode_lies_in_the_part_that_plays_it_wherever_it_was_admitte
 
 
 async def test_an_error_is_in_the_span_and_a_note_has_the_time_since(found: list[TraceSpan]) -> None:
-    @spanned("evaluation", root=True)
+    @traced("evaluation", root=True)
     async def fails(since: int) -> None:
         note("bucket", "b", since, bytes=7)
         raise ValueError("no")
@@ -82,7 +93,7 @@ async def test_a_share_of_the_episodes_is_made_and_the_same_ones_each_time(found
         assert len(found) == 2 * len(kept[-1])
     assert kept[0] == kept[1] and 70 <= len(kept[0]) <= 130  # 100, and 3 standard deviations of 8.7
     found.clear()
-    leave = listen(lambda one: None, all=True)
+    leave = add_listener(lambda one: None, all=True)
     with at(TracePlace(new_id(128), 1, "run", True, episodes=0.0)), span("episode", "e"):
         pass
     leave()
@@ -108,7 +119,7 @@ def test_a_workers_spans_are_in_the_drivers_time(
 ) -> None:
     """A worker whose clock is 5 s behind, over frames that take 2 and 6 ms: off by half of the difference of these."""
     with span("step", "step 1", root=True):
-        fields = json.loads(json.dumps(traces.asked()))
+        fields = json.loads(json.dumps(traces.span_fields()))
         step = here()
     assert step is not None
     found.clear()

@@ -13,7 +13,7 @@ from pydantic import Field
 from agentrl.contrib.toolkit.bm25 import Bm25
 from agentrl.data.trajectory import Json
 from agentrl.env import ToolSet, tool
-from agentrl.utils.errors import ConfigError, ToolError, hinted
+from agentrl.utils.errors import ConfigError, ToolError, hint_text
 
 _SUFFIXES = (".txt", ".md", ".rst", ".json", ".jsonl", ".csv", ".html")
 
@@ -71,7 +71,7 @@ class Retrieval(ToolSet):
         """
         texts = _library(self.folder, self.passage).texts
         if document not in texts:
-            raise ToolError(f"no document {document[:200]!r}{hinted(document, texts)}")
+            raise ToolError(f"no document {document[:200]!r}{hint_text(document, texts)}")
         lines = texts[document].splitlines(keepends=True)
         if line > max(len(lines), 1):
             raise ToolError(f"{document!r} has {len(lines)} lines")

@@ -9,7 +9,7 @@ from pydantic import Field
 from agentrl.data.trajectory import Json
 from agentrl.env import tool
 from agentrl.sandbox.base import ExecResult, SandboxSpec
-from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.sandbox.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.utils.errors import ResourceError, ToolError
 
 from .files import Files
@@ -44,7 +44,7 @@ class Shell(Files):
         """As `files`; a command may take `seconds` of wall-clock time and `memory_mb`. `sandbox`: as `[env.sandbox]`, by default
         this machine's own. Raises ConfigError for an unfit one, ResourceError if this machine does not have it."""
         super().__init__(folder=folder, file_bytes=file_bytes, total_bytes=total_bytes, most=most)
-        self.seconds, config = seconds, chosen(sandbox)
+        self.seconds, config = seconds, sandbox_config(sandbox)
         try:
             require(config)
         except ResourceError as reason:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from agentrl.cluster.ray_parent import die_of, end_of_driver, restarting, tell
 from agentrl.run.interrupt import ended_as_interrupted
-from agentrl.utils.errors import WorkerDiedError, hinted
+from agentrl.utils.errors import WorkerDiedError, hint_text
 from agentrl.utils.registry import Registry
 from agentrl.utils.terminal import say
 
@@ -34,7 +34,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (?P<word>--?[\w-]+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def seed(text: str) -> int:
+def seed_argument(text: str) -> int:
     """A seed as an option takes it: a whole number of at least 0."""
     try:
         number = int(text)
@@ -72,9 +72,9 @@ class Parser(argparse.ArgumentParser):
         # From the text, which is all that argparse gives: its own way to suggest a name came with Python 3.14.
         if choice := _CHOICE.search(message):
             known = choice["known"].replace("'", "").split(", ")
-            message = f"{message}{hinted(choice['word'], known)}"
+            message = f"{message}{hint_text(choice['word'], known)}"
         elif unknown := _UNKNOWN.search(message):
-            message = f"{message}{hinted(unknown['word'], _OPTION.findall(self.format_help()))}"
+            message = f"{message}{hint_text(unknown['word'], _OPTION.findall(self.format_help()))}"
         super().error(message)
 
 

@@ -73,7 +73,7 @@ def overrides(prefix: str, args: argparse.Namespace) -> Iterator[str]:
     if equals:
         yield from (f"{typed}={value}" for value in values(typed))
         return
-    found = [name for key in all_keys() for name in (_assigned(key.name, key.type, key.section) if not sign else [key.name])]
+    found = [name for key in all_keys() for name in (_assignments(key.name, key.type, key.section) if not sign else [key.name])]
     names = [name for name in found if name.startswith(typed)]
     heads = {name.split(".")[0] for name in names}
     end = "" if sign else "="
@@ -97,7 +97,7 @@ def values(key: str) -> list[str]:
     return written_names(owner)
 
 
-def _assigned(name: str, kind: str, section: bool) -> list[str]:
+def _assignments(name: str, kind: str, section: bool) -> list[str]:
     """Values that can be assigned to a key: of a component its name."""
     if section:
         return []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS
 from agentrl.run.config_file import find_config_file, is_override
-from agentrl.utils.errors import ConfigError, hinted
+from agentrl.utils.errors import ConfigError, hint_text
 from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def run_show(args: argparse.Namespace) -> int:
     """Print a resolved config; returns the exit code."""
     from agentrl.config.origin import ConfigText
 
-    config, origins = _loaded(args.config, args.overrides)
-    here = _derived(config) if args.origin else {}
+    config, origins = _load_with_origins(args.config, args.overrides)
+    here = _derived_values(config) if args.origin else {}
 
     def origin(keys: Keys) -> str:
         derived = here.get(".".join(map(str, keys)))
@@ -108,7 +108,7 @@ def run_diff(args: argparse.Namespace) -> int:
     from agentrl.config.keys import inline
     from agentrl.config.origin import differing
 
-    one, other = (_loaded(*side)[0] for side in _sides(args.overrides))
+    one, other = (_load_with_origins(*side)[0] for side in _sides(args.overrides))
     found = differing(one, other)
     if args.json:
         say(json.dumps({key: list(pair) for key, pair in found.items()}, indent=2))
@@ -133,7 +133,7 @@ def run_schema(args: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded(name: str, overrides: Sequence[str]) -> tuple[TrainConfig, Origins]:
+def _load_with_origins(name: str, overrides: Sequence[str]) -> tuple[TrainConfig, Origins]:
     """The config of a file, a shelf's name or a run's folder, with whole paths as a run has them, and where it is from."""
     from agentrl.config import load_config
     from agentrl.config.load import with_absolute_paths
@@ -162,8 +162,8 @@ def _sides(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return sides
 
 
-def _derived(config: TrainConfig) -> dict[str, str]:
-    from agentrl.run.plan import derived
+def _derived_values(config: TrainConfig) -> dict[str, str]:
+    from agentrl.run.plan import derived_values as derived
 
     return derived(config)
 
@@ -254,7 +254,7 @@ def run_metrics(args: argparse.Namespace) -> int:
     ]
     if not found:
         words = ", ".join(map(repr, args.words))
-        near = hinted(args.words[0], [entry.name for _, entry in metrics_table()])
+        near = hint_text(args.words[0], [entry.name for _, entry in metrics_table()])
         say(f"agentrl: no metric has {words} in its name or meaning{near}", file=sys.stderr)
     if args.json:
         say(json.dumps([asdict(entry) for entry in found], indent=2))

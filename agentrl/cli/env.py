@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed, short_help
+from agentrl.cli.arguments import COMMANDS, seed_argument, short_help
 from agentrl.utils.errors import CatalogError, ConfigError, UserError, did_you_mean
 from agentrl.utils.terminal import cell, console, folding, say
 
@@ -91,7 +91,7 @@ def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_difficulty(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code: 1 if no gold solution could be played."""
-    from agentrl.env.difficulty import measured
+    from agentrl.env.difficulty import measure_tasks
     from agentrl.env.suites import WHOLE, SuiteEnv
 
     if args.tasks < 1:
@@ -103,7 +103,7 @@ def run_difficulty(args: argparse.Namespace) -> int:
     if args.all_tasks and there is None:
         raise UserError(f"--all-tasks: split {split!r} of {ref.id} has no end of tasks; use --tasks N")
     wanted = args.tasks if there is None else min(args.tasks, there)
-    report = measured(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
+    report = measure_tasks(env, split, range(there if args.all_tasks and there is not None else wanted), _counter(args.tokenizer))
     if args.json:
         say(json.dumps({"env": env.id, **report.to_json()}))
     else:
@@ -258,13 +258,13 @@ def suites() -> dict[str, list[EnvEntry]]:
 
     found: dict[str, list[EnvEntry]] = {}
     for entry in list_envs():
-        name = entry.suite.suite if entry.suite is not None else _packaged(entry)
+        name = entry.suite.suite if entry.suite is not None else _announced_suite(entry)
         if name is not None:
             found.setdefault(name, []).append(entry)
     return dict(sorted(found.items()))
 
 
-def _packaged(entry: EnvEntry) -> str | None:
+def _announced_suite(entry: EnvEntry) -> str | None:
     """The suite of an environment that another package announces: its class says it, since its source text is not read."""
     from agentrl.env.suites import SuiteEnv
 
@@ -359,7 +359,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_floor_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
     play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
-    play.add_argument("--seed", type=seed, default=0, help="which task (default 0)")
+    play.add_argument("--seed", type=seed_argument, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")
     play.add_argument(
         "--model-user", action="store_true", help="the environment's own user, a model say; without it that of the gold solution"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.cli.arguments import COMMANDS, seed, with_parent
+from agentrl.cli.arguments import COMMANDS, seed_argument, with_parent
 from agentrl.run.config_file import is_override
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.event_loop import run_loop
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     )
     parser.add_argument("-n", "--tasks", type=int, help=f"tasks (default {tasks})")
     parser.add_argument("-k", "--samples", type=int, help="episodes per task (default 1)")
-    parser.add_argument("--seed", type=seed, help="seed of the sampling; the tasks stay the same (default 0)")
+    parser.add_argument("--seed", type=seed_argument, help="seed of the sampling; the tasks stay the same (default 0)")
     parser.add_argument("--split", help=f"split of the tasks (default {split})")
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
@@ -327,7 +327,7 @@ def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
 def read_plans(args: argparse.Namespace) -> list[Plan]:
     """An evaluation for each model that the options name. Raises ConfigError, CatalogError, CheckpointError or ReplayError."""
     check_counts(args)
-    names, _ = _named(args)
+    names, _ = _split_words(args)
     if args.replay is not None:
         if (
             args.config is not None
@@ -461,7 +461,7 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     from agentrl.run.checks.env_checks import check_played
     from agentrl.run.config_file import find_config_file
 
-    names, overrides = _named(args)
+    names, overrides = _split_words(args)
     if args.config is None and folder is None:
         if not names:
             raise ConfigError(f"an environment is needed, for example: agentrl eval key_value --model {args.model}")
@@ -491,7 +491,7 @@ def _with_model(args: argparse.Namespace, model: str | None) -> argparse.Namespa
     return argparse.Namespace(**{**vars(args), "model": model})
 
 
-def _named(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+def _split_words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The environments on the command line, and the overrides."""
     given = [text for text in (args.env, *args.overrides) if text is not None]
     overrides = [text for text in given if is_override(text)]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.arguments import COMMANDS, seed
+from agentrl.cli.arguments import COMMANDS, seed_argument
 from agentrl.utils.errors import CatalogError, UserError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.terminal import console as safe_console
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from agentrl.data.trajectory import Task, Trajectory
     from agentrl.reward import Context, Scorer
     from agentrl.reward.leaf import ReplayEnv
+
 
 SHOWN = 20
 """Episodes whose value alone changes that `diff` lists."""
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")
     lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
-    lint.add_argument("--seed", type=seed, default=0, help="seed of the first task (default 0)")
+    lint.add_argument("--seed", type=seed_argument, default=0, help="seed of the first task (default 0)")
     lint.add_argument(
         "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
     )
@@ -164,7 +165,7 @@ def run_explain(args: argparse.Namespace) -> int:
         }
         say(json_text({**content, "evidence": score.evidence}, indent=2))
     else:
-        recorded = f"recorded reward {_shown(trajectory.reward)}"
+        recorded = f"recorded reward {_show_value(trajectory.reward)}"
         episode = f"{trajectory.task.id}, member {trajectory.member}, {_count(len(trajectory.turns), 'turn')}"
         say(f"{episode}, stopped: {trajectory.stop.value}, {recorded}")
         say(explain_text(score))
@@ -177,7 +178,7 @@ def run_score(args: argparse.Namespace) -> int:
 
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
-    rows = _scored(args, args.spec)
+    rows = _score_rows(args, args.spec)
     text = "".join(json_text(row) + "\n" for row in rows)
     if args.out is None:
         say(text, end="")
@@ -198,7 +199,7 @@ def run_diff(args: argparse.Namespace) -> int:
     """Compare two specs on the same episodes."""
     from agentrl.reward.explain import alone, changed_ranks, changed_values, parse_row, read_lines
 
-    a, b = _scored(args, args.spec_a, args.spec_b), _scored(args, args.spec_b, args.spec_a)
+    a, b = _score_rows(args, args.spec_a, args.spec_b), _score_rows(args, args.spec_b, args.spec_a)
     lines = read_lines(args.trajectories)
     trajectories = [parse_row(str(args.trajectories), number, line) for number, line in lines]
     changes = changed_ranks(trajectories, [row["value"] for row in a], [row["value"] for row in b])
@@ -214,12 +215,12 @@ def run_diff(args: argparse.Namespace) -> int:
     for change in changes:
         say(
             f"row {lines[change.row][0]} (task {change.task}, member {change.member}): "
-            f"{_shown(change.value_a)} -> {_shown(change.value_b)}, "
+            f"{_show_value(change.value_a)} -> {_show_value(change.value_b)}, "
             f"rank {change.rank_a or 'none'} -> {change.rank_b or 'none'}"
         )
     ranked = {change.row for change in changes}
     for row, x, y in [item for item in values if item[0] not in ranked][:SHOWN]:
-        say(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_shown(x)} -> {_shown(y)}")
+        say(f"row {lines[row][0]} (task {trajectories[row].task.id}): {_show_value(x)} -> {_show_value(y)}")
     say(f"{len(changes)} of {len(lines)} episodes change rank within their task")
     say(f"{len(values)} of {len(lines)} episodes change value ({_mean(a)} -> {_mean(b)}), {len(verdicts)} change success")
     if single:
@@ -402,7 +403,7 @@ def _with_others(path: Path, row: int, compares: bool) -> tuple[Trajectory, list
     return chosen, [other for number, other in enumerate(rows, 1) if number != row and (other.env_id, other.task.id) == task]
 
 
-def _scored(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
+def _score_rows(args: argparse.Namespace, name: str, *beside: str) -> list[dict[str, Any]]:
     from agentrl.reward.explain import read_lines, score_file
 
     spec = _spec(name)
@@ -437,5 +438,5 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _shown(value: float | None) -> str:
+def _show_value(value: float | None) -> str:
     return "unscored" if value is None else f"{value:.4g}"

@@ -74,10 +74,10 @@ def run_train(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     if args.dry_run:
         return _run(args, 0)
-    return with_parent(args, partial(_run, args), partial(_resumed, args))
+    return with_parent(args, partial(_run, args), partial(_resume_drive, args))
 
 
-def _resumed(args: argparse.Namespace, run: str) -> Drive:
+def _resume_drive(args: argparse.Namespace, run: str) -> Drive:
     args.resume, args.config, args.overrides, args.overwrite = run, None, [], False
     return partial(_run, args)
 
@@ -244,7 +244,7 @@ def _again(args: argparse.Namespace, run: str) -> Drive:
     return partial(_resume, args, warm_start=True)
 
 
-def _given(args: argparse.Namespace) -> list[str]:
+def _options_as_overrides(args: argparse.Namespace) -> list[str]:
     """The options as overrides, which are before those that were written as such."""
     named = [("min_reward", args.min_reward), ("per_task", args.per_task), ("loss", args.loss), ("success", args.success or None)]
     found = [f"data.{key}={json.dumps(value)}" for key, value in named if value is not None]
@@ -257,7 +257,7 @@ def _sft_config(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 
     if args.config is not None and is_override(args.config):
         args.overrides, args.config = [args.config, *args.overrides], None
-    options = _given(args)
+    options = _options_as_overrides(args)
     given = [*options, *args.overrides]
     if args.config is None:
         if not args.data:
@@ -306,7 +306,7 @@ def _resume(args: argparse.Namespace, restarts: int, warm_start: bool = False) -
     from agentrl.run.folder import RunFolder
     from agentrl.run.provenance import check_resumable
 
-    texts = [*resume_overrides(args), *_given(args)]
+    texts = [*resume_overrides(args), *_options_as_overrides(args)]
     before, config = read_resumed(args.resume, texts)
     folder = RunFolder(Path(args.resume))
     if before.data is None:

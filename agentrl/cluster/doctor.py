@@ -28,7 +28,7 @@ from agentrl.cluster.machine import (
 from agentrl.cluster.placement import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
 from agentrl.sandbox.local import WHAT_HELPS
-from agentrl.sandbox.sandbox_pool import preferred, reach
+from agentrl.sandbox.sandbox_pool import preferred_provider, reach
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.processor import usable_cpus, usable_memory
 
@@ -143,7 +143,7 @@ def check_sandbox() -> Iterator[MachineFinding]:
     docs/sandboxes.md says."""
     found = reach()
     if found.local is None or found.bubblewrap is None:
-        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred()} is chosen")
+        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred_provider()} is chosen")
     else:
         yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
 
@@ -211,10 +211,10 @@ def _reachable(ports: list[str], token: bool) -> MachineFinding:
 
 
 def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFinding:
-    from agentrl.cluster.placement import need
+    from agentrl.cluster.placement import node_need
 
     placed = {name for name in cluster.roles.values() if name in cluster.pools}
-    taken = sum(need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
+    taken = sum(node_need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
     taken += 0 if "actor" in cluster.roles else cluster.actors
     found = f"{workers} take {workers * WORKER_CPUS:g} CPU slots, beside {taken:g} of {slots:g} that others take"
     level: Level = "ok" if workers * WORKER_CPUS <= slots - taken else "fail"

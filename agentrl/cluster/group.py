@@ -39,7 +39,7 @@ from agentrl.cluster.worker import (
     resolve,
 )
 from agentrl.data.packing import partition
-from agentrl.data.rows import build, concat, is_ragged, jagged, lengths, offsets_of, select
+from agentrl.data.rows import build, concat, is_ragged, lengths, nested_tensor, offsets_of, select
 from agentrl.utils.errors import CheckpointError, ConfigError, DispatchError
 from agentrl.utils.spans import span
 from agentrl.utils.threads import in_thread
@@ -71,7 +71,7 @@ def reduced_metrics(label: str, parts: Sequence[Any], how: Mapping[str, str]) ->
     return {key: METRIC_REDUCTIONS[how.get(key, "mean")](items) for key, items in values.items()}
 
 
-def joined(label: str, parts: Sequence[Any]) -> Any:
+def join_parts(label: str, parts: Sequence[Any]) -> Any:
     """TensorDicts, tensors (dense or jagged) or lists of the ranks, one after the other."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -92,10 +92,10 @@ def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     counts = torch.cat([offsets_of(part).diff() for part in parts])
     offsets = torch.zeros(len(counts) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=offsets[1:])
-    return jagged(torch.cat([part.values() for part in parts]), offsets)
+    return nested_tensor(torch.cat([part.values() for part in parts]), offsets)
 
 
-def reordered(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
+def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
     """The ranks' rows in the driver's order: entry k of `parts[r]` is row `rows[r][k]`.
 
     Raises DispatchError if a rank returned another number of rows than it was given.
@@ -103,7 +103,7 @@ def reordered(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> A
     given, got = [len(row) for row in rows], [len(part) for part in parts]
     if given != got:
         raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
-    whole = joined(label, parts)
+    whole = join_parts(label, parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
     # One rank, or rows split contiguously: saves a copy of the whole batch.
     if np.array_equal(order, np.arange(len(order))):
@@ -239,8 +239,8 @@ class Shard(Strategy):
         if self.collect == "metrics":
             return reduced_metrics(label, parts, self.metrics)
         if self.collect == "concat" or not shipment.rows:
-            return joined(label, parts)
-        return reordered(label, parts, [shipment.rows[rank] for rank in sources])
+            return join_parts(label, parts)
+        return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
 
 
 def _text(annotation: Any) -> str:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.cluster.machine import Rendezvous, listen
+from agentrl.cluster.machine import Rendezvous
+from agentrl.cluster.machine import open_rendezvous as listen
 from agentrl.cluster.worker import GatherPlan, Worker, WorkerContext
 from agentrl.utils.errors import ResourceError, UserError, WorkerError
 from agentrl.utils.redaction import guard_process
@@ -136,7 +137,7 @@ def end_watching() -> list[RankCall]:
     seen, _watching = _watching, None
     for number, (call, profile, mark) in enumerate(seen.traces):
         path = seen.folder / f"{call.group}.{call.rank}.{os.getpid()}.{number}.json"
-        path.write_text(json.dumps(reduced(profile, mark, max(seen.most // len(seen.traces), 1))))
+        path.write_text(json.dumps(reduce_trace(profile, mark, max(seen.most // len(seen.traces), 1))))
         call.file = str(path)
     return seen.calls
 
@@ -155,7 +156,7 @@ def _computes(worker: Worker, method: str) -> bool:
 
 
 @contextmanager
-def watched(worker: Worker, method: str) -> Iterator[None]:
+def time_call(worker: Worker, method: str) -> Iterator[None]:
     """Time a call, if this process notes them, and have torch record those that compute on a batch."""
     seen = _watching
     if seen is None:
@@ -165,7 +166,7 @@ def watched(worker: Worker, method: str) -> Iterator[None]:
     seen.calls.append(call)
     try:
         if seen.torch and _computes(worker, method):
-            with _recorded(seen, call):
+            with _record_call(seen, call):
                 yield
         else:
             yield
@@ -174,7 +175,7 @@ def watched(worker: Worker, method: str) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(seen: _Watching, call: RankCall) -> Iterator[None]:
+def _record_call(seen: _Watching, call: RankCall) -> Iterator[None]:
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -187,7 +188,7 @@ def _recorded(seen: _Watching, call: RankCall) -> Iterator[None]:
     seen.traces.append((call, trace, mark))
 
 
-def reduced(profile: Any, mark: int, most: int) -> dict[str, Any]:
+def reduce_trace(profile: Any, mark: int, most: int) -> dict[str, Any]:
     """Torch's trace as {"events": [[name, category, process, thread, begin, nanoseconds]], "names": {"process thread": name},
     "dropped"}, the longest `most` events; times as those of `mark`, which is this process's at the event MARK."""
     with tempfile.TemporaryDirectory() as folder:
@@ -307,12 +308,12 @@ class Host:
             # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
             # call.
             args, kwargs = unpack_arguments(common)
-            kwargs = {key: deserialized(value) for key, value in {**kwargs, **(own or {})}.items()}
+            kwargs = {key: from_wire(value) for key, value in {**kwargs, **(own or {})}.items()}
             kwargs.update(
-                {name: gather_argument(gather_plan, rejoined(parts)) for name, gather_plan in (gather_plans or {}).items()}
+                {name: gather_argument(gather_plan, rejoin_columns(parts)) for name, gather_plan in (gather_plans or {}).items()}
             )
-            with watched(worker, method):
-                return serialized(getattr(worker, method)(*[deserialized(value) for value in args], **kwargs))
+            with time_call(worker, method):
+                return to_wire(getattr(worker, method)(*[from_wire(value) for value in args], **kwargs))
         except Exception as error:
             label = f"group {role!r}: {type(worker).__name__}.{method}, rank {worker.rank}"
             raise failure(label, error) from None
@@ -325,7 +326,7 @@ def unpack_arguments(common: bytes | PackedCall) -> Any:
     return pickle.loads(common.data, buffers=common.buffers)
 
 
-def rejoined(parts: Sequence[Any]) -> list[Any]:
+def rejoin_columns(parts: Sequence[Any]) -> list[Any]:
     """On a worker: the pieces of a call's batch, each head joined with its columns again."""
     rest, pieces = iter(parts), []
     for part in rest:
@@ -359,7 +360,7 @@ def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
     return deserialize(piece, rows) if isinstance(piece, SerializedBatch) else piece
 
 
-def serialized(value: Any) -> Any:
+def to_wire(value: Any) -> Any:
     """Batches in serialized form; everything else as it is."""
     if "tensordict" not in sys.modules:  # then the value cannot be a batch, and the import is saved
         return value
@@ -370,7 +371,7 @@ def serialized(value: Any) -> Any:
     return serialize(value) if isinstance(value, TensorDict) else value
 
 
-def deserialized(value: Any) -> Any:
+def from_wire(value: Any) -> Any:
     """Inverse of `serialized`; values that arrive in shared memory are copied."""
     if "agentrl.data.rows" not in sys.modules:
         return value

@@ -9,7 +9,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
-from agentrl.cluster.host import gather_argument, watched
+from agentrl.cluster.host import gather_argument, time_call
 from agentrl.cluster.placement import check_roles
 from agentrl.cluster.ray_cluster import worker_env
 from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
@@ -89,7 +89,7 @@ class InlineBackend(Backend):
             kwargs[shipment.parameter] = self._rows(shipment, rank)
         own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
         try:
-            with watched(self._workers[rank], method):
+            with time_call(self._workers[rank], method):
                 return getattr(self._workers[rank], method)(*shipment.args, **kwargs)
         except UserError:
             raise

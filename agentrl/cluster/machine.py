@@ -167,16 +167,16 @@ def make_pages(begin: int, end: int) -> int:
 
 def _store() -> tuple[int, int]:
     """Address and bytes of the store as this process has it mapped; (0, 0) if it has none. Ray maps it with the first object."""
-    found = _mapped()
+    found = _mapped_range()
     if not found[1]:
         import ray  # a run without Ray has this module too
 
         ray.put(bytes(_FIRST_OBJECT_BYTES))
-        found = _mapped()
+        found = _mapped_range()
     return found
 
 
-def _mapped() -> tuple[int, int]:
+def _mapped_range() -> tuple[int, int]:
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     places = [line.split()[0].split("-") for line in lines if "/dev/shm/plasma" in line]
@@ -325,7 +325,7 @@ class Listener:
 _listeners: dict[Rendezvous, Listener] = {}
 
 
-def listen(host: str) -> Rendezvous:
+def open_rendezvous(host: str) -> Rendezvous:
     """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks."""
     listener = Listener(host)
     _listeners[listener.address] = listener

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import VISIBLE
 from agentrl.cluster.machine import usable_gpus
-from agentrl.cluster.ray_cluster import connected, join_to_ask
+from agentrl.cluster.ray_cluster import is_connected, join_to_ask
 from agentrl.cluster.ray_group import Hosts, RayBackend
 from agentrl.cluster.worker import Mesh, Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
@@ -64,7 +64,7 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode]) -> dict
     shares = [(name, share) for name, pool in pools.items() for share in range(pool.nodes)]
     # Largest first, onto the fullest node that has room: the search then rarely has to go back.
     # By GPUs before CPU slots: they are what runs short. Among equals the config's order stays.
-    shares.sort(key=lambda item: (-need(pools[item[0]])[1], -need(pools[item[0]])[0]))
+    shares.sort(key=lambda item: (-node_need(pools[item[0]])[1], -node_need(pools[item[0]])[0]))
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     chosen: dict[str, list[str]] = {name: [] for name in pools}
     if not _search(pools, shares, 0, left, chosen):
@@ -95,7 +95,7 @@ def largest(nodes: Sequence[ClusterNode]) -> tuple[float, float]:
     return max((node.cpus for node in nodes), default=0.0), max((node.gpus for node in nodes), default=0.0)
 
 
-def need(pool: PoolConfig) -> tuple[float, float]:
+def node_need(pool: PoolConfig) -> tuple[float, float]:
     """CPU slots and GPUs that a pool takes on each of its nodes."""
     return pool.per_node * pool.cpus, pool.per_node * pool.gpus
 
@@ -110,7 +110,7 @@ def _search(
     if at == len(shares):
         return True
     name = shares[at][0]
-    cpus, gpus = need(pools[name])
+    cpus, gpus = node_need(pools[name])
     tried: set[tuple[float, float]] = set()
     for node, (free_cpus, free_gpus) in sorted(left.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
         if node in chosen[name] or free_cpus < cpus or free_gpus < gpus or (free_cpus, free_gpus) in tried:
@@ -132,7 +132,7 @@ def table(
     a pool, as their number and the CPU slots and GPUs of each."""
     rows = [("demand", "nodes", "processes per node", "CPU slots per node", "GPUs per node")]
     for name, pool in pools.items():
-        cpus, gpus = need(pool)
+        cpus, gpus = node_need(pool)
         rows.append((f"pool {name}", str(pool.nodes), str(pool.per_node), f"{cpus:g}", f"{gpus:g}"))
     for name, (count, cpus, gpus) in (others or {}).items():
         rows.append((name, "any", f"{count} in all", f"{cpus:g} each", f"{gpus:g} each"))
@@ -191,7 +191,7 @@ def assign(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], nodes:
     left = {node.name: [node.cpus, node.gpus] for node in nodes}
     shares: dict[str, Shares] = {}
     for name, pool in pools.items():
-        cpus, gpus = need(pool)
+        cpus, gpus = node_need(pool)
         shares[name] = [(node, pool.per_node) for node in chosen[name]]
         for node in chosen[name]:
             left[node] = [left[node][0] - cpus, left[node][1] - gpus]
@@ -218,7 +218,7 @@ def _spread_obstacle(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpoole
         if one.gpus > most:
             return f"{one.size_key} = {one.gpus:g}: these GPUs are on one node, and the largest has {most:g}. Lower it"
     wanted = sum(one.count * one.gpus for one in unpooled)
-    left = sum(node.gpus for node in nodes) - sum(need(pool)[1] * pool.nodes for pool in pools.values())
+    left = sum(node.gpus for node in nodes) - sum(node_need(pool)[1] * pool.nodes for pool in pools.values())
     keys = " and ".join(f"{one.key} = {one.count}" for one in unpooled)
     # Else the GPUs suffice, but not in the right sizes, or not with CPU slots.
     problem = f"{keys} take {wanted:g} GPUs, and {left:g} are left" if wanted > left else f"{keys} do not divide among the nodes"
@@ -249,7 +249,7 @@ def locations(shares: Mapping[str, Shares], gpus: Mapping[str, float]) -> dict[s
     return found
 
 
-def joined(ranks: Sequence[Location], size: int) -> list[Location]:
+def join_locations(ranks: Sequence[Location], size: int) -> list[Location]:
     """Of processes that use the GPUs of `size` ranks each, where they are."""
     parts = [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return [Location(part[0].address, part[0].node, tuple(card for one in part for card in one.cards)) for part in parts]
@@ -335,7 +335,7 @@ def nodes_of(cluster: ClusterConfig, role: str) -> list[ClusterNode]:
         return planned[:1] if cluster.backend == "inline" else planned
     if cluster.backend == "inline" and role not in ("rollout", "judge"):
         return [this_machine()]
-    if not connected():
+    if not is_connected():
         if not joins(cluster):
             return [this_machine()]
         join_to_ask(cluster)
@@ -390,7 +390,7 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
     """
     if not has_gpus(cluster, "actor"):
         return None
-    if not connected() or cluster.backend == "inline":
+    if not is_connected() or cluster.backend == "inline":
         return _smallest_card()
     import ray
 
@@ -633,7 +633,7 @@ class Pools:
     def locations(self, role: str, gpus: int = 0) -> list[Location]:
         """Place of each process of a role, before they are started; `gpus` as in `ray_options`."""
         ranks = locations_of(self._held[self._pool_of[role]])
-        return joined(ranks, gpus) if self._uses_cards_of_others(role) else ranks
+        return join_locations(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
         """Return True if a role's own processes are beside those of other roles, which hold the GPUs."""

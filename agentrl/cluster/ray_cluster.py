@@ -131,7 +131,7 @@ def check_join(address: str, key: str = "cluster.address") -> None:
     if asked.returncode == 0:
         return
     if "AuthenticationError" in asked.stderr:
-        raise ResourceError(_refused(given))
+        raise ResourceError(_refusal(given))
     # Not refused by name: Ray itself will say what is wrong, or that all is well.
     log.warning("asking the head at %s whether it can be joined failed: %s", address, asked.stderr.strip()[-500:])
 
@@ -152,7 +152,7 @@ def _here() -> str:
         ) from None
 
 
-def _refused(key: str) -> str:
+def _refusal(key: str) -> str:
     mode = os.environ.get("RAY_AUTH_MODE")
     given = next((f"{key} is set" for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(key)), "")
     return (
@@ -195,10 +195,10 @@ def vitals(since: float = 0.0) -> dict[str, psutil.Process]:
 
 def gone(vital: Mapping[str, psutil.Process]) -> str:
     """Ended processes among them, in words for users; "" if none has."""
-    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _ended(process))
+    return " and ".join(f"{NAMES[name]} (pid {process.pid})" for name, process in vital.items() if _has_ended(process))
 
 
-def _ended(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -220,7 +220,7 @@ def patient(seconds: float) -> Iterator[None]:
             except RuntimeError:  # it is not there yet
                 passed = time.monotonic() - began
                 raylet = raylet or vitals(since).get("raylet")  # its program may only be about to begin
-                if raylet is not None and _ended(raylet):
+                if raylet is not None and _has_ended(raylet):
                     raise RayletEndedError(passed > SOON) from None
                 if passed > seconds:
                     raise
@@ -355,7 +355,7 @@ def _start_once(timeout: float, object_store_bytes: int | None) -> None:
     value, since = secrets.token_hex(16), time.time() - CLOCK
     # Its keeper first: the driver may be killed while Ray starts; also by Ray, if the raylet is gone as it registers there.
     tell(ray="the GCS or the raylet of the Ray that it is starting")
-    with _blocked(WARNINGS):
+    with _block_signals(WARNINGS):
         _own = _LocalRay(f"{MARK}={value}".encode(), _keeper(value))
     _instruct()
     try:
@@ -380,7 +380,7 @@ def has_own_ray() -> bool:
 
 
 @contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+def _block_signals(signals: Iterable[signal.Signals]) -> Iterator[None]:
     """Block `signals` for this thread, and for the processes that it starts inside."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -491,7 +491,7 @@ def open_ports() -> list[str]:
     return sorted(found)
 
 
-def connected() -> bool:
+def is_connected() -> bool:
     """Return True if this process uses a Ray already."""
     if sys.modules.get("ray") is None:  # it reads the environment when it is imported, which `start_ray` may have to set first
         return False
@@ -713,12 +713,12 @@ async def while_ray_lives(work: Coroutine[Any, Any, T]) -> T:
         raise
     # Its own error may be what the loss has led to.
     error = task.exception()
-    if error is not None and (lost := await _settled(error)):
+    if error is not None and (lost := await _gone_after_wait(error)):
         raise await _given_up(task, lost)
     return task.result()
 
 
-async def _settled(error: BaseException) -> str:
+async def _gone_after_wait(error: BaseException) -> str:
     """`ray_gone`, after the time to see it if the error may come of it."""
     mistake = isinstance(error, UserError) and not isinstance(error, ResourceError)
     until = time.monotonic() + (0 if mistake else SETTLE)

@@ -21,7 +21,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from tensordict import TensorDict
 
 from agentrl.cluster.group import Backend, Pending
-from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, deserialized, serialized
+from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, from_wire
+from agentrl.cluster.host import to_wire as serialized
 from agentrl.cluster.machine import LOOPBACK_ADDRESS
 from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
 from agentrl.data.rows import serialize
@@ -318,7 +319,7 @@ class RayPending(Pending):
         return await in_thread("batch", self._deserialized, values)
 
     def _deserialized(self, values: list[Any]) -> dict[int, Any]:
-        return {rank: deserialized(value) for rank, value in zip(self.refs, values, strict=True)}
+        return {rank: from_wire(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
 class RayBackend(Backend):

@@ -3,8 +3,8 @@
 As soon as the driver's connection to the object store, which the raylet has, turns out to be broken, by a call or by the release
 of an object, Ray ends the driver with `_Exit(1)`: without a word, past every handler of Python's, and with no setting against it
 (Ray 2.60, `StoreConn::ExitIfErrorStatus`). So `agentrl train`, `sft`, `eval` and `rollout` are two processes. The one that was
-started forks the driver before anything large is imported; it waits, passes signals on, and ends as the driver did. Linux alone.
-"""
+started forks the driver before anything large is imported; it waits, passes signals on, and ends as the driver did. Linux
+alone."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def end_of_driver() -> DriverEnd | None:
         return None
     os.close(theirs)
     try:
-        code, stopping = _waited(pid, waits)
+        code, stopping = _wait_for_driver(pid, waits)
         told = _read(ours)
     finally:
         os.close(ours)
@@ -145,7 +145,7 @@ def die_of(number: int) -> int:
     return 128 + number
 
 
-def _waited(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:
+def _wait_for_driver(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:
     """The driver's exit code, and whether it was asked to stop. Signals to this process are for the driver; one from the terminal
     (which the kernel sends, to the whole group) it has already."""
     stopping = False

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from agentrl.config.schema import Choice, EnvConfig, RolloutConfig, Steps, TrainConfig
-from agentrl.utils.errors import ConfigError, UserError, hinted
+from agentrl.utils.errors import ConfigError, UserError, hint_text
 
 Table = dict[str, Any]
 
@@ -44,7 +44,7 @@ def each(config: TrainConfig) -> list[TrainConfig]:
     return [alone(config, env) for env in config.envs]
 
 
-def trained(config: TrainConfig) -> list[EnvConfig]:
+def trained_envs(config: TrainConfig) -> list[EnvConfig]:
     """The environments that some update of a run draws tasks of; the others are only evaluated."""
     return [env for env in config.envs if trained_at_all(env.weight)]
 
@@ -62,13 +62,13 @@ def widest(config: TrainConfig, of: Sequence[EnvConfig] | None = None) -> TrainC
 
 def longest_sample(config: TrainConfig) -> int:
     """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
-    rollouts = [alone(config, env).rollout for env in trained(config)]
+    rollouts = [alone(config, env).rollout for env in trained_envs(config)]
     return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
 
 
 def own_advantages(config: TrainConfig) -> dict[str, Choice]:
     """The environments with an advantage estimator of their own, by name, of those that updates draw tasks of."""
-    return {env.called: env.advantage for env in trained(config) if env.advantage is not None}
+    return {env.called: env.advantage for env in trained_envs(config) if env.advantage is not None}
 
 
 def eval_weights(config: TrainConfig) -> dict[str, float]:
@@ -76,7 +76,7 @@ def eval_weights(config: TrainConfig) -> dict[str, float]:
     return {env.called: 1.0 if env.eval is None or env.eval.weight is None else env.eval.weight for env in config.envs}
 
 
-def warmed(config: TrainConfig) -> list[EnvConfig]:
+def warm_start_envs(config: TrainConfig) -> list[EnvConfig]:
     """The environments that take part in the warm start. Raises ConfigError if there is none."""
     assert config.sft is not None
     named = config.sft.envs
@@ -129,7 +129,7 @@ def check_envs(config: TrainConfig) -> None:
         raise ConfigError("env: every eval.weight is 0, so evaluations have no mean; leave one out")
     for name in (config.sft.envs or []) if config.sft is not None else []:
         if name not in names:
-            raise ConfigError(f"sft.envs: there is no environment {name!r}{hinted(name, names)}; there are {', '.join(names)}")
+            raise ConfigError(f"sft.envs: there is no environment {name!r}{hint_text(name, names)}; there are {', '.join(names)}")
 
 
 def weight_at(weight: Steps | None, step: int) -> float:
@@ -149,7 +149,7 @@ def trained_at_all(weight: Steps | None) -> bool:
 
 
 @contextmanager
-def told(config: TrainConfig, env: EnvConfig) -> Iterator[None]:
+def name_entry_in_errors(config: TrainConfig, env: EnvConfig) -> Iterator[None]:
     """Begins a UserError with the entry of `[[env]]` that it is about, if there are several."""
     try:
         yield
@@ -188,7 +188,7 @@ def entry_of(entries: Sequence[Any], key: str) -> int:
     place = find_entry(entries, key)
     if place is None:
         names = [name_of(entry) for entry in entries]
-        raise ConfigError(f"env.{key}: no environment has this name{hinted(key, names)}; there are {', '.join(names)}")
+        raise ConfigError(f"env.{key}: no environment has this name{hint_text(key, names)}; there are {', '.join(names)}")
     return place
 
 
@@ -228,7 +228,7 @@ def temperature_at(rollout: RolloutConfig, version: int) -> float:
     return weight_at(rollout.temperature, version)
 
 
-def scheduled(rollout: RolloutConfig, version: int) -> float | None:
+def scheduled_temperature(rollout: RolloutConfig, version: int) -> float | None:
     """`temperature_at`, or None if it is one number for the whole run."""
     return temperature_at(rollout, version) if isinstance(rollout.temperature, list) else None
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from agentrl.config.schema import TrainConfig
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.redaction import redacted, references, resolved
+from agentrl.utils.redaction import redact_json, references, resolve_references
 
 # References to environment variables
 
@@ -36,7 +36,7 @@ def check_references(config: TrainConfig) -> None:
                 f"{key} = {text!r}: a reference to an environment variable is not resolved here, and would be taken for plain "
                 f"text; the keys that take one: {', '.join(TAKEN)}"
             )
-        resolved(text, key)
+        resolve_references(text, key)
     check_base(config.api.base, "api.base")
     check_base(config.reward.judge.api_base, "reward.judge.api_base")
 
@@ -44,7 +44,7 @@ def check_references(config: TrainConfig) -> None:
 def check_base(address: str | None, key: str) -> str:
     """The address of an API, with references resolved; "" for None. Raises ConfigError for a variable that is not set, and for an
     address with a query or a fragment: what is asked is written behind all of it, `/chat/completions` into the query."""
-    found = str(resolved(address or "", key))
+    found = str(resolve_references(address or "", key))
     parts = urlsplit(found)
     if "?" in found or "#" in found:
         server = parts.netloc.rpartition("@")[2]
@@ -243,7 +243,7 @@ def without_secrets(config: TrainConfig) -> dict[str, Any]:
     table = config.model_dump(mode="json", exclude_none=True)
     for part in _with_secrets(table):
         part.update({key: _digests(part[key]) for key in _SECRET if key in part})
-    shown: dict[str, Any] = redacted(table, said=True)
+    shown: dict[str, Any] = redact_json(table, said=True)
     return shown
 
 
@@ -277,7 +277,7 @@ def differences(before: Identity, now: Identity) -> str:
 def changes(before: Identity, now: Identity) -> list[str]:
     """The same, one text a key."""
     keys = sorted(key for key in before.keys() | now.keys() if json.dumps(before.get(key)) != json.dumps(now.get(key)))
-    return [f"{key} was {_shown(before.get(key))}, is {_shown(now.get(key))}" for key in keys]
+    return [f"{key} was {_show_value(before.get(key))}, is {_show_value(now.get(key))}" for key in keys]
 
 
 def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
@@ -315,7 +315,7 @@ def _digests(value: Any) -> Any:
     return digest_of(value)
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     if value is None:
         return "unset"
     return f"{value} (a digest)" if isinstance(value, str) and value.startswith(_DIGEST) else json.dumps(value)

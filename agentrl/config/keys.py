@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agentrl.config.schema import AgentConfig, Choice, EnvConfig, ToolsConfig, TrainConfig
-from agentrl.utils.errors import ConfigError, hinted
+from agentrl.utils.errors import ConfigError, hint_text
 
 # Values as TOML
 
@@ -82,7 +82,7 @@ def find_keys(name: str) -> list[Key]:
     tables = [key for key in keys if not key.section and "table" in key.type and _below(name, key.name)]
     if tables:
         return tables
-    raise ConfigError(f"{name}: unknown key{hinted(name, [key.name for key in keys])}; agentrl config docs lists all")
+    raise ConfigError(f"{name}: unknown key{hint_text(name, [key.name for key in keys])}; agentrl config docs lists all")
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -131,7 +131,7 @@ def takes_switch(annotation: Any) -> bool:
 
 def unit_of(section: type[BaseModel], name: str) -> str | None:
     """The unit of a section's key; "1" for a ratio, None for what is no number."""
-    return _unit_in(_described()[section.__name__]["properties"][name])
+    return _unit_in(_section_schemas()[section.__name__]["properties"][name])
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
@@ -157,25 +157,25 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _key(section: type[BaseModel], prefix: str, name: str, field: FieldInfo) -> Key:
-    described: dict[str, Any] = _described()[section.__name__]["properties"][name]
-    default = REQUIRED if field.is_required() else _shown(field.get_default(call_default_factory=True))
+    described: dict[str, Any] = _section_schemas()[section.__name__]["properties"][name]
+    default = REQUIRED if field.is_required() else _show_default(field.get_default(call_default_factory=True))
     return Key(f"{prefix}{name}", _type_of(described), default, _unit_in(described), " ".join((field.description or "").split()))
 
 
 @cache
-def _described() -> Mapping[str, Any]:
+def _section_schemas() -> Mapping[str, Any]:
     """The JSON Schema of every section, by its class."""
     whole = TrainConfig.model_json_schema()
     return {**whole["$defs"], TrainConfig.__name__: whole}
 
 
-def _shown(default: Any) -> str:
+def _show_default(default: Any) -> str:
     if default is None:
         return UNSET
     if isinstance(default, Choice):
         return inline({"name": default.name, **({"args": default.args} if default.args else {})})
     if isinstance(default, list) and default and isinstance(default[0], Choice):
-        return "[" + ", ".join(map(_shown, default)) + "]"
+        return "[" + ", ".join(map(_show_default, default)) + "]"
     return "" if isinstance(default, BaseModel) else inline(default)
 
 
@@ -244,7 +244,7 @@ def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, A
     """The schema of a config file before it is joined to its base: nothing is required, `false` unsets what may be unset, `[env]`
     is one environment, a list, or parts of a base's list by name. `names`: the registered names that a key takes, offered but
     not demanded, since a plug-in may bring others."""
-    schema = _loosened(TrainConfig.model_json_schema())
+    schema = _loosen_schema(TrainConfig.model_json_schema())
     schema["properties"] = {"base": BASE, **schema["properties"]}
     env = schema["properties"]["env"]
     given, unset = env["anyOf"]
@@ -255,10 +255,10 @@ def json_schema(names: Mapping[str, Sequence[str]] | None = None) -> dict[str, A
     return {"$schema": DIALECT, "title": "A config of agentrl", **schema}
 
 
-def _loosened(part: Any) -> Any:
+def _loosen_schema(part: Any) -> Any:
     """A schema in which nothing is required, what may be null may be false instead, and no title repeats a key."""
     if isinstance(part, list):
-        return [_loosened(inner) for inner in part]
+        return [_loosen_schema(inner) for inner in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "null":
@@ -266,7 +266,7 @@ def _loosened(part: Any) -> Any:
     kept = {key: value for key, value in part.items() if not (key == "required" or (key == "title" and isinstance(value, str)))}
     if kept.get("default", 0) is None:
         del kept["default"]  # TOML has no null
-    return {key: _loosened(value) for key, value in kept.items()}
+    return {key: _loosen_schema(value) for key, value in kept.items()}
 
 
 def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
@@ -282,17 +282,17 @@ def _offer(schema: dict[str, Any], key: str, known: Sequence[str]) -> None:
         choice = schema["$defs"]["Choice"]
         table = {**choice, "properties": {**choice["properties"], "name": {**choice["properties"]["name"], **offered}}}
         table["properties"]["name"].pop("type", None)
-        inside["properties"][last] = _replaced(described, table)
+        inside["properties"][last] = _replace_choices(described, table)
     elif described.get("type") == "string":
         inside["properties"][last] = {**{word: value for word, value in described.items() if word != "type"}, **offered}
 
 
-def _replaced(part: Any, table: Mapping[str, Any]) -> Any:
+def _replace_choices(part: Any, table: Mapping[str, Any]) -> Any:
     """The description with the table in place of its references to a Choice."""
     if isinstance(part, list):
-        return [_replaced(inner, table) for inner in part]
+        return [_replace_choices(inner, table) for inner in part]
     if not isinstance(part, dict):
         return part
     if part.get("$ref") == "#/$defs/Choice":
         return {**table, **{word: value for word, value in part.items() if word != "$ref"}}
-    return {key: _replaced(value, table) for key, value in part.items()}
+    return {key: _replace_choices(value, table) for key, value in part.items()}

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl.config.envs import as_list, check_envs, entry_name, entry_of, find_entry, name_of
 from agentrl.config.keys import find_keys, section_at, section_of, takes_none, takes_switch
 from agentrl.config.schema import ONE, SEVERAL, AgentConfig, Choice, EnvConfig, McpServerConfig, ModelConfig, TrainConfig
-from agentrl.utils.errors import ConfigError, UserError, hinted
+from agentrl.utils.errors import ConfigError, UserError, hint_text
 from agentrl.utils.files import read_text
 from agentrl.utils.parsing import toml_table
 from agentrl.utils.redaction import learn
@@ -73,7 +73,7 @@ def beside(file: Path, table: Table) -> Table:
             )
         return str(near.resolve())
 
-    return _changed(table, READ + WORDS, found)
+    return _change_strings(table, READ + WORDS, found)
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -87,13 +87,13 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     def marked(word: str, key: str) -> str:
         return there(word, key) if word.startswith(("./", "../")) else word
 
-    table = _changed(config.model_dump(), READ, there)
-    table = _changed(table, WORDS, marked)
-    table = _changed(table, WRITTEN, lambda path, key: str(Path(path).absolute()))
+    table = _change_strings(config.model_dump(), READ, there)
+    table = _change_strings(table, WORDS, marked)
+    table = _change_strings(table, WRITTEN, lambda path, key: str(Path(path).absolute()))
     return TrainConfig.model_validate(table)
 
 
-def _changed(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
+def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
     """A copy of the table, with the strings at `keys` changed; what is not a string is left for the validation to refuse."""
     table = deepcopy(table)
     for key in keys:
@@ -151,12 +151,12 @@ def read_layers(file: Path, find: Find = Path) -> Layers:
         file = _base_of(file, base, find)
 
 
-def joined(layers: Layers) -> Table:
+def join_layers(layers: Layers) -> Table:
     """The layers as one table. Raises ConfigError, which names the file."""
     table: Table = {}
     for file, layer in reversed(layers):
         try:
-            table = _joined(table, layer, TrainConfig)
+            table = _join_models(table, layer, TrainConfig)
         except ConfigError as problem:
             raise ConfigError(f"{file}: {problem}") from None
     return table
@@ -168,7 +168,7 @@ def read_toml(file: Path) -> Table:
         text = read_text(file)
     except FileNotFoundError:
         there = [p.stem for p in file.parent.glob("*.toml")]
-        hint = hinted(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
+        hint = hint_text(file.stem, there, show=lambda name: f"{file.parent / name}.toml")
         raise ConfigError(f"{file}: no such config file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder; name a TOML file") from None
@@ -192,7 +192,7 @@ def _base_of(file: Path, name: Any, find: Find) -> Path:
         raise ConfigError(f"{file}: base: {error}") from None
 
 
-def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
+def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
     """`table` on top of `below`, which are tables of the section `model`.
 
     Sections are merged key by key. The value of a key replaces that of the base even if it is a table, because the arguments
@@ -211,7 +211,7 @@ def _joined(below: Table, table: Table, model: type[BaseModel]) -> Table:
         elif section is None or issubclass(section, Choice) or not (isinstance(old, dict) and isinstance(value, dict)):
             joined[key] = value
         else:
-            joined[key] = _joined(old, value, section)
+            joined[key] = _join_models(old, value, section)
     return joined
 
 
@@ -230,7 +230,7 @@ def _joined_envs(below: list[Any], given: Any) -> Any:
         for key, entry in given.items():
             place = entry_of(joined, key)
             if isinstance(entry, dict):
-                joined[place] = _joined(joined[place], {"id": joined[place].get("id"), **entry}, EnvConfig)
+                joined[place] = _join_models(joined[place], {"id": joined[place].get("id"), **entry}, EnvConfig)
             else:
                 raise ConfigError(f"env.{key}: expected a table, got {entry!r}; the base has several environments")
         return joined
@@ -238,7 +238,7 @@ def _joined_envs(below: list[Any], given: Any) -> Any:
         return given
     named = {name_of(entry): entry for entry in below}
     return [
-        _joined({"id": None, **named[name]}, {"id": named[name].get("id"), **entry}, EnvConfig)
+        _join_models({"id": None, **named[name]}, {"id": named[name].get("id"), **entry}, EnvConfig)
         if (name := name_of(entry)) in named
         else entry
         for entry in given
@@ -271,10 +271,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for what is neither.
     """
-    return [_parsed(text) for text in overrides]
+    return [_parse_override(text) for text in overrides]
 
 
-def overridden(table: Table, overrides: Sequence[Override]) -> Table:
+def apply_overrides(table: Table, overrides: Sequence[Override]) -> Table:
     """A copy of a config's table with the overrides applied, the first one first.
 
     A key that they set replaces its alternatives in `table`: `model.path=X` a `[model.init]`, and the other way round.
@@ -292,12 +292,12 @@ def overridden(table: Table, overrides: Sequence[Override]) -> Table:
     return table
 
 
-def _parsed(text: str) -> Override:
+def _parse_override(text: str) -> Override:
     found = _KEY.match(text)
     key = "" if found is None else found[0]
     rest, unsets = text[len(key) :], key.startswith("~")
     equals, raw = rest[:1] == "=", rest[1:]
-    keys = [_unquoted(part) for part in _PART.findall(key.removeprefix("~"))]
+    keys = [_unquote_key(part) for part in _PART.findall(key.removeprefix("~"))]
     if unsets and equals:
         raise ConfigError(f"override {text!r}: ~ unsets a key and takes no value; write {'.'.join(keys)}=VALUE to set it")
     if not (equals or (unsets and not rest)) or not keys or not all(keys):
@@ -335,7 +335,7 @@ def _is_whole(raw: str) -> bool:
         return False
 
 
-def _unquoted(part: str) -> str:
+def _unquote_key(part: str) -> str:
     """A part of a key, without the quotes that TOML has for one with dots or spaces."""
     try:
         return next(iter(toml_table(f"{part} = 0"))) if part[:1] in ('"', "'") else part.strip()
@@ -410,7 +410,7 @@ def _unset(table: Table, keys: list[str], text: str) -> None:
     parents = keys[:-1] if place is None else ["env", *keys[:-1]]
     section = section_at(parents)
     if section is None:  # a table of the user's names, where only what is set is known
-        raise ConfigError(f"override {text!r}: {name} is not set{hinted(keys[-1], table)}")
+        raise ConfigError(f"override {text!r}: {name} is not set{hint_text(keys[-1], table)}")
     if keys[-1] not in section.model_fields:
         try:
             find_keys(".".join([*parents, keys[-1]]))
@@ -434,7 +434,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Pa
 
 def config_of_layers(layers: Layers, overrides: Sequence[str] = ()) -> TrainConfig:
     """The validated config of tables, the topmost first, with overrides applied. Raises ConfigError as `load_config`."""
-    return config_from(joined(layers), overrides, layers)
+    return config_from(join_layers(layers), overrides, layers)
 
 
 def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()) -> TrainConfig:
@@ -442,7 +442,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
 
     Raises ConfigError.
     """
-    table = _without_false(overridden(table, parse_overrides(overrides)), TrainConfig)
+    table = _without_false(apply_overrides(table, parse_overrides(overrides)), TrainConfig)
     if table.get("env") is None and not table.get("data"):
         raise ConfigError(f"{layers[0][0] if layers else 'command line'}: env: required key is missing")
     try:
@@ -530,7 +530,7 @@ def _problem(item: Mapping[str, Any], location: list[str]) -> str:
         section = ".".join(location[:-1])
         at = section_at(location[:-1])
         valid = [] if at is None else [*([] if section else ["base"]), *at.model_fields]
-        hint = hinted(location[-1], valid, show=lambda name: repr(".".join([*location[:-1], name])))
+        hint = hint_text(location[-1], valid, show=lambda name: repr(".".join([*location[:-1], name])))
         where = f"[{section}]" if section else "the top level"
         return f"unknown key{hint} (keys of {where}: {', '.join(valid)})"
     if item["type"] == "missing":

@@ -11,7 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from agentrl.config.keys import bare, inline, named_sections_of, section_of, unit_of
-from agentrl.config.load import UNSET, Find, Override, Table, joined, overridden, parse_overrides, read_layers
+from agentrl.config.load import (
+    UNSET,
+    Find,
+    Override,
+    Table,
+    apply_overrides,
+    join_layers,
+    parse_overrides,
+    read_layers,
+)
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.files import read_text
@@ -65,19 +74,19 @@ class Origins:
 def read_origins(path: str | Path, overrides: Sequence[str] = (), find: Find = Path) -> Origins:
     """The origins of what `load_config` reads with the same arguments. Raises ConfigError as it does."""
     layers = read_layers(Path(path), find)
-    return _overridden(joined([(file, _marked(table, (), _places(file))) for file, table in layers]), overrides)
+    return _override_origins(join_layers([(file, _mark_places(table, (), _places(file))) for file, table in layers]), overrides)
 
 
 def typed_origins(table: Table, overrides: Sequence[str] = ()) -> Origins:
     """The origins of a config without a file: of a table that the options of a command make. Raises ConfigError for overrides
     that cannot be applied."""
-    return _overridden(_everywhere(table, COMMAND_LINE), overrides)
+    return _override_origins(_everywhere(table, COMMAND_LINE), overrides)
 
 
-def _overridden(table: Table, overrides: Sequence[str]) -> Origins:
+def _override_origins(table: Table, overrides: Sequence[str]) -> Origins:
     given = [Override(o.keys, o.value if o.value is UNSET else _everywhere(o.value, f"override {o.text}"), o.text)
              for o in parse_overrides(overrides)]  # fmt: skip
-    return Origins(overridden(table, given), [one for one in given if one.value is UNSET])
+    return Origins(apply_overrides(table, given), [one for one in given if one.value is UNSET])
 
 
 def lines_of(text: str) -> dict[Keys, int]:
@@ -117,23 +126,23 @@ def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
 
 def _places(file: Path) -> dict[Keys, str]:
     try:
-        return {keys: f"{_shown(file)}:{line}" for keys, line in lines_of(read_text(file)).items()}
+        return {keys: f"{_relative_path(file)}:{line}" for keys, line in lines_of(read_text(file)).items()}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
 
 
-def _shown(file: Path) -> str:
+def _relative_path(file: Path) -> str:
     """The file's path from the working folder, if it is in it."""
     whole, here = file.absolute(), Path.cwd()
     return str(whole.relative_to(here) if whole.is_relative_to(here) else whole)
 
 
-def _marked(value: Any, keys: Keys, places: dict[Keys, str]) -> Any:
+def _mark_places(value: Any, keys: Keys, places: dict[Keys, str]) -> Any:
     """A copy of the value in which each part that is no table says where it stands."""
     if isinstance(value, dict):
-        return {key: _marked(part, (*keys, key), places) for key, part in value.items()}
+        return {key: _mark_places(part, (*keys, key), places) for key, part in value.items()}
     if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        return [_marked(part, (*keys, place), places) for place, part in enumerate(value)]
+        return [_mark_places(part, (*keys, place), places) for place, part in enumerate(value)]
     return _said(value, places[keys])
 
 

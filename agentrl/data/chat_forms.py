@@ -8,8 +8,7 @@ that an episode with the same tool has. Others are translated: `inputSchema` (MC
 `{"city": {"type": "str"}}`, a list of parameters, and types such as "dict", "STRING", "List[int]". A key that could hold
 parameters and is not known is an error.
 
-A null is an absent key, but for `default` and `const`, and in arguments where the tool's schema takes null.
-"""
+A null is an absent key, but for `default` and `const`, and in arguments where the tool's schema takes null."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Any
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.utils.errors import BadRowError
 from agentrl.utils.network import strict_json
-from agentrl.utils.schemas import DATA, referred
+from agentrl.utils.schemas import DATA, resolve_reference
 
 Declaration = dict[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters", ...}}`."""
@@ -72,7 +71,7 @@ class FormError(BadRowError):
         self.key, self.problem = key, problem
 
 
-def parsed(text: str, key: str) -> Any:
+def parse_field(text: str, key: str) -> Any:
     """JSON text within a row. Raises FormError."""
     try:
         return strict_json(text, depth=512, rfc=False)
@@ -87,7 +86,7 @@ def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tupl
     """Tools of a list, of JSON text, or of an object that is one or holds a list. `table`: of a file that has each column in each
     row. Raises FormError."""
     if isinstance(given, str):
-        given, table = (parsed(given, key) if given.strip() else None), False
+        given, table = (parse_field(given, key) if given.strip() else None), False
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -107,14 +106,14 @@ def declarations(given: Any, key: str = "tools", *, table: bool = False) -> tupl
 
 def declaration(given: Any, key: str, *, table: bool = False) -> Declaration:
     """One tool in OpenAI's form. Raises FormError, which names the key that is not read."""
-    whole = _present(parsed(given, key) if isinstance(given, str) else given, key)
+    whole = _present(parse_field(given, key) if isinstance(given, str) else given, key)
     inner = next((word for word in ("function", "toolSpec") if word in whole), None)
     if inner is None:
         return {"type": "function", "function": _function({k: v for k, v in whole.items() if k != "type"}, key, table)}
     at, body = f"{key}.{inner}", whole[inner]
     if word := next((word for word in _SCHEMAS if whole.get(word)), None):
         raise FormError(f"{key}.{word}", f"stands beside {inner}. Put it inside")
-    function = _function(_present(parsed(body, at) if isinstance(body, str) else body, at), at, table)
+    function = _function(_present(parse_field(body, at) if isinstance(body, str) else body, at), at, table)
     if inner != "function":
         return {"type": "function", "function": function}
     return {**({} if "type" in whole else {"type": "function"}), **whole, "function": function}
@@ -159,7 +158,7 @@ _SHARED = ("name", "description", "strict")
 def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
     """The schema of a tool's parameters. Raises FormError."""
     if isinstance(given, str):
-        given, table = (parsed(given, key) if given.strip() else None), False
+        given, table = (parse_field(given, key) if given.strip() else None), False
     if isinstance(given, Mapping) and set(given) == {"json"} and _is_schema(given["json"]):  # Bedrock
         given, key = given["json"], f"{key}.json"
     if given is None or given == {} or given == []:
@@ -168,8 +167,8 @@ def parameters(given: Any, key: str, *, table: bool = False) -> dict[str, Any]:
         given = _by_name(given, key)
     if not isinstance(given, Mapping):
         raise FormError(key, f"parameters must be an object, not {type(given).__name__}")
-    if table or _padded(given):
-        given = _unpadded(given, given)
+    if table or _is_padded(given):
+        given = _remove_padding(given, given)
     if not _is_schema(given):
         return _flat(given, key)
     schema: dict[str, Any] = _schema(given, key)
@@ -219,7 +218,7 @@ def _flat(given: Mapping[str, Any], key: str) -> dict[str, Any]:
     properties, required = dict[str, Any](), list[str]()
     for name, node in nodes.items():
         schema = properties[name] = _schema(node, f"{key}.{name}")
-        optional = node.get("optional") is True or node.get("nullable") is True or _annotated(node.get("type"), key)[1]
+        optional = node.get("optional") is True or node.get("nullable") is True or _schema_of_type(node.get("type"), key)[1]
         if node.get("required", not flagged) is True and not optional and "default" not in node:
             required.append(name)
         if "default" in node:
@@ -257,7 +256,7 @@ def _schema(node: Any, key: str) -> Any:
         if value is None and word not in _KEPT_NULLS:
             continue
         if word == "type":
-            found |= {name: part for name, part in _annotated(value, at)[0].items() if name == "type" or name not in node}
+            found |= {name: part for name, part in _schema_of_type(value, at)[0].items() if name == "type" or name not in node}
         elif word == "enum" and not isinstance(value, list):
             raise FormError(at, f"expected a list of values, got {type(value).__name__}")
         elif word in DATA:
@@ -289,7 +288,7 @@ def _schema(node: Any, key: str) -> Any:
     return found
 
 
-def _annotated(kind: Any, key: str) -> tuple[dict[str, Any], bool]:
+def _schema_of_type(kind: Any, key: str) -> tuple[dict[str, Any], bool]:
     """JSON Schema of a type, and whether it is optional. Raises FormError."""
     if kind is None or (isinstance(kind, str) and kind in _SAME):
         return ({} if kind is None else {"type": kind}), False
@@ -377,7 +376,7 @@ def _split(text: str, between: str = ",") -> list[str]:
 def calls_of(given: Any, key: str, tools: Iterable[Declaration] = (), *, table: bool = False) -> tuple[ToolCall, ...]:
     """The calls of an assistant's message. `tools`: say which nulls in arguments are meant; `table`: of a file that has each
     column in each row. Raises FormError."""
-    given = parsed(given, key) if isinstance(given, str) and given else given or []
+    given = parse_field(given, key) if isinstance(given, str) and given else given or []
     if not isinstance(given, list):
         raise FormError(key, "expected a list, of an assistant's message")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
@@ -408,7 +407,7 @@ def _call(item: Any, key: str, schemas: Mapping[str, Any], table: bool) -> ToolC
 def arguments_of(given: Any, key: str) -> dict[str, Any]:
     """The arguments of a call: an object, or one as JSON text. Raises FormError."""
     if isinstance(given, str):
-        given = parsed(given, key) if given.strip() else {}
+        given = parse_field(given, key) if given.strip() else {}
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -472,7 +471,7 @@ def is_thought(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("thinking", "redacted_thinking", "reasoning")
 
 
-def paired(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
+def pair_results(messages: Sequence[Message], key: str = "messages", *, strict: bool = True) -> tuple[Message, ...]:
     """The messages with each turn's results named as their calls and in the order of these: templates that write no ids would
     show one as another's. An id decides before a name, a name before the order.
 
@@ -540,25 +539,25 @@ class _Turn:
 # -- nulls -------------------------------------------------------------------------------------------
 
 
-def _padded(node: Any) -> bool:
+def _is_padded(node: Any) -> bool:
     """Return True if a schema has nulls that no author writes: it comes from a table, which has each column in each row."""
     if isinstance(node, Mapping):
         return any(
-            word not in _KEPT_NULLS if inner is None else word not in DATA and _padded(inner) for word, inner in node.items()
+            word not in _KEPT_NULLS if inner is None else word not in DATA and _is_padded(inner) for word, inner in node.items()
         )
-    return isinstance(node, list) and any(map(_padded, node))
+    return isinstance(node, list) and any(map(_is_padded, node))
 
 
-def _unpadded(node: Any, root: Any) -> Any:
+def _remove_padding(node: Any, root: Any) -> Any:
     """A table's schema, in which null is a default or a constant only where its type takes null."""
     if isinstance(node, list):
-        return [_unpadded(item, root) for item in node]
+        return [_remove_padding(item, root) for item in node]
     if not isinstance(node, Mapping):
         return node
     rest = {word: inner for word, inner in node.items() if inner is not None}
     nulls = not (rest.keys() & {"default", "const"}) and takes_null(rest, root)
     return {
-        word: inner if word in DATA else _unpadded(inner, root)
+        word: inner if word in DATA else _remove_padding(inner, root)
         for word, inner in node.items()
         if inner is not None or (word in _KEPT_NULLS and nulls)
     }
@@ -568,16 +567,16 @@ def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = Fal
     """Arguments without the nulls that only say that a table has the column: a null stays where the schema takes it, and of a
     `table`, or beside others that it does not take, only where it is required too."""
     left: list[str] = []
-    found: dict[str, Any] = _settled(arguments, schema, schema, table, left)
+    found: dict[str, Any] = _settle_schema(arguments, schema, schema, table, left)
     if left and not table:
-        found = _settled(arguments, schema, schema, True, left)
+        found = _settle_schema(arguments, schema, schema, True, left)
     return found
 
 
-def _settled(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> Any:
+def _settle_schema(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> Any:
     if isinstance(value, list):
         items = [part["items"] for part in _parts(node, root) if isinstance(part.get("items"), Mapping)]
-        return [_settled(item, items[0] if items else {}, root, table, left) for item in value]
+        return [_settle_schema(item, items[0] if items else {}, root, table, left) for item in value]
     if not isinstance(value, dict):
         return value
     parts = _parts(node, root)
@@ -588,7 +587,7 @@ def _settled(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> 
     for name, item in value.items():
         inner = properties.get(name, others)
         if item is not None:
-            found[name] = _settled(item, inner, root, table, left)
+            found[name] = _settle_schema(item, inner, root, table, left)
         elif not takes_null(inner, root):
             left.append(name)
         elif not table or name in required:
@@ -602,7 +601,7 @@ def _parts(node: Any, root: Any, depth: int = 0) -> list[Mapping[str, Any]]:
         return []
     held = [part for word in _ALTERNATIVES for part in node.get(word) or ()]
     if isinstance(node.get("$ref"), str):
-        held.append(referred(node["$ref"], root))
+        held.append(resolve_reference(node["$ref"], root))
     return [node, *(inner for part in held for inner in _parts(part, root, depth + 1))]
 
 
@@ -617,7 +616,7 @@ def takes_null(node: Any, root: Any, depth: int = 0) -> bool:
         return False
     if ("const" in node and node["const"] is not None) or None not in node.get("enum", [None]):
         return False
-    if isinstance(node.get("$ref"), str) and not takes_null(referred(node["$ref"], root), root, depth + 1):
+    if isinstance(node.get("$ref"), str) and not takes_null(resolve_reference(node["$ref"], root), root, depth + 1):
         return False
     if not all(takes_null(part, root, depth + 1) for part in node.get("allOf", ())):
         return False

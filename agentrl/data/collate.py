@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.data.expert_routing import free
-from agentrl.data.rows import IMAGES, build, items_column, jagged
+from agentrl.data.rows import IMAGES, build, items_column, nested_tensor
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_reward
 
@@ -102,7 +102,7 @@ def _batch(
         flat = values.numpy()
         for start, ledger in zip(starts, ledgers, strict=True):
             flat[start : start + len(ledger)] = getattr(ledger, name)
-        return jagged(values, offsets)
+        return nested_tensor(values, offsets)
 
     placed = torch.zeros(total)
     flat_rewards = placed.numpy()
@@ -114,14 +114,14 @@ def _batch(
     pictured = any(ledger.images for ledger in ledgers)
     return build(
         {
-            **({} if experts is None else {"experts": jagged(experts, offsets)}),
+            **({} if experts is None else {"experts": nested_tensor(experts, offsets)}),
             **({IMAGES: items_column([ledger.images for ledger in ledgers])} if pictured else {}),
             "token_ids": column("token_ids", torch.int32),
             "sampled": column("sampled", torch.bool),
             "logprobs": column("logprobs", torch.float32),
             "versions": column("versions", torch.int32),
             "turns": column("turns", torch.int16),
-            "rewards": jagged(placed, offsets),
+            "rewards": nested_tensor(placed, offsets),
             "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
             "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
             "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),

@@ -2,8 +2,7 @@
 
 An image stands in the text of its message as one line (`Image.line`), which is all that a model of text alone is shown. The
 message has the image itself next to its text (`Message.images`); who cuts or rewrites the text need not know of images: one whose
-line is gone is shown to nobody. Bytes are kept as they came, in base64, so that an image is JSON wherever its message is.
-"""
+line is gone is shown to nobody. Bytes are kept as they came, in base64, so that an image is JSON wherever its message is."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from agentrl.utils.errors import DependencyError, ImageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+
 
 MOST_BYTES = 8 << 20
 """Of an image as it comes."""
@@ -52,9 +52,9 @@ class Image:
         Raises ImageError for anything else, for bytes that do not decode, and beyond `MOST_BYTES`, `MOST_PIXELS` or `MOST_RATIO`;
         DependencyError without Pillow.
         """
-        picture = _opened(data)
+        picture = _open_picture(data)
         kind = f"image/{str(picture.format).lower()}"
-        return cls(hashlib.sha256(data).hexdigest(), kind, *_turned(picture).size, base64.b64encode(data).decode())
+        return cls(hashlib.sha256(data).hexdigest(), kind, *_turn_upright(picture).size, base64.b64encode(data).decode())
 
     @classmethod
     def of(cls, picture: Picture) -> Image:
@@ -105,7 +105,7 @@ class Image:
 
         Raises ImageError if it was not made from these bytes by `read`.
         """
-        return _colored(_turned(_opened(self.bytes())))
+        return _to_rgb(_turn_upright(_open_picture(self.bytes())))
 
 
 class PromptIds(list[int]):
@@ -141,7 +141,7 @@ def images_of(rows: Sequence[Image | Mapping[str, Any]]) -> tuple[Image, ...]:
     return tuple(item if isinstance(item, Image) else Image.from_row(item) for item in rows)
 
 
-def shown(text: str, images: Iterable[Image]) -> Iterator[str | Image]:
+def split_at_images(text: str, images: Iterable[Image]) -> Iterator[str | Image]:
     """The text in pieces, with each image in the place of its line; an image without a line is left out."""
     places: list[tuple[int, Image]] = []
     after: dict[str, int] = {}
@@ -158,7 +158,7 @@ def shown(text: str, images: Iterable[Image]) -> Iterator[str | Image]:
     yield text[done:]
 
 
-def _opened(data: bytes) -> Picture:
+def _open_picture(data: bytes) -> Picture:
     """The picture, decoded."""
     if len(data) > MOST_BYTES:
         raise ImageError(f"{len(data)} bytes, and at most {MOST_BYTES} are taken")
@@ -181,7 +181,7 @@ def _opened(data: bytes) -> Picture:
     return picture
 
 
-def _turned(picture: Picture) -> Picture:
+def _turn_upright(picture: Picture) -> Picture:
     """The picture upright, by the orientation in its Exif data, as a page shows it."""
     from PIL.ImageOps import exif_transpose
 
@@ -193,7 +193,7 @@ def _turned(picture: Picture) -> Picture:
         return picture
 
 
-def _colored(picture: Picture) -> Picture:
+def _to_rgb(picture: Picture) -> Picture:
     """The picture as RGB, as a page shows it. Pillow alone would cut grays of 16 bits off at 255, so that all is white, and show
     the color under transparent pixels, which is black behind a plot's black lines."""
     if picture.mode.startswith("I"):

@@ -62,7 +62,7 @@ def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
     return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
 
 
-def whiten(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+def whiten_masked(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """`zscores` over the masked tokens, 0 elsewhere: [T] -> [T]."""
     out = torch.zeros_like(column)
     out[mask] = zscores(column[mask], eps).to(column.dtype)
@@ -90,7 +90,7 @@ def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     return earned.index_add(0, position[trained], token_rewards[trained])
 
 
-def discounted(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
+def discounted_sums(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
     """y[t] = x[t] + factor * y[t + 1] within each row: [M] -> [M]."""
     counts = offsets.diff()
     width = int(counts.max()) if len(counts) else 0

@@ -83,7 +83,7 @@ class Ragged:
 
     def with_tokens(self, **columns: torch.Tensor) -> Ragged:
         """The view with these flat token columns [T, ...] added or replaced."""
-        return self._with({name: jagged(values, self.offsets) for name, values in columns.items()})
+        return self._with({name: nested_tensor(values, self.offsets) for name, values in columns.items()})
 
     def with_rows(self, **columns: torch.Tensor) -> Ragged:
         """The view with these row columns [N, ...] added or replaced."""
@@ -105,7 +105,7 @@ class Ragged:
         return Ragged(out, self.offsets, self.lengths)
 
 
-def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def nested_tensor(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """A nested tensor [N, ragged, ...] over `values` [T, ...] and `offsets` int64 [N + 1]; no copy."""
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
@@ -187,7 +187,7 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
     out: dict[str, Any] = {}
     for key, value in columns(batch):
         if is_ragged(value):
-            out[key] = jagged(gather_runs(value.values(), runs), fresh)
+            out[key] = nested_tensor(gather_runs(value.values(), runs), fresh)
         elif isinstance(value, torch.Tensor):
             out[key] = pick(value, index)
         else:
@@ -240,7 +240,7 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
     for key in keys:
         values = [batch.get(key) for batch in batches]
         if is_ragged(values[0]):
-            out[key] = jagged(torch.cat([value.values() for value in values]), offsets)
+            out[key] = nested_tensor(torch.cat([value.values() for value in values]), offsets)
         elif isinstance(values[0], torch.Tensor):
             out[key] = torch.cat(values)
         else:
@@ -395,7 +395,7 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
         fresh = torch.zeros(len(index) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(np.diff(serialized.offsets)[index]), 0, out=fresh[1:])
         for key, values in serialized.ragged.items():
-            out[key] = jagged(gather_runs(_to_torch(values, serialized.dtypes[key]), runs), fresh)
+            out[key] = nested_tensor(gather_runs(_to_torch(values, serialized.dtypes[key]), runs), fresh)
     for key, values in serialized.dense.items():
         out[key] = pick(_to_torch(values, serialized.dtypes[key]), index)
     for key, items in serialized.items.items():

@@ -243,11 +243,11 @@ def _cut(view: Ragged, among: np.ndarray, algorithm: AlgorithmConfig, seed: int,
     # By episode, not by row: aggregation and counts are per episode, so all its rows belong to one optimizer step.
     order = np.argsort(episode, kind="stable")
     rows = np.split(among[order], np.cumsum(np.bincount(episode, minlength=count))[:-1]) if count else []
-    parts = shuffled(count, algorithm.minibatch, seed, step, groups)
+    parts = shuffle_parts(count, algorithm.minibatch, seed, step, groups)
     return [np.concatenate([rows[number] for number in part]) for part in parts]
 
 
-def shuffled(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
+def shuffle_parts(count: int, size: int, seed: int, step: int, groups: np.ndarray | None = None) -> list[np.ndarray]:
     """`count` episodes in random order, cut into the smallest number of nearly equal parts of at most `size`.
 
     With `groups` (a number per episode), whole groups in random order fill parts of at most `size` episodes; only a
@@ -354,7 +354,7 @@ def plan_ranks(
     plain, plain_load = _spread(tokens, ranks, apart, nothing, keep)
     if trees is None:
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
-    together, prefix = _used(*trees)
+    together, prefix = _used_trees(*trees)
     shared, shared_load = _spread(tokens, ranks, together, prefix, keep)
     if plain_load <= shared_load + tree_cost * max(own_cost(together[rows]) for rows in shared):
         return RankPlan(plain, apart, nothing, plain_load, 1.0)
@@ -370,7 +370,7 @@ def own_cost(together: np.ndarray) -> float:
     return float(PER_TREE * len(rows) + PER_ROW * rows.sum())
 
 
-def _used(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _used_trees(tree: np.ndarray, prefix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The trees with at least two rows here: if a tree is cut over minibatches, a part of one row shares nothing."""
     count = np.bincount(tree[tree >= 0], minlength=1)
     alive = (tree >= 0) & (count[np.maximum(tree, 0)] > 1)

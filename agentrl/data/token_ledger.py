@@ -76,25 +76,25 @@ def pack_columns(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
     starts = np.concatenate(([0], cuts)) if len(versions) else cuts
     counts = np.diff(np.append(starts, len(versions)))
     return {
-        "token_ids": _encoded(columns["token_ids"]),
-        "logprobs": _encoded(columns["logprobs"][columns["sampled"]]),
+        "token_ids": _encode_array(columns["token_ids"]),
+        "logprobs": _encode_array(columns["logprobs"][columns["sampled"]]),
         "spans": [list(span) for span in zip(counts.tolist(), turns[starts].tolist(), versions[starts].tolist(), strict=True)],
     }
 
 
-def unpacked(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+def unpack_columns(row: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """The columns of a `packed` ledger. Raises ValueError if its parts differ in length."""
     # The shape is said, because an empty list would become a table without columns.
     spans = np.asarray(row["spans"], dtype=np.int64).reshape(-1, 3)
     turns, versions = (np.repeat(spans[:, at], spans[:, 0]) for at in (1, 2))
     sampled = versions >= 0
-    found = _decoded(row["logprobs"], "<f4")
+    found = _decode_array(row["logprobs"], "<f4")
     if len(found) != int(sampled.sum()):
         raise ValueError(f"ledger columns differ in length: {int(sampled.sum())} sampled tokens, {len(found)} logprobs")
     logprobs = np.zeros(len(sampled), dtype=np.float32)
     logprobs[sampled] = found
     return {
-        "token_ids": _decoded(row["token_ids"], "<i4"),
+        "token_ids": _decode_array(row["token_ids"], "<i4"),
         "sampled": sampled,
         "logprobs": logprobs,
         "versions": versions,
@@ -107,22 +107,22 @@ def packed_experts(experts: npt.NDArray[Any] | None) -> dict[str, Any]:
     if experts is None:
         return {}
     kind = "<i2" if experts.dtype == np.int16 else "|u1"
-    return {"experts": _encoded(experts), "experts_shape": list(experts.shape), "experts_type": kind}
+    return {"experts": _encode_array(experts), "experts_shape": list(experts.shape), "experts_type": kind}
 
 
 def unpacked_experts(row: Mapping[str, Any]) -> npt.NDArray[Any]:
     """Inverse of `packed_experts`. Raises ValueError if the shape is not that of the numbers."""
-    experts = _decoded(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
+    experts = _decode_array(row["experts"], row["experts_type"]).reshape(row["experts_shape"])
     return experts.astype(experts.dtype.newbyteorder("="), copy=False)
 
 
-def _encoded(column: npt.NDArray[Any]) -> str:
+def _encode_array(column: npt.NDArray[Any]) -> str:
     # The order of bytes is fixed here, because a file may be read on a machine of the other order.
     ordered = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
     return base64.b64encode(ordered.data).decode("ascii")
 
 
-def _decoded(text: str, kind: str) -> npt.NDArray[Any]:
+def _decode_array(text: str, kind: str) -> npt.NDArray[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
 
 
@@ -349,7 +349,7 @@ class TokenLedger:
         """Inverse of `to_json` and of `packed`; `images`: those of the trajectory by digest. Raises ValueError if the columns do
         not fit together, KeyError for an image that is not there."""
         ledger = cls()
-        found = unpacked(row) if "spans" in row else {name: numbers(row[name], kind) for name, kind in KINDS.items()}
+        found = unpack_columns(row) if "spans" in row else {name: numbers(row[name], kind) for name, kind in KINDS.items()}
         lengths = {name: len(column) for name, column in found.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"ledger columns differ in length: {lengths}")

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from agentrl.data.images import Image, by_digest, images_of
 from agentrl.data.token_ledger import TokenLedger
-from agentrl.utils.parsing import detached, json_text
+from agentrl.utils.parsing import deep_copy_json, json_text
 
 Json = Any  # a JSON value: None, bool, int, float, str, list[Json] or dict[str, Json]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -169,7 +169,7 @@ class Task:
 
     def copied(self) -> Task:
         """Deep copy of the task, which its receiver may change."""
-        return replace(self, data=detached(dict(self.data)), gold=detached(dict(self.gold)))
+        return replace(self, data=deep_copy_json(dict(self.data)), gold=deep_copy_json(dict(self.gold)))
 
 
 class RowElsewhere(Protocol):

@@ -20,7 +20,7 @@ import numpy as np
 
 from agentrl.config.schema import ApiConfig
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall
-from agentrl.engines.chat_format import RequestError, numbered, read_messages, write_message
+from agentrl.engines.chat_format import RequestError, number_calls, read_messages, write_message
 from agentrl.env import Observation, ToolEnv
 from agentrl.env.check_tools import lines_of
 from agentrl.env.wrappers import GoldUser
@@ -290,7 +290,7 @@ class LiteLlmEngine(Engine):
             raise EngineError(f"NoAnswer: {self._model}: the response has no choices")
         choice = answer.choices[0]
         content, reasoning, calls = read_answer(choice.message)
-        message = numbered(Message("assistant", content, calls, reasoning=reasoning), turn)
+        message = number_calls(Message("assistant", content, calls, reasoning=reasoning), turn)
         row = answer_row(self._model, choice.message, message.tool_calls)
         number = self._transcript.add({"message": row, "turn": asdict(message)})
         usage = Usage(answer.usage.prompt_tokens or 0, answer.usage.completion_tokens or 0, self._usd(answer))
@@ -365,7 +365,7 @@ class FunctionEngine(Engine):
         answer = await self.calls.run(request_key, self._ask(messages, tools))
         if answer is None:
             return Generation([], [], [], "abort")
-        message = numbered(answer, sum(row["role"] == "assistant" for row in messages))
+        message = number_calls(answer, sum(row["role"] == "assistant" for row in messages))
         entry = {"message": row_of(message), "turn": asdict(message)}
         return Generation([self._transcript.add(entry)], [0.0], [0], "stop")
 

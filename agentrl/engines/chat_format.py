@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.data.chat_forms import REASONING, arguments_of, declaration, paired, reasoning_of
+from agentrl.data.chat_forms import REASONING, arguments_of, declaration, pair_results, reasoning_of
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.tool_calls import write_call
 from agentrl.utils.errors import AgentrlError, BadRowError, PromptTooLongError, RenderError, UserError
@@ -26,7 +26,7 @@ class RequestError(UserError):
         self.status, self.code = status, code
 
 
-def refused(problem: Exception) -> RequestError:
+def refusal_of(problem: Exception) -> RequestError:
     """Any failure of a request, as the client is told of it. A prompt that is too long is the client's (a server's error would
     make it try again); what fails in the engine is the server's."""
     if isinstance(problem, RequestError):
@@ -66,7 +66,7 @@ COMMON: Types = {
 SCHEMA: Types = {"properties": "an object", "required": "a list"}
 
 
-def typed(row: Any, types: Types, where: str = "") -> dict[str, Json]:
+def check_types(row: Any, types: Types, where: str = "") -> dict[str, Json]:
     """An object whose fields have their `types`, or are null or missing. `where`: its own name; empty for a body.
 
     Raises RequestError."""
@@ -84,7 +84,7 @@ def typed(row: Any, types: Types, where: str = "") -> dict[str, Json]:
 
 def parameter_schema(value: Json, where: str) -> dict[str, Json]:
     """A tool's parameters, whose properties are schemas. Raises RequestError."""
-    schema = typed(value, SCHEMA, where)
+    schema = check_types(value, SCHEMA, where)
     if None in (schema.get(key, ()) for key in SCHEMA):
         raise RequestError(f"{where}: properties and required cannot be null")
     for name, inner in schema.get("properties", {}).items():
@@ -140,7 +140,7 @@ def only(body: Mapping[str, Json], known: Iterable[str], harmless: Mapping[str, 
         raise RequestError(f"{', '.join(unknown)}: not supported")
 
 
-def listed(body: Mapping[str, Json], key: str, where: str = "") -> list[Json]:
+def list_field(body: Mapping[str, Json], key: str, where: str = "") -> list[Json]:
     """A field that holds a list; empty if it is missing. `where`: the object that it is a field of. Raises RequestError for
     anything else."""
     value = body.get(key)
@@ -167,7 +167,7 @@ def stops(value: Json, key: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def chosen(choice: Json, tools: Sequence[Mapping[str, Json]]) -> tuple[bool, str | None]:
+def tool_choice(choice: Json, tools: Sequence[Mapping[str, Json]]) -> tuple[bool, str | None]:
     """`Ask.calls` and `Ask.only`, from the name of a tool or one of "auto", "none", "required". Raises RequestError."""
     if choice in (None, "auto", "none"):
         return False, None
@@ -203,7 +203,7 @@ def _check(schema: Json, where: str) -> None:
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
     """The same with the results of each turn in the order of its calls, and named as these, for templates that write no ids."""
-    return list(paired(messages, strict=False))
+    return list(pair_results(messages, strict=False))
 
 
 def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[str, Json]:
@@ -250,7 +250,7 @@ def identity(message: Message) -> str:
     return json.dumps([message.role, content, calls, message.tool_call_id], sort_keys=True)
 
 
-def seen(message: Message, *, tools: bool) -> Message:
+def client_message(message: Message, *, tools: bool) -> Message:
     """A sampled turn as the client sees it: a call that is malformed, or of a tool where none was offered, can only be shown
     as text."""
     shown = [call for call in message.tool_calls if call.arguments is not None and tools]
@@ -269,7 +269,7 @@ def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
     return replace(message, content=content[: found[0]]), found[1]
 
 
-def numbered(message: Message, turn: int) -> Message:
+def number_calls(message: Message, turn: int) -> Message:
     """The same turn with call ids that are unique in the session."""
     calls = tuple(replace(call, id=f"call_{turn}_{i}") for i, call in enumerate(message.tool_calls))
     return replace(message, tool_calls=calls)
@@ -311,7 +311,7 @@ def write_message(message: Message) -> dict[str, Json]:
 
 
 def _message(row: Json, where: str) -> Message:
-    typed(row, {"role": "text", "tool_call_id": "text", "name": "text", **dict.fromkeys(REASONING, "text")}, where)
+    check_types(row, {"role": "text", "tool_call_id": "text", "name": "text", **dict.fromkeys(REASONING, "text")}, where)
     if row.get("role") not in _ROLES:
         raise RequestError(f"{where}: expected an object with a role among {', '.join(_ROLES)}")
     if row.get("function_call") is not None:
@@ -319,7 +319,7 @@ def _message(row: Json, where: str) -> Message:
     with read_by_form():
         reasoning = reasoning_of(row, where)
     calls = []
-    for index, item in enumerate(listed(row, "tool_calls", where)):
+    for index, item in enumerate(list_field(row, "tool_calls", where)):
         here = f"{where}.tool_calls[{index}]"
         function = as_dict(as_dict(item, here).get("function"), here)
         calls.append(call_of(function.get("name"), function.get("arguments"), item.get("id"), here))

@@ -144,7 +144,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, fo
     step = max(1, _cells(query) // (rows * heads * key.shape[2]))
     for first in range(0, width, step):
         piece = slice(first, first + step)
-        z, _ = _capped(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
+        z, _ = _cap_scores(_times(parts[0][:, :, :, piece], key.transpose(-1, -2)).mul_(form.scale), form.cap)
         z = z.add_(mask[:, :, None, piece])
         p = z.sub_(_sums(z, form.sinks, key).unsqueeze(-1)).exp_().to(value.dtype)
         parts[1][:, :, :, piece] = _times(p, value).to(out.dtype)
@@ -166,7 +166,7 @@ class _Exact(torch.autograd.Function):
         lse = query.new_empty(rows, heads, width, dtype=torch.float32)
         grouped = _by_key_head(out, key), _by_key_head(lse, key)
         for piece in _pieces(query, key, form.window):
-            z, _ = _made(query, key, piece, form)
+            z, _ = _piece_scores(query, key, piece, form)
             part = _sums(z, sinks, key)
             grouped[1][:, :, :, piece.queries] = part
             p = z.sub_(part.unsqueeze(-1)).exp_().to(value.dtype)
@@ -187,15 +187,15 @@ class _Exact(torch.autograd.Function):
         for piece in _pieces(query, key, form.window):
             q, do, norm, drop, dq = (tensor[:, :, :, piece.queries] for tensor in parts)
             k, v = key[:, :, piece.keys], value[:, :, piece.keys]
-            z, bend = _made(query, key, piece, form)
+            z, bend = _piece_scores(query, key, piece, form)
             p = z.sub_(norm.unsqueeze(-1)).exp_()
-            d_value[:, :, piece.keys] += _summed(p.to(do.dtype), do)
+            d_value[:, :, piece.keys] += _sum_products(p.to(do.dtype), do)
             dz = _times(do, v.transpose(-1, -2)).sub_(drop.unsqueeze(-1)).mul_(p).mul_(form.scale)
             if bend is not None:
                 dz.mul_(bend)
             dz = dz.to(q.dtype)
             dq.copy_(_times(dz, k))
-            d_key[:, :, piece.keys] += _summed(dz, q)
+            d_key[:, :, piece.keys] += _sum_products(dz, q)
         d_sinks = None
         if sinks is not None:
             d_sinks = -(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
@@ -226,14 +226,14 @@ def _cells(query: Tensor) -> int:
     return GPU_CELLS if query.is_cuda else CELLS
 
 
-def _made(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
+def _piece_scores(query: Tensor, key: Tensor, piece: _Piece, form: AttentionForm) -> tuple[Tensor, Tensor | None]:
     """Scores of a piece, float32 [n, G, H / G, queries, keys], and the derivative of the cap."""
     q = _by_key_head(query, key)[:, :, :, piece.queries]
-    z, bend = _capped(_times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale), form.cap)
+    z, bend = _cap_scores(_times(q, key[:, :, piece.keys].transpose(-1, -2)).mul_(form.scale), form.cap)
     return z.masked_fill_(piece.hidden, _NEVER), bend
 
 
-def _capped(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+def _cap_scores(z: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
     """cap tanh(z / cap) in z's memory, and its derivative."""
     if cap is None:
         return z, None
@@ -260,7 +260,7 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     return _product(flat, right.reshape(rows * groups, inner, -1)).view(rows, groups, heads, steps, -1)
 
 
-def _summed(left: Tensor, right: Tensor) -> Tensor:
+def _sum_products(left: Tensor, right: Tensor) -> Tensor:
     """Of [n, G, r, a, b] and [n, G, r, a, c] the products over r and a: float32 [n, G, b, c]."""
     rows, groups, heads, steps, inner = left.shape
     flat = left.reshape(rows * groups, heads * steps, inner).transpose(1, 2)

@@ -13,8 +13,8 @@ from agentrl.engines.weights.parameters import positions_of
 from agentrl.env.check_tools import SCRIPTS
 from agentrl.render.vision import model_takes_images
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, EngineMemory
-from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hinted
-from agentrl.utils.search_path import is_given, taken
+from agentrl.utils.errors import ConfigError, DependencyError, ModelError, hint_text
+from agentrl.utils.search_path import given_object, is_given
 
 if TYPE_CHECKING:
     from agentrl.engines.api_models import FunctionEngine, LiteLlmEngine, ScriptedEngine, Transcript
@@ -97,7 +97,7 @@ class PythonMaker(TranscriptMaker):
 
     def check(self) -> None:
         name = str(self.config.model.path)
-        if not is_given(name) or not callable(taken(name, "model.path").value):
+        if not is_given(name) or not callable(given_object(name, "model.path").value):
             raise ConfigError(f"model.path = {name!r}: expected the name of a function: agentrl.give(function)")
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a Python policy draws by itself")
@@ -107,7 +107,7 @@ class PythonMaker(TranscriptMaker):
         from agentrl.engines.api_models import FunctionEngine
 
         name = str(self.config.model.path)
-        return FunctionEngine(name, taken(name, "model.path").value, transcript)
+        return FunctionEngine(name, given_object(name, "model.path").value, transcript)
 
 
 # Scripted policies: `--policy NAME`
@@ -138,7 +138,7 @@ class ScriptedMaker(TranscriptMaker):
     def check(self) -> None:
         name = str(self.config.model.path).removeprefix(POLICY)
         if name not in SCRIPTS:
-            raise ConfigError(f"--policy {name}: expected {', '.join(SCRIPTS)}{hinted(name, SCRIPTS)}")
+            raise ConfigError(f"--policy {name}: expected {', '.join(SCRIPTS)}{hint_text(name, SCRIPTS)}")
         if self.config.rollout.top_k or self.config.rollout.top_p < 1:
             raise ConfigError("rollout.top_k, rollout.top_p: a scripted policy draws nothing")
 

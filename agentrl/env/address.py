@@ -17,6 +17,7 @@ from agentrl.utils.registry import Registry
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
 
+
 AGENTRL = "agentrl"
 
 
@@ -121,7 +122,7 @@ def token_in(variable: str, key: str) -> str:
     return token
 
 
-def asked(
+def env_request(
     env_id: str, params: Mapping[str, Any], sets: Sequence[str], wrappers: Sequence[Choice], max_output: int | None = None
 ) -> Asked:
     """The request for an environment of a server."""

@@ -446,7 +446,7 @@ class ToolEnv(Forkable):
         if seed is not None:
             super().reset(seed=seed)
         if "task" in options:
-            return _checked(options["task"])
+            return _check_task(options["task"])
         chosen = seed if seed is not None else int(self.np_random.integers(2**62))
         return self.make_task(chosen, str(options.get("split", self.split)))
 
@@ -571,7 +571,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"reset option {sorted(unknown)[0]!r}; expected 'split', 'task' or 'user'")
 
 
-def _checked(task: Any) -> Task:
+def _check_task(task: Any) -> Task:
     if not isinstance(task, Task):
         raise ValueError(f"reset option 'task' must be a Task, got {type(task).__name__}")
     return task

@@ -34,7 +34,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
     # By content: tools that are made anew for each episode (from an MCP server, or by a wrapper) compile nothing anew.
     safe_schema(name, parameters)
     try:
-        return _compiled(json.dumps(parameters))
+        return _compiled_check(json.dumps(parameters))
     except BadSchemaError as problem:
         raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
 
@@ -48,7 +48,7 @@ def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(text: str) -> Check:
+def _compiled_check(text: str) -> Check:
     parameters = json.loads(text)
     validator = checked_validator(parameters)
     simple = _simple(parameters)
@@ -271,7 +271,7 @@ class Options:
 DEFAULT = Options()
 
 
-def formed(form: str, tool: str, problem: Problem) -> str:
+def form_error(form: str, tool: str, problem: Problem) -> str:
     """The text of `Options.error` for a problem."""
     message = json.dumps(problem.message, ensure_ascii=False)
     values = {"message": problem.message, "json": message, "error": problem.kind, "tool": tool}

@@ -19,16 +19,26 @@ from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapt
 
 from agentrl.config.envs import the_env
 from agentrl.config.schema import Choice, RewardConfig, ToolsConfig, TrainConfig
-from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, asked, server_card
+from agentrl.env.address import PROTOCOLS, Asked, EnvAddress, env_request, server_card
 from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
-from agentrl.utils.errors import CatalogError, ConfigError, hinted
+from agentrl.utils.errors import CatalogError, ConfigError, hint_text
 from agentrl.utils.files import read_text
 from agentrl.utils.parsing import module_of
-from agentrl.utils.redaction import references, resolved
+from agentrl.utils.redaction import references, resolve_references
 from agentrl.utils.registry import bind
-from agentrl.utils.search_path import PREFIX, find_file, here, is_given, load_module, nearest, own_reward, shelves, taken
+from agentrl.utils.search_path import (
+    PREFIX,
+    find_file,
+    given_object,
+    here,
+    is_given,
+    load_module,
+    nearest,
+    own_reward,
+    shelves,
+)
 
 if TYPE_CHECKING:
     from agentrl.env import ToolEnv
@@ -251,7 +261,7 @@ class EnvRef:
     @property
     def _given(self) -> Mapping[str, Any]:
         """The parameters with what they refer to. Raises ConfigError for a variable that is not set."""
-        found: Mapping[str, Any] = resolved(self.params, "env.params")
+        found: Mapping[str, Any] = resolve_references(self.params, "env.params")
         return found
 
     @property
@@ -276,8 +286,8 @@ class EnvRef:
 
     @cached_property
     def _asked(self) -> Asked:
-        wrappers = [Choice(name=one.name, args=resolved(one.args, f"env.wrappers.{one.name}")) for one in self.wrappers]
-        return asked(self.id, self._given, self.tools.sets, wrappers, self.max_output)
+        wrappers = [Choice(name=one.name, args=resolve_references(one.args, f"env.wrappers.{one.name}")) for one in self.wrappers]
+        return env_request(self.id, self._given, self.tools.sets, wrappers, self.max_output)
 
     def with_params(self, params: Mapping[str, Any]) -> EnvRef:
         """The same environment with some of its parameters replaced."""
@@ -323,7 +333,7 @@ class EnvRef:
         for choice in self.wrappers:
             from agentrl.env.wrappers import wrap
 
-            env = wrap(env, choice.name, resolved(choice.args, f"env.wrappers.{choice.name}"))
+            env = wrap(env, choice.name, resolve_references(choice.args, f"env.wrappers.{choice.name}"))
         return env
 
 
@@ -387,7 +397,7 @@ def find_tools(name: str) -> Path:
 
 def _given_entry(name: str) -> EnvEntry:
     """A class, or a function that makes environments. A reward that the class has as a spec or a function is given with it."""
-    made = taken(name, "env.id").value
+    made = given_object(name, "env.id").value
     if not callable(made):
         raise CatalogError(f"{name}: expected a ToolEnv class or a function that returns an environment, not {made!r:.80}")
     short = name.removeprefix(PREFIX)
@@ -419,7 +429,7 @@ def _all_entries() -> Iterator[EnvEntry]:
         with suppress(CatalogError):
             yield from _entries_of(path)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        yield _announced(point)
+        yield _announced_entry(point)
 
 
 def _entries_of(path: Path) -> list[EnvEntry]:
@@ -438,7 +448,7 @@ def _short(name: str, declared: Declared, count: int) -> str:
     return name if count == 1 else f"{name}.{declared.class_name}"
 
 
-def _announced(point: EntryPoint) -> EnvEntry:
+def _announced_entry(point: EntryPoint) -> EnvEntry:
     """The name of an entry point is the environment's id, its value `module:Class`."""
     short = point.name.rpartition("/")[2].partition("-v")[0]
     return EnvEntry(point.name, short, "", None, None, point.value, point)
@@ -457,9 +467,9 @@ def _add_tools(env: ToolEnv, config: ToolsConfig) -> None:
 
     for name in config.args:
         if name not in config.sets:
-            raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hinted(name, config.sets)}")
+            raise ConfigError(f"tools.args.{name}: tools.sets has no set of this name{hint_text(name, config.sets)}")
     for name in config.sets:
-        add_tool_set(env, name, resolved(config.args.get(name, {}), f"tools.args.{name}"))
+        add_tool_set(env, name, resolve_references(config.args.get(name, {}), f"tools.args.{name}"))
     for name, server in config.mcp.items():
         env.add_source(McpSource(name, server))
 

@@ -269,7 +269,7 @@ def check_leaks(subject: Subject) -> str:
     for seed in subject.seeds():
         opened, _ = env.reset(seed=seed)
         task = env.task
-        shown = _shown(subject, env, task, seed)
+        shown = _shown_text(subject, env, task, seed)
         # What the task's data and the tools' schemas say anyway (a tool's name in gold calls) is no secret; of the
         # record, since the toolbox of an episode that is over has lost what its setup added.
         known = json.dumps([dict(task.data), env.trajectory.tools], ensure_ascii=False, default=str)
@@ -284,7 +284,7 @@ def check_leaks(subject: Subject) -> str:
     return f"{subject.tasks} tasks, {marked} of them with canaries in the gold, none seen"
 
 
-def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
+def _shown_text(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
     """Everything that a policy sees in an episode in which it tries every tool once, as text."""
     observation, info = env.reset(seed=seed, options={"task": task})
     seen: list[Any] = [[m.content for m in observation], info, env.toolbox.schemas()]
@@ -301,7 +301,7 @@ def _shown(subject: Subject, env: ToolEnv, task: Task, seed: int) -> str:
 def _canary(subject: Subject, env: ToolEnv, task: Task, seed: int) -> int:
     """Play the task with every string of its gold replaced by a marker; 1 if the environment accepts such gold."""
     try:
-        shown = _shown(subject, env, replace(task, gold=_mark(task.gold)), seed)
+        shown = _shown_text(subject, env, replace(task, gold=_mark(task.gold)), seed)
     except (AgentrlError, ValueError, TypeError, KeyError, AttributeError):
         # An environment may need meaningful gold (a simulated user's goal, say); the other tests still apply.
         env.close()
@@ -357,14 +357,18 @@ def check_gold(subject: Subject) -> str:
                 ended = env.step(turn)[2]
                 if ended != (number == len(turns) - 1):
                     what = "ended early" if ended else "did not end"
-                    raise CheckFailed(f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}{_refused(env)}")
+                    raise CheckFailed(
+                        f"{describe(env.task)}: gold {what} at turn {number + 1} of {len(turns)}{_refused_calls(env)}"
+                    )
             if not subject.won(env):
-                raise CheckFailed(f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success{_refused(env)}")
+                raise CheckFailed(
+                    f"{describe(env.task)}: gold scored {subject.score(env)} and is not a success{_refused_calls(env)}"
+                )
             played += 1
     return f"gold succeeded on {played} tasks{subject.not_judged()}"
 
 
-def _refused(env: ToolEnv) -> str:
+def _refused_calls(env: ToolEnv) -> str:
     """For evidence: the running episode's tool calls that ended in errors, by tool, and the first error; nothing without any."""
     answers = [(turn.index + 1, result) for turn in env.trajectory.turns for result in turn.results]
     wrong = [(turn, result) for turn, result in answers if result.error is not None]
@@ -474,18 +478,20 @@ def check_order(subject: Subject) -> str:
             continue
         rng = random.Random(seed)
         for _ in range(4):
-            turns = _reordered(gold, rng)
+            turns = _reorder_calls(gold, rng)
             value = subject.play(env, turns, seed)
             if not subject.won(env):
                 names = json.dumps([call.name for turn in turns for call in turn.tool_calls])
-                raise CheckFailed(f"{describe(env.task)}: the order {names} scored {value} and is not a success{_refused(env)}")
+                raise CheckFailed(
+                    f"{describe(env.task)}: the order {names} scored {value} and is not a success{_refused_calls(env)}"
+                )
             tried += 1
     if not tried:
         raise Skipped(f"none of {subject.tasks} gold solutions has two calls")
     return f"{tried} orders of gold calls succeeded"
 
 
-def _reordered(gold: list[Message], rng: random.Random) -> list[Message]:
+def _reorder_calls(gold: list[Message], rng: random.Random) -> list[Message]:
     """The gold turns with all their calls shuffled; every turn keeps its number of calls."""
     calls = [call for turn in gold for call in turn.tool_calls]
     shuffled = iter(rng.sample(calls, len(calls)))

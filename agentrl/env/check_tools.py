@@ -217,7 +217,7 @@ def check_fuzz(subject: Subject) -> str:
             # Half of the calls start from a gold call, since random arguments seldom reach a tool's deeper code.
             if made and rng.random() < 0.5:
                 base = copy.deepcopy(made[int(rng.integers(len(made)))])
-            refused += _one(env, tool, _varied(tool.signature.parameters, base, rng, number), number)
+            refused += _one(env, tool, _vary_call(tool.signature.parameters, base, rng, number), number)
     env.close()
     total = subject.fuzz * len(names)
     return f"{total} calls of {len(names)} tools: {total - refused} answered, {refused} refused, no crash"
@@ -281,7 +281,7 @@ def _gold_calls(env: ToolEnv) -> dict[str, list[dict[str, Json]]]:
     return made
 
 
-def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
+def _vary_call(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.random.Generator, number: int) -> Json:
     """A third of the calls unchanged, a third with one change, a third with an odd value."""
     kind = number % 3
     if kind == 0:
@@ -289,12 +289,12 @@ def _varied(parameters: Mapping[str, Json], arguments: dict[str, Json], rng: np.
     names = list(parameters.get("properties", {})) or ["x"]
     name = names[int(rng.integers(len(names)))]
     if kind == 1:
-        return _changed(arguments, name, rng)
+        return _change_value(arguments, name, rng)
     # Odd values are used in turn, not drawn, so that each one occurs; the other arguments stay valid.
     return {**arguments, name: ODD[number // 3 % len(ODD)]}
 
 
-def _changed(arguments: dict[str, Json], name: str, rng: np.random.Generator) -> Json:
+def _change_value(arguments: dict[str, Json], name: str, rng: np.random.Generator) -> Json:
     change = int(rng.integers(4))
     if change == 0:
         arguments.pop(name, None)
@@ -337,11 +337,11 @@ def _each(subject: Subject, function: Any, expected: StopReason) -> str:
     for name in names:
         if not env.is_open:  # a fault has ended the episode
             env.reset(seed=0)
-        _planted(env, name, function, expected)
+        _plant_faults(env, name, function, expected)
     return f"{len(names)} tools: the episode ends with {expected.value}, unscored"
 
 
-def _planted(env: ToolEnv, name: str, function: Any, expected: StopReason) -> None:
+def _plant_faults(env: ToolEnv, name: str, function: Any, expected: StopReason) -> None:
     original = env.toolbox[name]
     schema = original.schema["function"]
     # Unchecked: what a policy is shown need not be JSON Schema, and it is not the arguments that fail here.
@@ -397,7 +397,7 @@ def _end(env: ToolEnv, case: str) -> None:
         env.reset(seed=1)
     elif case == "a fault":
         try:
-            _planted(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
+            _plant_faults(env, env.toolbox.names[0], _crash, StopReason.ENV_ERROR)
         except CheckFailed:
             env.close()
     else:

@@ -446,10 +446,10 @@ class BranchDict(dict[Any, Any]):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (BranchDict, dict(dict.items(self)), self._own)
+        return _make_copy, (BranchDict, dict(dict.items(self)), self._own)
 
 
-def _made(kind: Any, parts: Any, own: Any) -> Any:
+def _make_copy(kind: Any, parts: Any, own: Any) -> Any:
     made = kind(parts)
     made._own = own
     return made

@@ -147,7 +147,7 @@ def _percentiles(tasks: Sequence[Difficulty]) -> dict[str, list[float]]:
     return {name: [float(x) for x in np.percentile([getattr(task, name) for task in tasks], SHARES)] for name in NUMBERS}
 
 
-def measured(env: ToolEnv, split: str, seeds: Sequence[int], count: CountTokens) -> DifficultyReport:
+def measure_tasks(env: ToolEnv, split: str, seeds: Sequence[int], count: CountTokens) -> DifficultyReport:
     """The report on the tasks of some seeds."""
     report = DifficultyReport(split, [], {})
     for seed in seeds:
@@ -187,7 +187,7 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
     scorer."""
     env = subject.build()
     tasks = counted_tasks(env, split, most)
-    inner = _unwrapped(env)
+    inner = _unwrap_env(env)
     made = [env.make_task(seed, tasks.split) for seed in range(tasks.count)]
     families = Counter(inner.family(task) for task in made)
     found = list(floors(subject, env, tasks.split, range(tasks.count)))
@@ -199,18 +199,18 @@ def measure(subject: Subject, split: str | None = None, most: int | None = None)
         "split": tasks.split,
         "tasks": tasks.count,
         "every": tasks.every,
-        "agents": {floor.agent: _told(floor, inner, families) for floor in found},
+        "agents": {floor.agent: _report_row(floor, inner, families) for floor in found},
         "any": _share(len(every), tasks.count),
     }
 
 
-def _unwrapped(env: ToolEnv) -> ToolEnv:
+def _unwrap_env(env: ToolEnv) -> ToolEnv:
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
     return inner
 
 
-def _told(floor: Floor, env: ToolEnv, families: Counter[str]) -> dict[str, Any]:
+def _report_row(floor: Floor, env: ToolEnv, families: Counter[str]) -> dict[str, Any]:
     scored = [value for value in floor.values if value is not None]
     paid = Counter(env.family(task) for task in floor.paid)
     return {

@@ -26,7 +26,7 @@ from agentrl.env.tools import Tool
 from agentrl.utils import keeper
 from agentrl.utils.errors import AgentrlError, ConfigError, DependencyError, EnvError, ToolError
 from agentrl.utils.parsing import json_text
-from agentrl.utils.redaction import learn, redact_said, resolved
+from agentrl.utils.redaction import learn, redact_said, resolve_references
 from agentrl.utils.schemas import as_2020
 from agentrl.utils.threads import by_size
 
@@ -156,7 +156,7 @@ class McpSession:
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        server = McpServerConfig.model_validate(resolved(self.server.model_dump(), f"tools.mcp.{self.name}"))
+        server = McpServerConfig.model_validate(resolve_references(self.server.model_dump(), f"tools.mcp.{self.name}"))
         if not server.command:
             return self._over_http(str(server.url)) if self._build is None else self._build()
         # A server may write a traceback for each error that it answers: into a file without a name.
@@ -477,7 +477,7 @@ def serve_mcp(env: ToolEnv, *, seed: int, split: str, port: int | None) -> None:
     asyncio.run(_serve(env, seed, split, port))
 
 
-def _listen(port: int) -> socket.socket:
+def _open_socket(port: int) -> socket.socket:
     """A socket on 127.0.0.1:`port`. Raises ConfigError if the port is not available."""
     try:
         return socket.create_server((HOST, port))
@@ -487,7 +487,7 @@ def _listen(port: int) -> socket.socket:
 
 async def _serve(env: ToolEnv, seed: int, split: str, port: int | None) -> None:
     served = Served(env, seed, split)
-    listener = None if port is None else _listen(port)
+    listener = None if port is None else _open_socket(port)
     server = build_server(served, await opening(served))
     try:
         if listener is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from agentrl.data.trajectory import Json, Message, as_row, message_of
 from agentrl.env.toolbox import Toolbox
-from agentrl.utils.schemas import as_2020, referred
+from agentrl.utils.schemas import as_2020, resolve_reference
 from agentrl.utils.threads import after_fork, background
 
 # Random text of a pattern
@@ -122,7 +122,7 @@ def sample_value(schema: Json, rng: np.random.Generator, root: Mapping[str, Json
     if not isinstance(schema, Mapping) or not schema:
         return int(rng.integers(0, 10))
     if "$ref" in schema:
-        return sample_value(referred(str(schema["$ref"]), root), rng, root, depth + 1)
+        return sample_value(resolve_reference(str(schema["$ref"]), root), rng, root, depth + 1)
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:
@@ -146,7 +146,7 @@ def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, ro
     if kind in ("integer", "number"):
         return _number(kind, schema, rng)
     if kind == "string":
-        if "pattern" in schema and (made := _patterned(schema, rng)) is not None:
+        if "pattern" in schema and (made := _text_for_pattern(schema, rng)) is not None:
             return made
         low = int(schema.get("minLength", 1))
         length = int(rng.integers(low, max(low, min(int(schema.get("maxLength", low + 8)), low + 8)) + 1))
@@ -156,7 +156,7 @@ def _of_type(kind: str, schema: Mapping[str, Json], rng: np.random.Generator, ro
     return _object(schema, rng, root, depth)
 
 
-def _patterned(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
+def _text_for_pattern(schema: Mapping[str, Json], rng: np.random.Generator) -> str | None:
     """A text that fits the pattern and the lengths; None if no attempt produced one."""
     low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
     for _ in range(_TRIES):
@@ -174,12 +174,12 @@ def _number(kind: str, schema: Mapping[str, Json], rng: np.random.Generator) -> 
     if multiple := schema.get("multipleOf"):
         first, last = math.ceil(low / multiple), math.floor(max(high, low + multiple) / multiple)
         for _ in range(_TRIES):
-            value = _between(first, last, rng) * multiple
+            value = _whole_number(first, last, rng) * multiple
             if (value / multiple).is_integer():  # in floating point 7 * 0.01 is no multiple of 0.01
                 break
         return int(value) if kind == "integer" else float(value)
     if kind == "integer":
-        return _between(math.ceil(low), math.floor(high), rng)
+        return _whole_number(math.ceil(low), math.floor(high), rng)
     value = float(low) + (float(high) - float(low)) * float(rng.uniform(0.01, 0.99))
     short = round(value, 6)
     return short if low < short < high else value
@@ -193,7 +193,7 @@ def _bounds(kind: str, schema: Mapping[str, Json]) -> tuple[int | float, int | f
     return low, min(highs) if highs else low + 99
 
 
-def _between(low: int, high: int, rng: np.random.Generator) -> int:
+def _whole_number(low: int, high: int, rng: np.random.Generator) -> int:
     """A whole number from `low` to `high`, both of any size."""
     return low + int(rng.integers(min(high - low, 2**62) + 1))
 

@@ -122,7 +122,7 @@ def find_source(
     `given` is in the user's words. Raises ConfigError if there is none, with the commands that help, or if a folder that is named
     does not exist on this machine."""
     if given is not None and not given.strip():
-        raise ConfigError(f"{suite}: {called} is empty; expected {_expected(suite, obtain)}")
+        raise ConfigError(f"{suite}: {called} is empty; expected {_expected_text(suite, obtain)}")
     record = read_record(suite)
     places: tuple[tuple[str | None, str, str], ...] = (
         (given, "given", called),
@@ -131,7 +131,7 @@ def find_source(
     )
     for place, how, said in places:
         if place is not None:
-            return _folder(suite, Path(place).expanduser(), said, _expected(suite, obtain)), how
+            return _folder(suite, Path(place).expanduser(), said, _expected_text(suite, obtain)), how
     if module is not None and (packaged := module_folder(module)) is not None:
         return packaged, "package"
     if own is not None:
@@ -167,7 +167,7 @@ def checkout_version(folder: Path) -> str:
     return "no version"
 
 
-def need(folder: Path, names: Iterable[str]) -> None:
+def require_files(folder: Path, names: Iterable[str]) -> None:
     """Raises ConfigError naming the first of files and folders (relative to `folder`) that is missing."""
     for name in names:
         if not (folder / name).exists():
@@ -232,7 +232,7 @@ def _of_driver() -> dict[str, str]:
     return found
 
 
-def _expected(suite: str, obtain: str) -> str:
+def _expected_text(suite: str, obtain: str) -> str:
     return "the folder that holds the benchmark" + (f", which you get by `{obtain}`" if obtain else f" {suite}")
 
 
@@ -333,7 +333,7 @@ class SuiteEnv(ToolEnv):
     @classmethod
     def check_source(cls, folder: Path) -> str:
         """The benchmark's version at a folder (see `found_version`). Raises ConfigError naming what of `required` is missing."""
-        need(folder, cls.required)
+        require_files(folder, cls.required)
         return found_version(folder)
 
     @classmethod
@@ -347,7 +347,7 @@ class SuiteEnv(ToolEnv):
         """The source's folder and version. Raises ConfigError as `__init__`."""
         own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
         folder, _ = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
-        return folder, _checked(cls, folder)
+        return folder, _checked_version(cls, folder)
 
     @classmethod
     def counted(cls, folder: Path) -> dict[str, dict[str, int]]:
@@ -459,7 +459,7 @@ def by_split(suite: str, tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask] 
 _VERSIONS: dict[tuple[type, Path], str] = {}
 
 
-def _checked(cls: type[SuiteEnv], folder: Path) -> str:
+def _checked_version(cls: type[SuiteEnv], folder: Path) -> str:
     """The version, asked once per process and folder, since an environment is built for every episode."""
     try:
         return _VERSIONS.get((cls, folder)) or _VERSIONS.setdefault((cls, folder), cls.check_source(folder))

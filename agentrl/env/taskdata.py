@@ -1,7 +1,6 @@
 """Tasks from files: JSONL, Parquet, or a folder of such files, with a declared schema.
 
-Everything is read and checked before the first episode: a bad row stops the run with file, line and field.
-"""
+Everything is read and checked before the first episode: a bad row stops the run with file, line and field."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from agentrl.data.trajectory import Json, Task
 from agentrl.env.authoring import content_split, held_out_families, task_rng
 from agentrl.env.call_options import nearest
 from agentrl.utils.errors import DependencyError, TaskDataError
-from agentrl.utils.files import decoded
+from agentrl.utils.files import decode_text
 from agentrl.utils.parsing import read_json
 from agentrl.utils.schemas import BadSchemaError, checked_validator, first_fault
 
@@ -145,7 +144,7 @@ def load_tasks(
     for file in _files(place):
         named = _split_of_name(file, place)
         for where, raw in _read(file):
-            plain = _settled(raw, schema, file.suffix != ".jsonl", settle)
+            plain = _settle_rows(raw, schema, file.suffix != ".jsonl", settle)
             row = _row(where, plain, validator, to_task, split_column, named)
             rows.append(row if family_column is None else replace(row, family=_family(where, raw, family_column)))
     if not rows:
@@ -195,7 +194,7 @@ def _read(file: Path) -> Iterator[tuple[str, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     try:
-                        yield f"{file}:{number}", read_json(decoded(line))
+                        yield f"{file}:{number}", read_json(decode_text(line))
                     except UnicodeDecodeError:
                         raise
                     except ValueError as problem:
@@ -223,7 +222,7 @@ def _read_table(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file}: row {number}", row
 
 
-def _settled(raw: Any, schema: Mapping[str, Json], table: bool, settle: Settle | None) -> Any:
+def _settle_rows(raw: Any, schema: Mapping[str, Json], table: bool, settle: Settle | None) -> Any:
     if settle is not None:
         return settle(raw, table)
     if not table:

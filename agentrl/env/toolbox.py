@@ -12,21 +12,21 @@ from typing import Any
 
 from agentrl.data.images import MOST_IMAGES, Image
 from agentrl.data.trajectory import Json, ToolCall, ToolResult
-from agentrl.env.call_options import MAX_OUTPUT, Problem, formed, nearest
+from agentrl.env.call_options import MAX_OUTPUT, Problem, form_error, nearest
 from agentrl.env.tools import Tool
 from agentrl.env.tools import tool as make_tool
 from agentrl.utils.child_process import Child
 from agentrl.utils.errors import AgentrlError, EnvError, ImageError, PolicyTimeoutError, ToolError, ToolTimeoutError
-from agentrl.utils.event_loop import LateError, contained, within
-from agentrl.utils.parsing import detached, in_json, json_text
-from agentrl.utils.redaction import redact, redact_said, redacted
+from agentrl.utils.event_loop import LateError, run_contained, within
+from agentrl.utils.parsing import deep_copy_json, in_json, json_text
+from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.spans import span
 from agentrl.utils.threads import by_size, size_of
 
 # Images in an answer
 
 
-def pictured(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
+def extract_images(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
     """The answer with lines in the places of its images, and the images. A list of texts and images is text, line by line.
 
     Raises EnvError for a Pillow picture that is too large, which is an error in the tool.
@@ -104,9 +104,9 @@ def estimate_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // 4)
 
 
-def shaped(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
+def shape_result(name: str, answer: Any, budget: int, count: CountTokens) -> tuple[Json, str, tuple[Image, ...]]:
     """A tool's result, as JSON and as the text within its budget that the model reads; its images, with lines in both."""
-    answer, images = pictured(name, answer)
+    answer, images = extract_images(name, answer)
     value = to_json(name, answer)
     text = fit(to_text(value), budget, count)
     return value, with_lines(text, images) if images else text, images
@@ -134,7 +134,7 @@ def to_text(value: Json) -> str:
 
 def as_text(name: str, answer: Any) -> str:
     """The whole text that a model reads of a tool's return value. Raises EnvError as `to_json`."""
-    return to_text(to_json(name, pictured(name, answer)[0]))
+    return to_text(to_json(name, extract_images(name, answer)[0]))
 
 
 def error_text(kind: str, message: str) -> str:
@@ -335,9 +335,9 @@ class Toolbox:
             self._waiting.remove(waiting)
         if isinstance(answer, Problem):
             return self._refuse(call, answer, waiting.since)
-        value, content, images = await by_size(size_of(answer), shaped, item.name, answer, self._budget(item), self._count)
+        value, content, images = await by_size(size_of(answer), shape_result, item.name, answer, self._budget(item), self._count)
         if (clean := redact(content)) != content:
-            content, value = clean, redacted(value)
+            content, value = clean, redact_json(value)
         return ToolResult(call.id, call.name, content, value, None, time.monotonic() - waiting.since, images)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -378,7 +378,7 @@ class Toolbox:
             return Problem("unknown_tool", f"no tool {call.name!r}; {nearest(call.name, list(self._tools))}")
         try:
             # A copy, because a tool may keep and change what it is given, and the call is part of the record.
-            values = item.check(call.arguments) or item.convert(detached(call.arguments))
+            values = item.check(call.arguments) or item.convert(deep_copy_json(call.arguments))
         except TimeoutError as late:
             return Problem("invalid_argument", str(late))
         if isinstance(values, Problem):
@@ -396,9 +396,9 @@ class Toolbox:
             async with item.place() as child:
                 # The clock starts only here: time in a queue does not count as the tool's time.
                 waiting.since, waiting.running = time.monotonic(), True
-                answer = _invoked(item, self._owner, values, child)
+                answer = _invoke_tool(item, self._owner, values, child)
                 if item.options.inline and not item.is_async:
-                    return await contained(answer, item.name)  # it blocks the loop, so no timeout could fire
+                    return await run_contained(answer, item.name)  # it blocks the loop, so no timeout could fire
                 return await within(item.options.timeout, answer, f"tool {item.name}")
         except ToolError as refusal:
             return Problem("tool_error", str(refusal))
@@ -422,7 +422,7 @@ class Toolbox:
         item = self._find(call.name)
         cut = replace(problem, message=fit(problem.message, self._budget(item), self._count))
         if item is not None and item.options.error is not None:
-            return formed(item.options.error, item.name, cut)
+            return form_error(item.options.error, item.name, cut)
         own: Callable[[ToolCall, Problem], str] | None = getattr(self._owner, "error_text", None)
         return error_text(cut.kind, cut.message) if own is None else own(call, cut)
 
@@ -435,7 +435,7 @@ class Toolbox:
         return self.max_output if own is None else own
 
 
-async def _invoked(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:
+async def _invoke_tool(item: Tool, owner: object | None, values: Mapping[str, Any], child: Child | None) -> Any:
     """Call the tool and return its result. Raises what it raises; what the policy is to read of, as ToolError."""
     try:
         return await item.invoke(owner, values, child)

@@ -15,7 +15,14 @@ import regex
 
 from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn, UserCall
 from agentrl.env.toolbox import Toolbox
-from agentrl.render.litellm_calls import addressed, answer_row, load_litellm, read_answer, request_of, said_of
+from agentrl.render.litellm_calls import (
+    address_arguments,
+    answer_row,
+    load_litellm,
+    read_answer,
+    request_of,
+    said_of,
+)
 from agentrl.reward.values import course_of, turn_places
 from agentrl.utils.errors import DependencyError, EnvError, UserLimitError
 from agentrl.utils.schemas import compile_pattern, within_seconds
@@ -182,7 +189,7 @@ class ModelUser:
         self.goal, self.model, self.timeout = goal, model, timeout
         self.tools = [dict(schema) for schema in tools]
         self.options = {**({} if seed is None else {"seed": seed}), **options}
-        addressed(options.get("api_base"), "api_base")  # so that one that cannot be asked is refused now
+        address_arguments(options.get("api_base"), "api_base")  # so that one that cannot be asked is refused now
         self.complete = complete
         self.came: dict[str, dict[str, Any]] = {}
 
@@ -202,7 +209,7 @@ class ModelUser:
     async def shown(self, conversation: Sequence[Message]) -> list[dict[str, Any]]:
         """The conversation that the model reads, in OpenAI's form. A benchmark with a form of its own overrides this, and may
         set `tools`."""
-        return [{"role": "system", "content": self.system}, *turned(conversation, self.came)]
+        return [{"role": "system", "content": self.system}, *turn_roles(conversation, self.came)]
 
     def leaves(self, said: Message) -> bool:
         """Return True if a message ends the conversation."""
@@ -228,7 +235,7 @@ class ModelUser:
         content, reasoning, calls = read_answer(answer.choices[0].message)
         said = Message("user", content, calls, reasoning=reasoning)
         if calls:
-            self.came[_called(said)] = answer_row(self.model, answer.choices[0].message, calls)
+            self.came[_calls_key(said)] = answer_row(self.model, answer.choices[0].message, calls)
         return said
 
 
@@ -245,7 +252,7 @@ def user_call(
     return request_of(own, args, options.get("api_base"), args_key="options", base_key="api_base")
 
 
-def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
+def turn_roles(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]] = NOTHING) -> list[dict[str, Any]]:
     """The conversation as the model that plays the user gets it, in OpenAI's form: what the policy said as role "user", what the
     user said and called as "assistant", the results of its calls as "tool"; nothing of the policy's calls. `came`: messages with
     calls as the model wrote them, by `_called`."""
@@ -260,7 +267,7 @@ def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]
         elif message.role == "user" and message.tool_calls:
             calls = [write_call(sendable(call)) for call in message.tool_calls]
             written: dict[str, Any] = {"role": "assistant", "content": message.content or None, "tool_calls": calls}
-            row = came.get(_called(message)) or written
+            row = came.get(_calls_key(message)) or written
             ids |= {call.id: item["id"] for call, item in zip(message.tool_calls, row["tool_calls"], strict=True)}
             found.append(dict(row))
         elif message.role == "user" and message.content:
@@ -270,7 +277,7 @@ def turned(conversation: Sequence[Message], came: Mapping[str, Mapping[str, Any]
     return found
 
 
-def _called(message: Message) -> str:
+def _calls_key(message: Message) -> str:
     """The key of a message with calls, whatever ids these have."""
     return json.dumps([message.content, [(call.name, call.raw) for call in message.tool_calls]])
 

@@ -47,7 +47,7 @@ def plain_tokenizers(full: Tokenizer, control: frozenset[str]) -> dict[Place, To
     made: dict[str, Tokenizer] = {}  # a large vocabulary takes a second to build, so equal places share one
     result: dict[Place, Tokenizer] = {}
     for place in Place:
-        parts = {name: _placed(spec[name], place) for name in ("normalizer", "pre_tokenizer")}
+        parts = {name: _at_place(spec[name], place) for name in ("normalizer", "pre_tokenizer")}
         key = json.dumps(parts)
         if key not in made:
             made[key] = Tokenizer.from_str(json.dumps({**spec, **parts}))
@@ -71,13 +71,13 @@ def _unspellable(model: dict[str, Any], control: frozenset[str]) -> Any:
     return {f"{secret}{number}" if piece in hidden else piece: number for piece, number in vocab.items()}
 
 
-def _placed(part: Any, place: Place) -> Any:
+def _at_place(part: Any, place: Place) -> Any:
     """A normalizer or pre-tokenizer as it acts at `place`; None if nothing remains of it."""
     if not isinstance(part, dict):
         return part
     if part["type"] == "Sequence":
         key = "normalizers" if "normalizers" in part else "pretokenizers"
-        inner = [_placed(item, place) for item in part[key]]
+        inner = [_at_place(item, place) for item in part[key]]
         return {**part, key: [item for item in inner if item is not None]}
     if part["type"] == "Prepend":
         return None if place is Place.TEXT else part

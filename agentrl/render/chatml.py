@@ -203,11 +203,11 @@ def _body(message: Message) -> list[str]:
     parts.append(message.content)
     for index, call in enumerate(message.tool_calls):
         glue = "\n" if message.content or index else ""
-        parts += [glue, *_tagged(render_tool_calls([call]))]
+        parts += [glue, *_tag_calls(render_tool_calls([call]))]
     return parts
 
 
-def _tagged(block: str) -> list[str]:
+def _tag_calls(block: str) -> list[str]:
     """A call's outer tags are markup; the text between them is not, even if it contains the same tags."""
     head, tail = "<tool_call>", "</tool_call>"
     opens, closes = block.startswith(head), block.endswith(tail) and len(block) >= len(head + tail)

@@ -13,7 +13,7 @@ from agentrl.config.identity import check_base
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.utils.errors import DependencyError
 from agentrl.utils.network import exempt_own, through_proxy
-from agentrl.utils.redaction import basic, learn, resolved
+from agentrl.utils.redaction import basic, learn, resolve_references
 from agentrl.utils.threads import fork_safe
 
 _IMPORTING = fork_safe(threading.Lock())
@@ -28,7 +28,7 @@ def request_of(
 ) -> dict[str, Any]:
     """The keyword arguments of one call of litellm's: the caller's `own`, and over them `args` with references resolved, which
     cannot replace model, messages, timeout and tools. Raises as `addressed`."""
-    given, where = resolved(dict(args), args_key), addressed(base, base_key)
+    given, where = resolve_references(dict(args), args_key), address_arguments(base, base_key)
     headers = {**given.get("extra_headers", {}), **where.get("extra_headers", {})}
     asked = {name: own[name] for name in ("model", "messages", "timeout")}
     found = {**own, **given, **where, **({"extra_headers": headers} if headers else {}), **asked, "tools": own.get("tools")}
@@ -111,7 +111,7 @@ def causes(problem: BaseException | None) -> Iterator[BaseException]:
         problem = problem.__cause__ or problem.__context__
 
 
-def addressed(base: str | None, key: str) -> dict[str, Any]:
+def address_arguments(base: str | None, key: str) -> dict[str, Any]:
     """Arguments of a litellm call to a server of one's own: its address, with references resolved, and the name and password
     that are in it as a header, since litellm's asynchronous calls fail on those in an address. `key`: its key in the config.
     Raises ConfigError for a variable that is not set, and for a query in the address."""

@@ -7,15 +7,7 @@ import re
 from collections.abc import Sequence
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.render.tagged_syntaxes import (
-    FUNCTION_GEMMA,
-    GEMMA,
-    GLM,
-    LFM2,
-    OLMO,
-    PYTHONIC,
-    QWEN_XML,
-)
+from agentrl.render.tagged_syntaxes import FUNCTION_GEMMA, GEMMA, GLM, LFM2, OLMO, PYTHONIC, QWEN_XML
 from agentrl.render.tool_calls import (
     CLOSE,
     MOST_CALLS,
@@ -29,7 +21,7 @@ from agentrl.render.tool_calls import (
     call_from_json,
     hermes_rules,
     llama_rules,
-    malformed,
+    malformed_call,
     parse_tool_calls,
     render_tool_calls,
     skip_blanks,
@@ -55,7 +47,7 @@ def parse_deepseek(text: str) -> Parsed:
             if not text.startswith(_END, end):
                 raise ValueError(f"expected {_END} after the arguments")
         except ValueError as problem:
-            return _broken(text, start, call_id, str(problem))
+            return _end_broken_call(text, start, call_id, str(problem))
         stop = end + len(_END)
         return [call_from_json({"name": name, "arguments": value}, call_id, text[start:stop])], stop
 
@@ -90,10 +82,10 @@ def _json(text: str, start: int) -> tuple[Json, int]:
         raise ValueError(f"not valid JSON: {problem}") from None
 
 
-def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+def _end_broken_call(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """A malformed call ends with its own end, before the next call, or with the text."""
     stop, closed = broken_end(text, start + len(_BEGIN), _BEGIN, _END)
-    return [malformed(call_id, text[start:stop], error if closed else f"no {_END}: {error}")], stop
+    return [malformed_call(call_id, text[start:stop], error if closed else f"no {_END}: {error}")], stop
 
 
 DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
@@ -113,7 +105,7 @@ def parse_dsml(text: str) -> Parsed:
         stop = len(text) if close < 0 else close + len(_BLOCK_END)
         raw, body = text[start:stop], text[start + len(_BLOCK) : close if close >= 0 else len(text)]
         if close < 0:
-            return [malformed(call_id, raw, f"no {_BLOCK_END}")], stop
+            return [malformed_call(call_id, raw, f"no {_BLOCK_END}")], stop
         first, position = int(call_id.removeprefix("call_")), 0
         calls: list[ToolCall] = []
         while len(calls) <= MOST_CALLS and (invoke := _INVOKE.match(body, position)) is not None:
@@ -122,7 +114,7 @@ def parse_dsml(text: str) -> Parsed:
         if len(calls) > MOST_CALLS:
             return [*calls, too_many(raw)], stop
         if not calls or body[position:].strip():
-            return [malformed(call_id, raw, "expected <invoke name=...> and nothing else")], stop
+            return [malformed_call(call_id, raw, "expected <invoke name=...> and nothing else")], stop
         return calls, stop
 
     return blocks(text, _BLOCK, _BLOCK_END, read)
@@ -131,7 +123,7 @@ def parse_dsml(text: str) -> Parsed:
 def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
     raw, name, body = invoke.group(0).strip(), invoke.group(1), invoke.group(2)
     if not name:
-        return malformed(call_id, raw, "expected a function name")
+        return malformed_call(call_id, raw, "expected a function name")
     arguments: dict[str, Json] = {}
     position = 0
     while (item := _PARAMETER.match(body, position)) is not None:
@@ -139,10 +131,10 @@ def _invoke(invoke: re.Match[str], call_id: str) -> ToolCall:
         try:
             arguments[key] = text if is_string == "true" else _whole(text)
         except ValueError as problem:
-            return malformed(call_id, raw, f"{key} is not valid JSON: {problem}", name)
+            return malformed_call(call_id, raw, f"{key} is not valid JSON: {problem}", name)
         position = item.end()
     if body[position:].strip():
-        return malformed(call_id, raw, 'expected <parameter name="KEY" string="true|false">', name)
+        return malformed_call(call_id, raw, 'expected <parameter name="KEY" string="true|false">', name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
@@ -212,15 +204,15 @@ def harmony_parts(text: str) -> tuple[str | None, str, tuple[ToolCall, ...]]:
 def _call(to: str, body: str, raw: str, call_id: str, has_body: bool, closed: bool) -> ToolCall:
     name = to.removeprefix("functions.")
     if not name or not to.startswith("functions."):
-        return malformed(call_id, raw, f"a message to {to!r}, which is not functions.NAME")
+        return malformed_call(call_id, raw, f"a message to {to!r}, which is not functions.NAME")
     if not has_body or not closed:
-        return malformed(call_id, raw, "the call was cut", name)
+        return malformed_call(call_id, raw, "the call was cut", name)
     try:
         value, end = strict_json(body)
     except ValueError as problem:
-        return malformed(call_id, raw, f"not valid JSON: {problem}", name)
+        return malformed_call(call_id, raw, f"not valid JSON: {problem}", name)
     if body[end:].strip():
-        return malformed(call_id, raw, "text after the arguments", name)
+        return malformed_call(call_id, raw, "text after the arguments", name)
     return call_from_json({"name": name, "arguments": value}, call_id, raw)
 
 
@@ -254,7 +246,7 @@ def parse_listed(text: str) -> Parsed:
         raw, first = text[start:stop], int(call_id.removeprefix("call_"))
         items = value if isinstance(value, list) else [value]
         if not items:
-            return [malformed(call_id, raw, "expected a JSON list of calls, got an empty one")], stop
+            return [malformed_call(call_id, raw, "expected a JSON list of calls, got an empty one")], stop
         return [call_from_json(item, f"call_{first + i}", raw) for i, item in enumerate(items)], stop
 
     return blocks(text, _BEGINS, _CLOSE, read)
@@ -263,7 +255,7 @@ def parse_listed(text: str) -> Parsed:
 def _broken_list(text: str, start: int, body: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """A broken list's end is unknown: at its closing tag, before the next opening one, or with the turn."""
     stop, _ = broken_end(text, body, _OPEN, _CLOSE)
-    return [malformed(call_id, text[start:stop], error)], stop
+    return [malformed_call(call_id, text[start:stop], error)], stop
 
 
 def _write(calls: Sequence[ToolCall]) -> str:
@@ -306,7 +298,7 @@ def parse_llama_json(text: str) -> Parsed:
     body = body.strip()
     if not body.startswith("{"):
         if tag:  # what follows the token is a call and nothing else
-            return said.strip(), (malformed("call_0", tag + body, f"expected a JSON object after {_PYTHON_TAG}"),)
+            return said.strip(), (malformed_call("call_0", tag + body, f"expected a JSON object after {_PYTHON_TAG}"),)
         return text.strip(), ()
     calls: list[ToolCall] = []
     position = 0
@@ -319,13 +311,13 @@ def parse_llama_json(text: str) -> Parsed:
             value, end = strict_json(body, position)
         except ValueError as problem:
             # Where the broken one ends is not known, so the rest of the turn goes with it.
-            calls.append(malformed(call_id, body[position:], f"not valid JSON: {problem}"))
+            calls.append(malformed_call(call_id, body[position:], f"not valid JSON: {problem}"))
             break
         key = "arguments" if isinstance(value, dict) and "arguments" in value else "parameters"
         calls.append(call_from_json(value, call_id, body[position:end], key))
         position = skip_blanks(body, end)
         if position < len(body) and not body.startswith((";", "{"), position):
-            calls.append(malformed(f"call_{len(calls)}", body[position:], "expected ';' between two calls"))
+            calls.append(malformed_call(f"call_{len(calls)}", body[position:], "expected ';' between two calls"))
             break
         if body.startswith(";", position):
             position = skip_blanks(body, position + 1)
@@ -370,14 +362,14 @@ def parse_mistral(text: str) -> Parsed:
         try:
             value, end = strict_json(arguments if args else piece)
         except ValueError as problem:
-            calls.append(malformed(call_id, raw, f"not valid JSON: {problem}", name))
+            calls.append(malformed_call(call_id, raw, f"not valid JSON: {problem}", name))
             continue
         if (arguments if args else piece)[end:].strip():
-            calls.append(malformed(call_id, raw, "text after the calls"))
+            calls.append(malformed_call(call_id, raw, "text after the calls"))
         elif args:
             calls.append(call_from_json({"name": name, "arguments": value}, call_id, raw))
         elif not isinstance(value, list) or not value:
-            calls.append(malformed(call_id, raw, "expected a JSON array of calls"))
+            calls.append(malformed_call(call_id, raw, "expected a JSON array of calls"))
         else:
             calls += [_item(item, f"call_{len(calls) + i}", raw) for i, item in enumerate(value)]
     return prose.strip(), within_most(calls)

@@ -24,8 +24,8 @@ from agentrl.render.tool_calls import (
     blocks,
     broken_end,
     check_json,
-    malformed,
-    numbered,
+    malformed_call,
+    number_block,
     skip_blanks,
     strict_json,
     within_most,
@@ -60,7 +60,7 @@ def _parser(tokens: _Tokens) -> Parser:
                 if not text.startswith(tokens.close, end):
                     raise ValueError(f"expected {tokens.close} after the arguments")
             except ValueError as problem:
-                return _broken(text, start, call_id, str(problem), name, tokens)
+                return _end_broken_tag(text, start, call_id, str(problem), name, tokens)
             stop = end + len(tokens.close)
             return [ToolCall(name, arguments, id=call_id, raw=text[start:stop])], stop
 
@@ -150,10 +150,10 @@ class _GemmaReader:
             at += 1
 
 
-def _broken(text: str, start: int, call_id: str, error: str, name: str, tokens: _Tokens) -> tuple[list[ToolCall], int]:
+def _end_broken_tag(text: str, start: int, call_id: str, error: str, name: str, tokens: _Tokens) -> tuple[list[ToolCall], int]:
     """A malformed call ends with its own end, before the next call, or with the text."""
     stop, closed = broken_end(text, start + len(tokens.open), tokens.open, tokens.close)
-    return [malformed(call_id, text[start:stop], error if closed else f"no {tokens.close}: {error}", name)], stop
+    return [malformed_call(call_id, text[start:stop], error if closed else f"no {tokens.close}: {error}", name)], stop
 
 
 _GEMMA4 = _Tokens("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -183,7 +183,7 @@ def parse_glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         stop = len(text) if close < 0 else close + len(CLOSE)
         raw = text[start:stop]
         if close < 0:
-            return [malformed(call_id, raw, f"no {CLOSE}")], stop
+            return [malformed_call(call_id, raw, f"no {CLOSE}")], stop
         return [_call(text[start + len(OPEN) : close], raw, call_id, schemas if tools else None)], stop
 
     return blocks(text, OPEN, CLOSE, read)
@@ -193,14 +193,14 @@ def _call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[str, 
     position = body.find(_GLM_KEY) if _GLM_KEY in body else len(body)
     name = body[:position].strip()
     if not name or "<" in name or "\n" in name:
-        return malformed(call_id, raw, "expected a function name")
+        return malformed_call(call_id, raw, "expected a function name")
     schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
     while (pair := _pair(body, position)) is not None:
         key, value, position = pair
         arguments[key] = argument_value(value, key, schema)
     if body[position:].strip():
-        return malformed(call_id, raw, "expected <arg_key>KEY</arg_key> and <arg_value>value</arg_value>", name)
+        return malformed_call(call_id, raw, "expected <arg_key>KEY</arg_key> and <arg_value>value</arg_value>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
@@ -262,10 +262,10 @@ def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[s
     body = "" if missing else body.strip()
     head = _FUNCTION.match(body)
     if head is None or head.end() > len(body) - len(_FUNCTION_END) or not body.endswith(_FUNCTION_END):
-        return malformed(call_id, raw, f"no {missing}" if missing else "expected <function=NAME>...</function>")
+        return malformed_call(call_id, raw, f"no {missing}" if missing else "expected <function=NAME>...</function>")
     name, inner = head.group(1).strip(), body[head.end() : len(body) - len(_FUNCTION_END)]
     if not name:
-        return malformed(call_id, raw, "expected a function name")
+        return malformed_call(call_id, raw, "expected a function name")
     schema = None if schemas is None else schemas.get(name, {})
     arguments: dict[str, Json] = {}
     position = 0
@@ -274,12 +274,12 @@ def _xml_call(body: str, raw: str, call_id: str, schemas: Mapping[str, Mapping[s
         end = inner.find(_PARAMETER_END, parameter.end())
         # A value that goes on over the next parameter has lost its end, and the call would be made with a wrong argument.
         if end < 0 or inner.find("<parameter=", parameter.end(), end) >= 0:
-            return malformed(call_id, raw, f"no {_PARAMETER_END} after the value of {parameter.group(1).strip()!r}", name)
+            return malformed_call(call_id, raw, f"no {_PARAMETER_END} after the value of {parameter.group(1).strip()!r}", name)
         key = parameter.group(1).strip()
         arguments[key] = argument_value(inner[parameter.end() : end].removesuffix("\n"), key, schema)
         position = end + len(_PARAMETER_END)
     if inner[position:].strip():
-        return malformed(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
+        return malformed_call(call_id, raw, "expected <parameter=KEY>value</parameter>", name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
@@ -322,14 +322,14 @@ def parse_pythonic(text: str) -> Parsed:
     return said.strip() if mark else "", within_most(_calls(body, body, "call_0"))
 
 
-def _between(opening: str, closing: str) -> Parser:
+def _parse_between(opening: str, closing: str) -> Parser:
     def parse(text: str) -> Parsed:
         def read(start: int, call_id: str) -> tuple[list[ToolCall], int]:
             close = text.find(closing, start)
             stop = len(text) if close < 0 else close + len(closing)
             raw = text[start:stop]
             if close < 0:
-                return [malformed(call_id, raw, f"no {closing}")], stop
+                return [malformed_call(call_id, raw, f"no {closing}")], stop
             return _calls(text[start + len(opening) : close].strip(), raw, call_id), stop
 
         return blocks(text, opening, closing, read)
@@ -339,12 +339,12 @@ def _between(opening: str, closing: str) -> Parser:
 
 def _calls(body: str, raw: str, call_id: str) -> list[ToolCall]:
     if len(body) > _MOST:
-        return [malformed(call_id, raw, f"calls of {len(body)} characters; at most {_MOST} are read")]
+        return [malformed_call(call_id, raw, f"calls of {len(body)} characters; at most {_MOST} are read")]
     try:
         calls = [ToolCall(name, arguments, raw=raw) for name, arguments in _PythonReader(body).calls()]
     except ValueError as problem:
-        return [malformed(call_id, raw, f"not a list of calls in Python: {problem}")]
-    return numbered(calls, call_id) if calls else [malformed(call_id, raw, "expected a call, got an empty list")]
+        return [malformed_call(call_id, raw, f"not a list of calls in Python: {problem}")]
+    return number_block(calls, call_id) if calls else [malformed_call(call_id, raw, "expected a call, got an empty list")]
 
 
 class _PythonReader:
@@ -453,7 +453,7 @@ class _PythonReader:
         parts: list[str] = []
         while (found := _STRING.match(self.text, self.at)) is not None:
             inner = next(part for part in found.group("d3", "s3", "d", "s") if part is not None)
-            parts.append(inner if found.group("prefix") in ("r", "R") else _unescaped(inner))
+            parts.append(inner if found.group("prefix") in ("r", "R") else _unescape_text(inner))
             self.at = found.end()
             self.blank()
         return "".join(parts)
@@ -497,7 +497,7 @@ def _number(text: str) -> Json:
     return value  # `check_json` refuses infinities
 
 
-def _unescaped(inner: str) -> str:
+def _unescape_text(inner: str) -> str:
     if "\\" not in inner:
         return inner
     # Line breaks and quotes stand for themselves in a policy's strings, whatever Python says.
@@ -514,10 +514,10 @@ _SAFE = {"\n": "\\n", "\r": "\\r", '"': '\\"', "\x00": "\\x00"}
 
 
 def _write(calls: Sequence[ToolCall]) -> str:
-    return "[" + ", ".join(_written(call) for call in calls) + "]"
+    return "[" + ", ".join(_write_value(call) for call in calls) + "]"
 
 
-def _written(call: ToolCall) -> str:
+def _write_value(call: ToolCall) -> str:
     return f"{call.name}({', '.join(_argument(key, value) for key, value in (call.arguments or {}).items())})"
 
 
@@ -530,11 +530,11 @@ _LFM, _LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _OLMO, _OLMO_END = "<function_calls>", "</function_calls>"
 LFM2 = Syntax(
     "lfm2",
-    _between(_LFM, _LFM_END),
+    _parse_between(_LFM, _LFM_END),
     seen=lambda call: _LFM in call,
     write=lambda calls: _LFM + _write(calls) + _LFM_END,
     asked=lambda prompt: "<|tool_list_start|>" in prompt,
     opens=(_LFM, _LFM_END),
 )
-OLMO = Syntax("olmo", _between(_OLMO, _OLMO_END), seen=lambda call: _OLMO in call and "(" in call, opens=(_OLMO, _OLMO_END))
+OLMO = Syntax("olmo", _parse_between(_OLMO, _OLMO_END), seen=lambda call: _OLMO in call and "(" in call, opens=(_OLMO, _OLMO_END))
 PYTHONIC = Syntax("pythonic", parse_pythonic, seen=lambda call: _LOOKS_LIKE_CALLS.search(call) is not None, write=_write)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.images import Image, PromptIds, shown
+from agentrl.data.images import Image, PromptIds
+from agentrl.data.images import split_at_images as shown
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Place, ProseReader, Renderer, TurnReader
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from agentrl.data.images import Image, shown
+from agentrl.data.images import Image
+from agentrl.data.images import split_at_images as shown
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Codec, Markup, Place
 from agentrl.render.chatml import advice

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from agentrl.data.trajectory import Json, ToolCall
-from agentrl.utils.parsing import unbounded
-from agentrl.utils.schemas import referred
+from agentrl.utils.parsing import is_unbounded
+from agentrl.utils.schemas import resolve_reference
 
 # Grammars of a turn
 
@@ -125,7 +125,7 @@ class Syntax:
     grammar: Callable[[Sequence[Mapping[str, Any]], bool, Mark], Rules] | None = None
 
 
-def numbered(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
+def number_block(calls: Sequence[ToolCall], call_id: str) -> list[ToolCall]:
     """The calls of one block with ids that count on from the block's first, `call_N`."""
     first = int(call_id.removeprefix("call_"))
     return [
@@ -189,7 +189,7 @@ def blocks(
             following = begins.search(text, position)
         elif stray:
             prose.append(text[position : stray.start()])
-            calls.append(malformed(call_id, closing, f"{closing} without the mark that opens a call"))
+            calls.append(malformed_call(call_id, closing, f"{closing} without the mark that opens a call"))
             position = stray.end()
         if stray and stray.start() < position:
             stray = ends.search(text, position)
@@ -200,16 +200,16 @@ def blocks(
 def call_from_json(value: Json, call_id: str, raw: str, arguments_key: str = "arguments") -> ToolCall:
     """A `ToolCall` from a decoded `{"name": str, "arguments": object}`, with `error` set if it is not one."""
     if not isinstance(value, dict):
-        return malformed(call_id, raw, f"expected a JSON object, got {_kind(value)}")
+        return malformed_call(call_id, raw, f"expected a JSON object, got {_kind(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return malformed(call_id, raw, 'expected a non-empty string under "name"')
+        return malformed_call(call_id, raw, 'expected a non-empty string under "name"')
     if arguments_key not in value:
-        return malformed(call_id, raw, f'expected an object under "{arguments_key}", which is missing', name)
+        return malformed_call(call_id, raw, f'expected an object under "{arguments_key}", which is missing', name)
     arguments = value[arguments_key]
     if not isinstance(arguments, dict):
         error = f'expected an object under "{arguments_key}", got {_kind(arguments)}'
-        return malformed(call_id, raw, error, name)
+        return malformed_call(call_id, raw, error, name)
     return ToolCall(name=name, arguments=arguments, id=call_id, raw=raw)
 
 
@@ -221,7 +221,7 @@ def call_of_api(item: Any, index: int) -> ToolCall:
         if text[end:].strip():
             raise ValueError("text after the object")
     except ValueError as problem:
-        return malformed(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
+        return malformed_call(f"call_{index}", text, f"not valid JSON: {problem}", item.function.name or "")
     return call_from_json({"name": item.function.name, "arguments": arguments}, f"call_{index}", text)
 
 
@@ -238,14 +238,14 @@ def sendable(call: ToolCall) -> ToolCall:
     return replace(call, name=name, arguments={"malformed": call.raw} if call.arguments is None else call.arguments)
 
 
-def malformed(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
+def malformed_call(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
     """The record of a call that cannot be parsed."""
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)
 
 
 def too_many(raw: str) -> ToolCall:
     """The record of all that follows the most calls that a turn may have."""
-    return malformed(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
+    return malformed_call(f"call_{MOST_CALLS}", raw, f"more than {MOST_CALLS} calls in one turn")
 
 
 def within_most(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
@@ -262,14 +262,14 @@ def strict_json(text: str, start: int = 0) -> tuple[Json, int]:
     """
     blank = _JSON_BLANK.match(text, start)
     try:
-        value, end = _decoded(text, blank.end() if blank else start)
+        value, end = _decode_json(text, blank.end() if blank else start)
     except RecursionError:
         raise ValueError("JSON nested too deep") from None
     check_json(value)
     return value, end
 
 
-def _decoded(text: str, start: int) -> tuple[Json, int]:
+def _decode_json(text: str, start: int) -> tuple[Json, int]:
     if len(text) <= _WINDOW:
         return _DECODER.raw_decode(text, start)
     # An error counts the lines of all that comes before it, so a long text with many broken calls is read through windows.
@@ -321,7 +321,7 @@ def check_json(value: Json) -> None:
             elif isinstance(item, str):
                 if not item.isascii():
                     _check_encodable(item)
-            elif unbounded(item):
+            elif is_unbounded(item):
                 raise ValueError("a number beyond the range of a double")
         if not inner:
             return
@@ -359,18 +359,18 @@ def _block(text: str, start: int, call_id: str) -> tuple[list[ToolCall], int]:
     try:
         value, end = strict_json(text, body)
     except ValueError as problem:
-        return _broken(text, start, call_id, f"not valid JSON: {problem}")
+        return _end_broken_block(text, start, call_id, f"not valid JSON: {problem}")
     close = skip_blanks(text, end)
     if not text.startswith(CLOSE, close):
-        return _broken(text, start, call_id, f"expected {CLOSE} after the JSON object")
+        return _end_broken_block(text, start, call_id, f"expected {CLOSE} after the JSON object")
     stop = close + len(CLOSE)
     return [call_from_json(value, call_id, text[start:stop])], stop
 
 
-def _broken(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
+def _end_broken_block(text: str, start: int, call_id: str, error: str) -> tuple[list[ToolCall], int]:
     """A malformed block ends at its closing tag, the next opening tag or the end of the text, whichever is first."""
     stop, closed = broken_end(text, start + len(OPEN), OPEN, CLOSE)
-    return [malformed(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}")], stop
+    return [malformed_call(call_id, text[start:stop], error if closed else f"no {CLOSE}: {error}")], stop
 
 
 def _render(call: ToolCall) -> str:
@@ -440,7 +440,7 @@ def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
         for key in ("anyOf", "oneOf", "allOf"):
             rest += part.get(key) or ()
         if isinstance(part.get("$ref"), str):
-            rest.append(referred(part["$ref"], root))
+            rest.append(resolve_reference(part["$ref"], root))
     return found
 
 
@@ -458,7 +458,7 @@ def _number(text: str) -> int | float:
 
 def _integer(text: str) -> int:
     value = int(text)
-    if unbounded(value):
+    if is_unbounded(value):
         raise ValueError
     return value
 

@@ -4,8 +4,7 @@ An image is a run of placeholder tokens in a row, one for each patch that the vi
 their embeddings, and in Qwen3-VL those of the tower's early layers are added to what the language model's first layers make of
 them (Meng et al. 2024, arXiv:2406.04334). Text counts positions one by one; the tokens of an image have a position in each of
 three dimensions (time, height, width: M-RoPE, Wang et al. 2024, arXiv:2409.12191, section 2.1), and what follows begins behind
-the largest of them.
-"""
+the largest of them."""
 
 from __future__ import annotations
 
@@ -174,7 +173,7 @@ def features_of(model: Any, seen: PackedImages) -> list[Tensor]:
     return [torch.cat(part) for part in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
 
 
-def embedded(model: Any, ids: Tensor, places: Tensor | None = None, features: Sequence[Tensor] = ()) -> dict[str, Any]:
+def embed_images(model: Any, ids: Tensor, places: Tensor | None = None, features: Sequence[Tensor] = ()) -> dict[str, Any]:
     """The language model's arguments for the ids [T]: their embeddings [1, T, E], with the `features` of images (`features_of`)
     in their `places`, int64 [placeholders]; None of text alone."""
     embeddings: Tensor = model.get_input_embeddings()(ids)

@@ -346,11 +346,13 @@ def _among(value: Json, allowed: Sequence[Any], inner: type | None, normalize: N
         return any(isinstance(option, str) and (option == value or normalize(option) == folded) for option in allowed)
     if isinstance(value, list):
         # A text is a list of its letters, so "" is the empty list.
-        return _folded(value, normalize) in [_folded(option, normalize) for option in allowed if isinstance(option, list | str)]
+        return _fold_values(value, normalize) in [
+            _fold_values(option, normalize) for option in allowed if isinstance(option, list | str)
+        ]
     return value in allowed
 
 
-def _folded(items: Sequence[Json], normalize: Normalizer) -> list[Json]:
+def _fold_values(items: Sequence[Json], normalize: Normalizer) -> list[Json]:
     return [normalize(item) if isinstance(item, str) else item for item in items]
 
 
@@ -363,7 +365,7 @@ def _object_fits(made: Json, option: Any, normalize: Normalizer) -> bool:
         if not isinstance(values, list | str):
             return False
         value = normalize(value) if isinstance(value, str) else value
-        if value not in _folded(values, normalize):
+        if value not in _fold_values(values, normalize):
             return False
     return all(key in made or (isinstance(values, list | str) and "" in values) for key, values in option.items())
 
@@ -400,7 +402,7 @@ def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
     """The first possible value that is one for the leaderboard; "" stands for the empty list too. None if there is none."""
     values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
     if language != "python":
-        values = [text for value in values for text in _written(value, language)]
+        values = [text for value in values for text in _write_variants(value, language)]
     return next((value for value in values if value_fits(value, allowed, declared, language=language)), None)
 
 
@@ -421,7 +423,7 @@ def _possible_object(option: Mapping[str, Json]) -> dict[str, Json]:
     }
 
 
-def _written(value: Json, language: str) -> Iterator[str]:
+def _write_variants(value: Json, language: str) -> Iterator[str]:
     """A value in another language's syntax, in the ways that its declared type may ask for."""
     plain = value if isinstance(value, str) else json.dumps(value)
     if isinstance(value, list) and language == "java":

@@ -81,7 +81,7 @@ def _whose(item: Mapping[str, Json], index: int) -> tuple[str | None, tuple[str,
     return by, None if compare is None else tuple(compare)
 
 
-def declared(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
+def declared_gold(gold: list[GoldCall], tools: Sequence[Mapping[str, Json]]) -> list[GoldCall]:
     """The gold calls with the parameters that tools declare: those offered, or a list of functions."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = {f["name"]: f.get("parameters", {}) for f in functions if isinstance(f, Mapping) and "name" in f}

@@ -17,8 +17,8 @@ from agentrl.reward.score import Scorer, SuccessRule, ids_of, success_rule
 from agentrl.reward.spec import load_spec
 from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer
 from agentrl.utils.errors import RewardSpecError
-from agentrl.utils.redaction import resolved
-from agentrl.utils.search_path import PREFIX, function_named, names, taken
+from agentrl.utils.redaction import resolve_references
+from agentrl.utils.search_path import PREFIX, function_named, given_object, names
 
 _NARROW = ("round", "turn", "call")
 
@@ -257,7 +257,7 @@ def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv
     """
     python = {name: function_named(f"reward.python.{name}", target) for name, target in config.python.items()}
     # Whoever gave a function in Python has allowed it; under its own name a config allows it like any other.
-    python |= {name: taken(name, "env.reward").value for name in names()}
+    python |= {name: given_object(name, "env.reward").value for name in names()}
     python = {name: as_leaf(function) for name, function in python.items() if inspect.isroutine(function)}
     return Context(replay_env=replay_env, python=python, judge=Judge(judge_settings(config.judge)))
 
@@ -265,7 +265,7 @@ def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv
 def given_spec(name: str) -> dict[str, Any]:
     """A spec that was given in Python ("given:NAME"); of a function, the spec that calls it. Raises ConfigError or
     RewardSpecError."""
-    value = taken(name, "env.reward").value
+    value = given_object(name, "env.reward").value
     plain = {"agentrl_reward": 1, "name": name.removeprefix(PREFIX), "root": {"use": "python", "args": {"name": name}}}
     return load_spec(value if isinstance(value, Mapping) else plain)
 
@@ -286,7 +286,7 @@ def as_leaf(function: Callable[..., Any]) -> Callable[..., Any]:
 def judge_settings(config: JudgeConfig) -> JudgeSettings:
     """The config section as the judge's settings."""
     return JudgeSettings(
-        api_base=resolved(config.api_base, "reward.judge.api_base"),
+        api_base=resolve_references(config.api_base, "reward.judge.api_base"),
         args=config.args,
         cache=None if config.cache is None else Path(config.cache),
         calls=config.calls,

@@ -1,8 +1,7 @@
 """Processes that compare mathematics (`equality_worker.py`): started when first needed, bounded, and replaced when one is ended.
 
 What a policy writes may keep SymPy busy for a year (9**9**9) or ask it for all memory. Threads cannot be stopped, so another
-process does it: the kernel ends it at its limit of processor time, and its address space is bounded.
-"""
+process does it: the kernel ends it at its limit of processor time, and its address space is bounded."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
             worker.end()
             raise
         if reply is None:
-            return _ended(worker.end(), request["seconds"])
+            return _ended_answer(worker.end(), request["seconds"])
         if reply.pop("worn"):
             worker.end()
         else:
@@ -188,7 +187,7 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
         return reply
 
 
-def _ended(code: int, seconds: int) -> dict[str, Any]:
+def _ended_answer(code: int, seconds: int) -> dict[str, Any]:
     """The answer of a process that ended: wrong, if what it was asked ended it."""
     if -code == signal.SIGXCPU:
         return {"right": False, "why": f"more than {seconds} s of processor time"}

@@ -1,8 +1,7 @@
 """Compares answers with gold by math-verify, in a process of its own: `agentrl.reward.equality` starts it and bounds it.
 
 A program, not a module: it reads one JSON request a line and answers each with a line. math-verify's own time limit is an alarm,
-which works in the main thread of a program alone and is never met by a long multiplication; here the kernel ends the process.
-"""
+which works in the main thread of a program alone and is never met by a long multiplication; here the kernel ends the process."""
 
 from __future__ import annotations
 
@@ -296,7 +295,7 @@ def _nodes(value: Any) -> Iterator[Any]:
         yield from _nodes(part)
 
 
-def settled(said: Read, wanted: Read) -> bool:
+def is_settled(said: Read, wanted: Read) -> bool:
     """Return whether an answer is worked out: gold's own text, a number in lowest terms, or an expression that stays as it is."""
     if _same_text(said.text, wanted.text):
         return True
@@ -411,8 +410,8 @@ def right(wanted: Read, text: str, strict: bool) -> bool:
         said = read(text.rpartition("=")[2]) or said
     if isinstance(said.value, sympy.Expr) and "\\approx" in text.replace("≈", "\\approx"):
         sides = map(read, text.replace("≈", "\\approx").split("\\approx"))
-        said = next((side for side in sides if side is not None and settled(side, wanted)), said)
-    return settled(said, wanted) and equal(wanted, said, strict)
+        said = next((side for side in sides if side is not None and is_settled(side, wanted)), said)
+    return is_settled(said, wanted) and equal(wanted, said, strict)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -440,7 +439,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {**reply, "right": False, "why": "it could not be read as a whole"}
     if any(right(one, text, request["strict"]) for one in wanted):
         return {**reply, "right": True}
-    return {**reply, "right": False, **({} if any(settled(said, one) for one in wanted) else {"why": "not worked out"})}
+    return {**reply, "right": False, **({} if any(is_settled(said, one) for one in wanted) else {"why": "not worked out"})}
 
 
 def allow(seconds: int) -> None:

@@ -25,7 +25,7 @@ from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, PendingError, Readi
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.utils.errors import ConfigError, JudgeBudgetError
 from agentrl.utils.parsing import read_json
-from agentrl.utils.redaction import redact_said, redacted
+from agentrl.utils.redaction import redact_json, redact_said
 from agentrl.utils.schemas import first_fault, validator
 from agentrl.utils.threads import after_fork, fork_safe, threads
 
@@ -381,7 +381,7 @@ def read_verdict(text: Any, request: VerdictRequest) -> Json:
     fault = first_fault(validator(request.schema), verdict)
     if fault is not None:
         raise JudgeFault(f"the judge's verdict does not fit its schema: {fault.message[:200]}", again=True)
-    return redacted(verdict)
+    return redact_json(verdict)
 
 
 def _no_constant(token: str) -> NoReturn:
@@ -507,7 +507,7 @@ class JudgeLeaf(Leaf):
         """The request for this part of an episode."""
         most = int(args.get("transcript_chars", 20_000))
         values = {name: self._filled(name, value, most) for name, value in args.get("inputs", {}).items()}
-        values |= {"answer": marked(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
+        values |= {"answer": mark_text(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
@@ -516,7 +516,7 @@ class JudgeLeaf(Leaf):
     def _filled(self, name: str, value: Json, most: int) -> str:
         """An input as it stands in the prompt: the spec's and the task's own texts as they are, the policy's as data."""
         if _refers(self.args["inputs"][name]):
-            return marked(value, most)
+            return mark_text(value, most)
         return value if isinstance(value, str) else _json(value)
 
     @property
@@ -542,7 +542,7 @@ def turns_as_lines(view: View, most: int) -> str:
     return _between_marks("\n".join(lines), most)
 
 
-def marked(value: Json, most: int) -> str:
+def mark_text(value: Json, most: int) -> str:
     """A policy's text, as JSON between the marks, with the middle cut out like that of a transcript."""
     return _between_marks(_json(value), most)
 

@@ -190,7 +190,7 @@ class View:
             "truncated": whole.truncated,
             "turns": len(whole.turns),
             "calls": len(calls),
-            "errors": sum(1 for made in calls if _failed(made)),
+            "errors": sum(1 for made in calls if _has_failed(made)),
             "sampled_tokens": sum(turn.sampled_tokens for turn in whole.turns),
             "images": len(whole.images),
             "metrics": dict(whole.metrics),
@@ -210,7 +210,7 @@ class View:
             "results": [result.content for result in turn.results],
             "images": [image.about for result in turn.results for image in result.images],
             "sampled_tokens": turn.sampled_tokens,
-            "errors": sum(1 for made in calls_made([turn]) if _failed(made)),
+            "errors": sum(1 for made in calls_made([turn]) if _has_failed(made)),
         }
 
     def _call(self) -> Json:
@@ -232,7 +232,7 @@ def episode_view(trajectory: Trajectory, answers: dict[str, Any] | None = None) 
     return View(trajectory, "episode", trajectory.turns, made, answers={} if answers is None else answers)
 
 
-def _failed(made: Made) -> bool:
+def _has_failed(made: Made) -> bool:
     return made.call.arguments is None or made.result is None or made.result.error is not None
 
 

@@ -94,8 +94,8 @@ def _turns(
     return [
         ("gold", lambda: gold),
         *idle,
-        ("padded", lambda: _padded(gold)),
-        ("shuffled", lambda: _shuffled(gold, rng)),
+        ("padded", lambda: _pad_turns(gold)),
+        ("shuffled", lambda: _shuffle_calls(gold, rng)),
     ]
 
 
@@ -148,12 +148,12 @@ def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
     return [*calls, Message("assistant", _EVERY_NUMBER)]
 
 
-def _padded(gold: Sequence[Message]) -> list[Message]:
+def _pad_turns(gold: Sequence[Message]) -> list[Message]:
     """The gold turns with every turn that makes calls repeated three times."""
     return [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
 
 
-def _shuffled(gold: Sequence[Message], rng: random.Random) -> list[Message]:
+def _shuffle_calls(gold: Sequence[Message], rng: random.Random) -> list[Message]:
     """The gold turns with their calls in another order; the number of calls per turn stays."""
     calls: list[ToolCall] = [call for message in gold for call in message.tool_calls]
     order = list(range(len(calls)))
@@ -191,7 +191,7 @@ class LintFinding:
 
 def lint_spec(scorer: Scorer) -> list[LintFinding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
-    findings = [*_constant(scorer), *_undecided(scorer)]
+    findings = [*_constant(scorer), *_undecided_findings(scorer)]
     stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
     for top in (scorer.root, *scorer.metrics, *stated):
         findings.extend(_top(top, top is scorer.root))
@@ -209,7 +209,7 @@ def _constant(scorer: Scorer) -> Iterator[LintFinding]:
         yield LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")
 
 
-def _undecided(scorer: Scorer) -> Iterator[LintFinding]:
+def _undecided_findings(scorer: Scorer) -> Iterator[LintFinding]:
     if scorer.success is None:
         message = 'nothing decides whether an episode succeeded (costs and sums over turns have no best value); add a "success"'
         yield LintFinding("error", "no-success", "/root", message)

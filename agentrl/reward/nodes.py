@@ -172,7 +172,7 @@ class Node(ABC):
         if not values:
             evidence["unscored"] = f"no {self.mods.scope} to score"
             return self._finish(Result(None, evidence))
-        value, shares = _reduced(self.mods.reduce, values)
+        value, shares = _reduce_values(self.mods.reduce, values)
         if not math.isfinite(value):
             return Result(None, self._header({**evidence, "unscored": "the value is beyond all bounds"}, None))
         steps: dict[int, float] = {}
@@ -197,7 +197,7 @@ def total(values: Sequence[float]) -> float:
         return math.inf
 
 
-def _reduced(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
+def _reduce_values(how: str, values: Sequence[float]) -> tuple[float, list[float]]:
     """The reduced value and each part's contribution to it; the contributions add up to the value."""
     if how in ("sum", "mean"):
         size = len(values) if how == "mean" else 1

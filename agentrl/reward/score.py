@@ -59,11 +59,11 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
     `root` and `metrics` are its compiled nodes.
     """
     if "success" in spec:
-        return _stated(spec, spec["success"])
+        return _stated_rule(spec, spec["success"])
     tops = [(spec["root"], root, "/root")]
     tops += [(item, node, f"/metrics/{i}") for i, (item, node) in enumerate(zip(spec.get("metrics", []), metrics, strict=True))]
     for item, node, at in tops:
-        named = _named(item, node, at)
+        named = _named_node(item, node, at)
         part = None if named is None else task_part(named[0], named[1])
         if named is not None and part is not None:
             return SuccessRule(named[2], part, derived=True)
@@ -71,7 +71,7 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
     return None if part is None else SuccessRule("/root", part, derived=True)
 
 
-def _stated(spec: Spec, wanted: Spec) -> SuccessRule:
+def _stated_rule(spec: Spec, wanted: Spec) -> SuccessRule:
     if "use" in wanted or "op" in wanted:
         return SuccessRule("/success", wanted, derived=False)
     node = _by_id(spec, wanted["id"])
@@ -124,16 +124,16 @@ def _by_id(spec: Spec, name: str) -> Spec:
     return node
 
 
-def _named(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
+def _named_node(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
     """The node with the id `success`, if every episode reaches it: not below a branch, a `when` or a narrower scope."""
     if item.get("id") == NAME:
         return item, node, at
     if "when" in item or item.get("scope") in _NARROW:
         return None
     if isinstance(node, GateNode):
-        return _named(item["if"], node.test, join(at, "if"))
+        return _named_node(item["if"], node.test, join(at, "if"))
     if isinstance(node, OpNode):
-        below = (_named(item["of"][i], child, join(at, "of", i)) for i, child in enumerate(node.of))
+        below = (_named_node(item["of"][i], child, join(at, "of", i)) for i, child in enumerate(node.of))
         return next((found for found in below if found is not None), None)
     return None
 
@@ -146,7 +146,7 @@ def task_part(item: Spec, node: Node, flipped: bool = False) -> Grown | None:
         return None
     if isinstance(node, GroupNode):
         part = task_part(item["args"]["of"], node.of, flipped)
-        return None if part is None else _joined("all", [part], {key: item[key] for key in ("when",) if key in item})
+        return None if part is None else _join_parts("all", [part], {key: item[key] for key in ("when",) if key in item})
     if isinstance(node, LeafNode) or node.label in ("all", "any"):
         return _truth(item, node, flipped)
     if flipped:  # a combination at its lowest does not say which of its parts should be
@@ -179,7 +179,7 @@ def _aggregate(item: Spec, node: Node) -> Grown | None:
         best = max(0.0 if end == 0.0 else weight * end for end in child.range())
         (taking if node.label in LINEAR and best <= 0.0 else earning).append(part)
     own = {key: item[key] for key in _OWN if key in item}
-    return _joined("any" if node.label == "max" else "all", earning or taking, own)
+    return _join_parts("any" if node.label == "max" else "all", earning or taking, own)
 
 
 def _gate(item: Spec, node: GateNode) -> Grown | None:
@@ -190,7 +190,7 @@ def _gate(item: Spec, node: GateNode) -> Grown | None:
     no = None if isinstance(node.otherwise, ConstantNode) else task_part(item["else"], node.otherwise)
     if not _asks(node.test) or _compares(node.test):
         best = yes if high >= low else no
-        return None if best is None else _joined("all", [best], own)
+        return None if best is None else _join_parts("all", [best], own)
     if high == low and yes is None and no is None:
         return None
     test = _plain(item["if"])
@@ -198,7 +198,7 @@ def _gate(item: Spec, node: GateNode) -> Grown | None:
     return {"op": "gate", "if": test, "gte": item.get("gte", 1), **branches, **copy.deepcopy(own)}
 
 
-def _joined(op: str, parts: list[Grown], own: Spec) -> Grown | None:
+def _join_parts(op: str, parts: list[Grown], own: Spec) -> Grown | None:
     if not parts:
         return None
     if len(parts) == 1 and not own:

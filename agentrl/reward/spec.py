@@ -16,7 +16,7 @@ import jsonschema
 from agentrl.reward.leaf import FIELDS, LEAVES, SCOPES
 from agentrl.reward.nodes import AGGREGATES, GROUP_LEAVES
 from agentrl.reward.values import COMPARISON_SCHEMA, is_ref, join, parse_pointer
-from agentrl.utils.errors import RewardSpecError, did_you_mean, hinted
+from agentrl.utils.errors import RewardSpecError, did_you_mean, hint_text
 from agentrl.utils.files import read_text
 
 # JSON Schema of a spec
@@ -157,9 +157,9 @@ def leaf_schema(kind: str, args: Schema) -> Schema:
 def published_schema() -> Schema:
     """The whole grammar, for editors: the content of `rewards/schema.json`."""
     leaves = {kind: leaf_schema(kind, args) for kind, args in kinds().items()}
-    choices: list[Schema] = [_when("use", {"const": kind}, {"$ref": f"#/$defs/{kind}"}) for kind in leaves]
-    choices.append(_when("op", {"const": "gate"}, {"$ref": "#/$defs/gate"}))
-    choices.append(_when("op", {"not": {"const": "gate"}}, {"$ref": "#/$defs/op"}))
+    choices: list[Schema] = [_when_schema("use", {"const": kind}, {"$ref": f"#/$defs/{kind}"}) for kind in leaves]
+    choices.append(_when_schema("op", {"const": "gate"}, {"$ref": "#/$defs/gate"}))
+    choices.append(_when_schema("op", {"not": {"const": "gate"}}, {"$ref": "#/$defs/op"}))
     node: Schema = {
         "type": "object",
         "oneOf": [{"required": ["use"]}, {"required": ["op"]}],
@@ -182,7 +182,7 @@ def published_schema() -> Schema:
     }
 
 
-def _when(key: str, test: Schema, then: Schema) -> Schema:
+def _when_schema(key: str, test: Schema, then: Schema) -> Schema:
     return {"if": {"required": [key], "properties": {key: test}}, "then": then}
 
 
@@ -355,7 +355,7 @@ class _Check:
         if error is None:
             return
         place = join(pointer, *error.absolute_path)
-        self.fail(*_explained(error, place, instance))
+        self.fail(*_explain_error(error, place, instance))
 
 
 def _children(node: Mapping[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
@@ -388,7 +388,7 @@ def _validator(piece: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator({**body, "$defs": definitions})
 
 
-def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
+def _explain_error(error: jsonschema.ValidationError, place: str, instance: Mapping[str, Any]) -> tuple[str, str]:
     """(pointer, message) of a schema error, in readable form."""
     rule = error.validator
     found: Any = error.instance
@@ -412,7 +412,7 @@ def _explained(error: jsonschema.ValidationError, place: str, instance: Mapping[
     if rule == "pattern" and place.endswith("/$"):
         roots = ("task", "episode", "turn", "call")
         first, *rest = str(found).lstrip("/").split("/")
-        hint = hinted(first, roots, show=lambda name: repr("/" + "/".join([name, *rest])))
+        hint = hint_text(first, roots, show=lambda name: repr("/" + "/".join([name, *rest])))
         return (
             place,
             f"{_short(found)!r} is no pointer of a spec, which begins with /{', /'.join(roots[:-1])} or /{roots[-1]}{hint}",

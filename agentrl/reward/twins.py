@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 from agentrl.reward.values import FailedTwinError, UnscorableError, brief
 from agentrl.utils.errors import ReplayError
-from agentrl.utils.parsing import detached, identical, unbounded
+from agentrl.utils.parsing import deep_copy_json, identical, is_unbounded
 from agentrl.utils.threads import fork_safe
 
 # Twin environments
@@ -148,7 +148,7 @@ class FrozenState:
             self._packed: bytes | None = marshal.dumps(value, 2)
             self._value: Json = _UNSET
         except ValueError:
-            self._packed, self._value = None, detached(value)
+            self._packed, self._value = None, deep_copy_json(value)
 
     @property
     def value(self) -> Json:
@@ -204,7 +204,7 @@ def state_hash(state: Json) -> str:
 def _canonical(value: Json) -> Json:
     kind = type(value)
     if kind is str or kind is int:
-        return hex(value) if kind is int and unbounded(value) else value  # Python writes no integer over 4,300 digits
+        return hex(value) if kind is int and is_unbounded(value) else value  # Python writes no integer over 4,300 digits
     # 1 and 1.0 are the same JSON number, but not the same text, which is what is hashed.
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -357,7 +357,7 @@ class Twins:
     ) -> TwinPass:
         played, twin = TwinPass(), None
         try:
-            twin = _open(kept, make, record)
+            twin = _open_twin(kept, make, record)
             twin.run(play(twin, rounds, played, states=self.states, gold=gold))
         except UnscorableError as error:
             played.fault = error
@@ -394,7 +394,7 @@ class Twins:
                 self._held -= self._kept.popitem(last=False)[1].held
 
 
-def _open(kept: TaskReplays, make: MakeEnv, record: Trajectory) -> Twin:
+def _open_twin(kept: TaskReplays, make: MakeEnv, record: Trajectory) -> Twin:
     """A twin as its reset leaves it: a copy of the task's first one, if it can be copied."""
     with kept.opening:
         if kept.copies is None and kept.copyable:

@@ -179,7 +179,7 @@ def numbers_close(a: Fraction, b: Fraction, absolute: float, relative: float) ->
     return a == b or abs(a - b) <= max(Fraction(repr(absolute)), Fraction(repr(relative)) * abs(b))
 
 
-def shown(value: Fraction) -> str:
+def show_number(value: Fraction) -> str:
     """A number in decimals if it ends in a few, else as a fraction."""
     digits = Decimal(value.numerator) / Decimal(value.denominator)
     return str(f"{digits:f}" if Fraction(digits) == value else str(value))
@@ -288,7 +288,7 @@ def _number(value: Json) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, EqualityRule], bool]:
+def _compare_ordered(test: Callable[[Any, Any], bool]) -> Callable[[Json, Json, EqualityRule], bool]:
     def compare(found: Json, wanted: Json, rule: EqualityRule) -> bool:
         comparable = (_number(found) and _number(wanted)) or (isinstance(found, str) and isinstance(wanted, str))
         return comparable and test(found, wanted)
@@ -313,10 +313,10 @@ def _is_type(found: Json, wanted: Json, rule: EqualityRule) -> bool:
 COMPARISONS: Final[Mapping[str, Callable[[Json, Json, EqualityRule], bool]]] = {
     "eq": lambda found, wanted, rule: same(found, wanted, rule),
     "ne": lambda found, wanted, rule: not same(found, wanted, rule),
-    "lt": _ordered(lambda a, b: a < b),
-    "lte": _ordered(lambda a, b: a <= b),
-    "gt": _ordered(lambda a, b: a > b),
-    "gte": _ordered(lambda a, b: a >= b),
+    "lt": _compare_ordered(lambda a, b: a < b),
+    "lte": _compare_ordered(lambda a, b: a <= b),
+    "gt": _compare_ordered(lambda a, b: a > b),
+    "gte": _compare_ordered(lambda a, b: a >= b),
     "in": lambda found, wanted, rule: isinstance(wanted, (list, tuple)) and any(same(found, x, rule) for x in wanted),
     "contains": _contains,
     "type": _is_type,
@@ -368,7 +368,7 @@ def decider(predicate: Mapping[str, Json]) -> Callable[[Reader], bool | None]:
         return lambda read: None if (value := inner(read)) is None else not value
     for key, absorbing in (("all", False), ("any", True)):
         if key in predicate:
-            return _joined([decider(part) for part in predicate[key]], absorbing)
+            return _join_predicates([decider(part) for part in predicate[key]], absorbing)
     hold = _holder({key: value for key, value in predicate.items() if key not in ("$", "at")})
     return lambda read: hold(read(predicate))
 
@@ -378,7 +378,7 @@ def decide(predicate: Mapping[str, Json], read: Reader) -> bool | None:
     return decider(predicate)(read)
 
 
-def _joined(parts: Sequence[Callable[[Reader], bool | None]], absorbing: bool) -> Callable[[Reader], bool | None]:
+def _join_predicates(parts: Sequence[Callable[[Reader], bool | None]], absorbing: bool) -> Callable[[Reader], bool | None]:
     def decide(read: Reader) -> bool | None:
         values = [part(read) for part in parts]
         return absorbing if absorbing in values else None if None in values else not absorbing

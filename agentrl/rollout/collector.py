@@ -46,13 +46,13 @@ class Acceptance:
 
     async def __call__(self, group: Group) -> bool:
         """Raises CallbackError if it raises, or returns something else than True or False."""
-        answer = await called(f"rollout.accept {self.name!r}", self._ask, group)
+        answer = await call_user_function(f"rollout.accept {self.name!r}", self._ask, group)
         if not isinstance(answer, bool | np.bool_):
             raise CallbackError(f"rollout.accept {self.name!r} returned {answer!r:.80}, expected True or False")
         return bool(answer)
 
 
-async def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
+async def call_user_function(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Result of a user's function, awaited if necessary. Raises CallbackError with `what` it is, if it raises.
 
     A plain function is called on the event loop: one that takes long holds up episodes (`rollout.slow_loop` names it).
@@ -373,7 +373,7 @@ class Collector:
             key=f"g{index}.m{member}.a{attempt}",
             given=choice.given,
         )
-        heat = 0.0 if member == GREEDY else temperature.scheduled(self.config, self.ledger.version)
+        heat = 0.0 if member == GREEDY else temperature.scheduled_temperature(self.config, self.ledger.version)
         return Job(choice.env, spec, choice.params, heat, trained=member != GREEDY)
 
     async def _member(self, index: int, choice: TaskChoice, member: int) -> Trajectory:

@@ -184,7 +184,7 @@ class Truncate(ContextPolicy):
         if not moment.over(self.tokens) or len(starts) <= self.keep:
             return None
         old = starts[-self.keep] if self.keep else len(moment.messages)
-        messages = [*elided(moment.messages[:old]), *moment.messages[old:]]
+        messages = [*elide_outputs(moment.messages[:old]), *moment.messages[old:]]
         before, after = _length(moment.messages[starts[0] :]), _length(messages[starts[0] :])
         turns = max(self.keep, len(starts) // 2, 1)
         if before - after < WORTH * before and turns < len(starts):
@@ -193,12 +193,12 @@ class Truncate(ContextPolicy):
         return None if messages == list(moment.messages) else messages
 
 
-def elided(messages: Sequence[Message]) -> list[Message]:
+def elide_outputs(messages: Sequence[Message]) -> list[Message]:
     """The same messages with tool output replaced if the marker is shorter."""
-    return [_elided(message) for message in messages]
+    return [_elide_message(message) for message in messages]
 
 
-def _elided(message: Message) -> Message:
+def _elide_message(message: Message) -> Message:
     marker = f"[{len(message.content)} characters left out]"
     if message.role != "tool" or len(marker) >= len(message.content):
         return message

@@ -16,7 +16,7 @@ from agentrl.env import ToolEnv
 from agentrl.env.toolbox import Waiting
 from agentrl.rollout.engine import Engine, Generation
 from agentrl.utils.errors import EngineError, EnvError
-from agentrl.utils.event_loop import LONGEST, contained, end, in_time
+from agentrl.utils.event_loop import LONGEST, end, in_time, run_contained
 
 # The clock of an episode
 
@@ -188,7 +188,7 @@ class Waits:
         """Time limit on the environment's answers. Raises EnvError after `limit`, and CutError if the episode's time is up.
         Time in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible
         for the rest is decided by the running calls (see `running`), or is `blame` if there are none."""
-        task = asyncio.ensure_future(contained(work, f"{what} of environment {env.id}"))
+        task = asyncio.ensure_future(run_contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.waiting), 0.0
 
         def spend(passed: float) -> float:
@@ -237,7 +237,7 @@ class Waits:
     async def engine(self, engine: Engine, answer: Awaitable[Generation], key: str, what: str) -> Generation:
         """The engine's `answer` to the request `key`. Raises EngineError if it fails, and CutError if it falls silent."""
         request = RequestClock(engine, key, self._turn, self.watch)
-        task = asyncio.ensure_future(contained(answer, what, EngineError))
+        task = asyncio.ensure_future(run_contained(answer, what, EngineError))
         try:
             with self.watch.waits(self._key, lambda: f"{what} at {request}"):
                 if not await in_time(task, request.spend, self.watch.look):

@@ -19,10 +19,10 @@ from agentrl.data.trajectory import Blame, Json, Message, StopReason, Task, Traj
 from agentrl.env import ToolEnv
 from agentrl.render.base import Renderer
 from agentrl.reward import Score, Scorer
-from agentrl.rollout.context import ContextPolicy, Moment, Stop, elided
+from agentrl.rollout.context import ContextPolicy, Moment, Stop, elide_outputs
 from agentrl.rollout.deadlines import CutError, EpisodeClock, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, Generation, Sampling, derive
-from agentrl.rollout.starts import Fork, Keeper, begin_where_it_goes_on, prefix_of, written
+from agentrl.rollout.starts import Fork, Keeper, begin_where_it_goes_on, prefix_of, scripted_ids
 from agentrl.utils.errors import AgentFaultError, AgentrlError, EngineError, EnvError, HungError, ToolTimeoutError
 from agentrl.utils.event_loop import LateError
 from agentrl.utils.spans import span
@@ -42,10 +42,10 @@ async def _score(trajectory: Trajectory, scorer: Scorer) -> None:
     try:
         _apply(trajectory, await scorer.ascore(trajectory))
     except (LateError, HungError) as fault:
-        _unscored(trajectory, scorer, str(fault))
+        _mark_unscored(trajectory, scorer, str(fault))
 
 
-def _unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
+def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
     """Mark an episode whose scoring failed: the infrastructure's fault, so it has no reward and is tried again."""
     trajectory.stop, trajectory.error = StopReason.ENV_ERROR, error
     trajectory.cause = {"blame": "infrastructure"}
@@ -64,7 +64,7 @@ async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> Non
             scores = await scorer.ascore_group(trajectories)
     except (LateError, HungError) as fault:
         for trajectory in trajectories:
-            _unscored(trajectory, scorer, str(fault))
+            _mark_unscored(trajectory, scorer, str(fault))
         return
     for trajectory, score in zip(trajectories, scores, strict=True):
         _apply(trajectory, score)
@@ -166,7 +166,7 @@ class Course(Protocol):
         ...
 
 
-async def played(
+async def play_and_score(
     episode: Course, env: ToolEnv, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
 ) -> Trajectory:
     """Play an episode to its end and score it, as `run_episode` says."""
@@ -205,7 +205,7 @@ async def _close(env: ToolEnv) -> None:
         log.exception("the teardown of environment %s failed", env.id)
 
 
-def sampled(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
+def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
     """Attributes of a turn's sampling span."""
     return {
         "input_tokens": prompt,
@@ -275,7 +275,7 @@ async def run_episode(
     """
     episode = _Episode(env, policy, spec, limits, watch := watch or Watch(), begins, keeper)
     with watch.plays(episode.ledgers):
-        return await played(episode, env, spec, limits, scorer, watch)
+        return await play_and_score(episode, env, spec, limits, scorer, watch)
 
 
 class _Episode:
@@ -370,7 +370,7 @@ class _Episode:
         there is no room for them. Raises EnvError if the solution ends it."""
         assert self.record is not None
         for said in prefix_of(self.env.gold_turns(self.env.task), calls):
-            for ids in written(self.renderer, said):
+            for ids in scripted_ids(self.renderer, said):
                 turn = len(self.record.turns)
                 room, reason = self._room(len(ids))
                 if room < len(ids) or turn >= self.limits.max_turns:
@@ -482,7 +482,7 @@ class _Episode:
         if self.policy.writer is not None:
             return await self._written(self.policy.writer, instruction, tokens)
         earlier = self.shown[: len(self.shown) - len(observation)]
-        for fresh in (list(observation), elided(observation)):
+        for fresh in (list(observation), elide_outputs(observation)):
             fork = not renderer.keeps(message, [*fresh, instruction], earlier[:-1], self.begun)
             ids = await (
                 self._start([*earlier, *fresh, instruction])
@@ -568,7 +568,7 @@ class _Episode:
                 answer = policy.engine.generate(ids, sampling, key)
                 generation = await self.waits.engine(policy.engine, answer, key, f"{purpose} {turn}")
                 if opened is not None:
-                    opened.set(**sampled(generation, sampling, len(ids)))
+                    opened.set(**sampling_attributes(generation, sampling, len(ids)))
         finally:
             self.turn_s = time.monotonic() - began
             self.engine_s += self.turn_s

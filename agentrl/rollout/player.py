@@ -63,7 +63,9 @@ async def _attempts(fork: Fork, attempts: Attempts, play: PlayBranch) -> list[Tr
         try:
             env = fork.env.fork()
         except Exception as fault:  # whatever an author's class raises: a fault of the infrastructure, as in an episode
-            found.append(_unforked(spec, fork, f"no fork of environment {fork.env.id}: {type(fault).__name__}: {fault}"))
+            found.append(
+                _record_without_fork(spec, fork, f"no fork of environment {fork.env.id}: {type(fault).__name__}: {fault}")
+            )
             continue
         found.append(await play(spec, env, fork))
         if not found[-1].stop.infrastructure:
@@ -71,7 +73,7 @@ async def _attempts(fork: Fork, attempts: Attempts, play: PlayBranch) -> list[Tr
     return found
 
 
-def _unforked(spec: EpisodeSpec, fork: Fork, error: str) -> Trajectory:
+def _record_without_fork(spec: EpisodeSpec, fork: Fork, error: str) -> Trajectory:
     """The record of an attempt that could not begin."""
     made = Trajectory(fork.env.id, Task("", spec.task_seed, spec.split), spec.seed, spec.member, parent=fork.member)
     made.stop, made.error, made.cause = StopReason.ENV_ERROR, error, {"blame": "infrastructure"}
@@ -250,7 +252,7 @@ PlayTree = Callable[[int, Sequence[int]], Awaitable[dict[int, Trajectory]]]
 PlayMember = Callable[[int], Coroutine[Any, Any, Trajectory]]
 
 
-def planted(numbers: Sequence[int], roots: int) -> dict[int, list[int]]:
+def plant_trees(numbers: Sequence[int], roots: int) -> dict[int, list[int]]:
     """The members of each tree, by number: of each root its branches. The first `roots` are roots, and the others are dealt
     out to them, so that trees are as equal as may be."""
     first = numbers[:roots]
@@ -268,7 +270,7 @@ async def forest(numbers: Sequence[int], roots: int, tree: PlayTree, member: Pla
         return found | {one: task.result() for one, task in instead.items()}
 
     async with asyncio.TaskGroup() as tasks:
-        trees = [tasks.create_task(grown(root, branches)) for root, branches in planted(numbers, roots).items()]
+        trees = [tasks.create_task(grown(root, branches)) for root, branches in plant_trees(numbers, roots).items()]
     found = {number: played for task in trees for number, played in task.result().items()}
     return [found[number] for number in sorted(found)]
 

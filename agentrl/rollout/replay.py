@@ -37,7 +37,7 @@ from agentrl.rollout.tape import (
     common,
     current_episode,
     digest,
-    diverged,
+    divergence_error,
     outcome_of,
 )
 from agentrl.utils.errors import EngineError, EnvError, ReplayError, ToolTimeoutError, UserError
@@ -333,7 +333,7 @@ class Replayer(EpisodeIO):
         expected = row.answer["outcome"]
         got = outcome_of(trajectory)
         if got != expected:
-            raise diverged(self.record.path, row, expected, got)
+            raise divergence_error(self.record.path, row, expected, got)
         trajectory.timings = dict(row.answer["timings"])
 
 
@@ -417,7 +417,7 @@ class ReplayEngine(Engine):
         row = self._tape.find(request_key, "engine", self._numbers.next(request_key, "engine"))
         ask, expected = engine_ask(token_ids, sampling), self._expected(row)
         if digest(ask) != row.asked:
-            raise diverged(self._tape.path, row, expected, ask)
+            raise divergence_error(self._tape.path, row, expected, ask)
         if "error" in row.answer:
             raise EngineError(row.answer["error"])
         usage = row.answer["usage"]

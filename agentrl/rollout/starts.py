@@ -118,7 +118,7 @@ def prefix_of(gold: Sequence[Message], calls: int) -> Iterator[Message]:
             return
 
 
-def written(renderer: Renderer, message: Message) -> list[list[int]]:
+def scripted_ids(renderer: Renderer, message: Message) -> list[list[int]]:
     """The ids of a scripted turn; of each of its calls in a turn of its own, if the template does not write them all (gpt-oss'
     drops all but the first)."""
     ids = renderer.assistant(message)
@@ -219,7 +219,7 @@ class Places:
             await self._drop(turn)
         if (last := self._next) is not None:
             self._next = None
-            await closed(last.env)
+            await close_fork(last.env)
 
     async def _settle(self, turns: Sequence[Turn], ledgers: Sequence[TokenLedger]) -> None:
         """The turn after the last fork is over: keep the fork if it is worth more than another."""
@@ -228,7 +228,7 @@ class Places:
             return
         worth = self._worth(turns[fork.turn], ledgers) if fork.turn < len(turns) else None
         if worth is None:
-            return await closed(fork.env)
+            return await close_fork(fork.env)
         self._kept[fork.turn] = worth, fork
         if self._config.at != "depth" and len(self._kept) > self._most:
             await self._drop(self._best(len(self._kept))[-1])
@@ -251,7 +251,7 @@ class Places:
         return sorted({turns[min(max(place, 1), len(turns)) - 1] for place in at})
 
     async def _drop(self, turn: int) -> None:
-        await closed(self._kept.pop(turn)[1].env)
+        await close_fork(self._kept.pop(turn)[1].env)
 
 
 def begin_where_it_goes_on(branch: Trajectory) -> None:
@@ -274,7 +274,7 @@ def surprisal(turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
     return -float(np.mean(found, dtype=np.float64)) if len(found) else None
 
 
-async def closed(env: ToolEnv) -> None:
+async def close_fork(env: ToolEnv) -> None:
     """Tear down a fork that nobody plays. What its teardown raises is logged: the episodes are none the worse."""
     try:
         await env.aclose()

@@ -212,7 +212,7 @@ class RecordWriter:
         if (clean := redact(text)) != text:
             row = json.loads(clean)
         with self._lock:
-            self._sum = _chained(self._sum, row)
+            self._sum = _chain_digest(self._sum, row)
             with full_disk_said(self._path, CONTINUED), naming(self._path):
                 self._file.write(json_text({**row, "sum": self._sum}, ensure_ascii=False) + "\n")
                 self._file.flush()  # a killed process loses at most the line being written
@@ -281,7 +281,7 @@ class Recorded:
         """The row of a call. Raises ReplayError if the record does not have it or it was a different request."""
         row = self.find(episode, kind, call)
         if digest(ask) != row.asked:
-            raise diverged(self.path, row, row.ask, ask)
+            raise divergence_error(self.path, row, row.ask, ask)
         return row
 
     def find(self, episode: str, kind: str, call: int) -> TapeRow:
@@ -307,7 +307,7 @@ class Recorded:
         )
 
 
-def diverged(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError:
+def divergence_error(path: Path, row: TapeRow, expected: Json, got: Json) -> ReplayError:
     """The error for a call that differs from the recorded one; names the first difference."""
     place, old, new = first_difference(expected, json.loads(json_text(got)))
     return ReplayError(
@@ -352,7 +352,7 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
             stated = row.pop("sum")
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ReplayError(f"{path}:{number}: expected a row of a record (one JSON object), got {line[:80]!r}") from None
-        got = _chained(before, row)
+        got = _chain_digest(before, row)
         if stated != got:
             place = f"episode {row.get('episode')}, {row.get('kind')} call {row.get('call')}"
             raise ReplayError(
@@ -363,7 +363,7 @@ def _rows(path: Path, text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _chained(before: str, row: Mapping[str, Json]) -> str:
+def _chain_digest(before: str, row: Mapping[str, Json]) -> str:
     return digest([before, dict(row)])
 
 

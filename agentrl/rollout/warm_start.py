@@ -2,8 +2,7 @@
 
 A fixed number of steps is not enough: if the model has not learned to copy from the prompt yet, RL does not
 teach it (measured; see docs/quickstart.md). So the warm start continues until greedy success on easy
-held-out tasks reaches `sft.gate`.
-"""
+held-out tasks reaches `sft.gate`."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from agentrl.rollout.context import ContextPolicy, Moment
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import Limits
 from agentrl.rollout.mixtures import pick
-from agentrl.rollout.starts import written
+from agentrl.rollout.starts import scripted_ids
 from agentrl.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ async def transcript(env: ToolEnv, renderer: Renderer, seed: int, teacher: dict[
 
     `sampled` marks the teacher's tokens (logprob 0, version 0). The episode is not scored.
     """
-    return await _played(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
+    return await _play_transcript(env, renderer, seed, "train", lambda: _policy(env, seed, teacher))
 
 
 async def gold_transcript(
@@ -55,12 +54,12 @@ async def gold_transcript(
         return GoldTeacher(env.gold_turns(env.task), random.Random(seed))
 
     if context is None or limits is None:
-        return await _played(env, renderer, seed, split, teacher)
+        return await _play_transcript(env, renderer, seed, split, teacher)
 
     async def rewritten(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
         return await context.rewrite(Moment(shown, fresh, tokens, limits.max_turn_tokens, limits.context, _nobody))
 
-    return await _played(env, renderer, seed, split, teacher, rewritten)
+    return await _play_transcript(env, renderer, seed, split, teacher, rewritten)
 
 
 async def _nobody(instruction: Message, tokens: int) -> str | None:
@@ -78,7 +77,7 @@ async def _never(shown: Sequence[Message], fresh: int, tokens: int) -> list[Mess
     return None
 
 
-async def _played(
+async def _play_transcript(
     env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewritten: Rewrite = _never
 ) -> Trajectory:
     observation, _ = await env.areset(seed=seed, options={"split": split})
@@ -92,7 +91,7 @@ async def _played(
             if not rest:
                 if (said := policy.act(seen)) is None:
                     break
-                rest, seen = written(renderer, said), []
+                rest, seen = scripted_ids(renderer, said), []
             ids = rest.pop(0)
             ledgers[-1].append_sampled(ids, [0.0] * len(ids), [0] * len(ids), turn)
             # Parsed from its own tokens, so that the environment sees what it would see from a policy.

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.envs import alone, temperature_at, the_env, told
+from agentrl.config.envs import alone, name_entry_in_errors, temperature_at, the_env
 from agentrl.engines.makers import API
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render import make_renderer
@@ -118,7 +118,7 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     """
     specs = []
     for env in config.envs:
-        with told(config, env):
+        with name_entry_in_errors(config, env):
             specs.append(find_spec(EnvRef.of(alone(config, env)), env.reward))
     entry = engine_of(config)
     if "messages" in entry.traits:
@@ -156,7 +156,7 @@ def assemble(
     policy = make_policy(config, engine, renderer, temperature, io)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
-        with told(config, own):
+        with name_entry_in_errors(config, own):
             one = alone(config, own)
             scorer, limits = scorer_of(one, spec, io, judges), Limits.of(one.rollout, inputs.context)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))

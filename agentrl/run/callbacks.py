@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.config import Choice
 from agentrl.data.trajectory import Group
-from agentrl.rollout.collector import called
+from agentrl.rollout.collector import call_user_function
 from agentrl.utils.registry import Registry
 
 
@@ -60,12 +60,12 @@ class Callbacks:
     async def step(self, row: Mapping[str, Any], session: Any) -> None:
         """Raises CallbackError."""
         for name, one in self._all:
-            await called(f"callback on_step {_named(name, one, 'on_step')!r}", one.on_step, row, session)
+            await call_user_function(f"callback on_step {_name_callback(name, one, 'on_step')!r}", one.on_step, row, session)
 
     async def group(self, group: Group) -> None:
         """Raises CallbackError."""
         for name, one in self._all:
-            await called(f"callback on_group {_named(name, one, 'on_group')!r}", one.on_group, group)
+            await call_user_function(f"callback on_group {_name_callback(name, one, 'on_group')!r}", one.on_group, group)
 
 
 def check_callbacks(choices: Sequence[Choice]) -> None:
@@ -77,5 +77,5 @@ def check_callbacks(choices: Sequence[Choice]) -> None:
         CALLBACKS.bind(choice.name, choice.args)
 
 
-def _named(name: str, one: Callback, call: str) -> str:
+def _name_callback(name: str, one: Callback, call: str) -> str:
     return one.named(call) if isinstance(one, Functions) else name

@@ -92,10 +92,10 @@ def side_by_side(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> 
     """For each suite that all evaluations have a table of: a row for each metric that one of them has, with a value (or None) and
     `n` for each evaluation, and whether all are over as many tasks of the same split and version (`same`)."""
     shared = [name for name in tables[0] if all(name in other for other in tables)]
-    return {name: _joined(labels, [one[name] for one in tables]) for name in shared}
+    return {name: _join_reports(labels, [one[name] for one in tables]) for name in shared}
 
 
-def _joined(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _join_reports(labels: Sequence[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     by_name = [{row["name"]: row for row in table["rows"]} for table in tables]
     names = list(dict.fromkeys(name for rows in by_name for name in rows))
     rows = [
@@ -216,7 +216,7 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
             "pass@1": None if mean is None else dict(zip(("mean", "low", "high"), mean, strict=True)),
             "reward": statistics.fmean(rewards) if rewards else None,
         }
-        rows.append(row | (_paired(first, own) if number else {}))
+        rows.append(row | (_pair_tasks(first, own) if number else {}))
     return {"env": first.env, "rows": rows, "horizons": _by_horizon(results)}
 
 
@@ -238,7 +238,7 @@ def _of_horizon(first: Results, own: Results, names: Sequence[str]) -> dict[str,
     row = {"model": own.label, "tasks": len(names), "pass@1": statistics.fmean(known) if known else None}
     if own is first:
         return row
-    gained = _gained(first, own, _same(first, own, names))
+    gained = _task_gains(first, own, _same(first, own, names))
     return row | {"difference": statistics.fmean(gained) if gained else None, "paired": len(gained)}
 
 
@@ -247,13 +247,13 @@ def _same(first: Results, own: Results, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in first.tasks and first.tasks[name].content == own.tasks[name].content]
 
 
-def _gained(first: Results, own: Results, names: Sequence[str]) -> list[float]:
+def _task_gains(first: Results, own: Results, names: Sequence[str]) -> list[float]:
     """Gain on each of these tasks of both, as far as both are known."""
     pairs = [(first.tasks[name].success, own.tasks[name].success) for name in names]
     return [after - before for before, after in pairs if before is not None and after is not None]
 
 
-def _paired(first: Results, own: Results) -> dict[str, Any]:
+def _pair_tasks(first: Results, own: Results) -> dict[str, Any]:
     same = _same(first, own, own.tasks)
     if not same:
         why = (
@@ -266,7 +266,7 @@ def _paired(first: Results, own: Results) -> dict[str, Any]:
             f"{own.label} cannot be compared with {first.label} in {first.env}: {why}{f' ({differ})' if differ else ''}; "
             "evaluate both with the same environment, parameters and split"
         )
-    gained = _gained(first, own, same)
+    gained = _task_gains(first, own, same)
     found = difference_with_interval(gained) if gained else None
     return {
         "difference": None if found is None else dict(zip(("mean", "low", "high"), found, strict=True)),
@@ -302,7 +302,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         for row in part["rows"]:
             paired = f"{row['better']} / {row['worse']} of {row['paired']}" if "paired" in row else ""
             table.add_row(
-                cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"]), *_signed(row), paired
+                cell(row["model"]), str(row["tasks"]), *_cells(row["pass@1"]), _short(row["reward"]), *_signed_text(row), paired
             )  # fmt: skip
         console.print(table)
         for row in part["rows"][1:]:
@@ -327,7 +327,7 @@ def _cells(rate: Mapping[str, float] | None) -> tuple[str, str]:
     return ("-", "") if rate is None else (f"{rate['mean']:.3f}", f"{rate['low']:.3f} to {rate['high']:.3f}")
 
 
-def _signed(row: Mapping[str, Any]) -> tuple[str, str]:
+def _signed_text(row: Mapping[str, Any]) -> tuple[str, str]:
     if (found := row.get("difference")) is None:
         return ("-" if "paired" in row else "", "")
     return f"{found['mean']:+.3f}", f"{found['low']:+.3f} to {found['high']:+.3f}"

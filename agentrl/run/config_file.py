@@ -109,13 +109,13 @@ def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:
     """Create the run's folder, with digests of the files that the config names, and in its config `origins`; with `overwrite` an
     older run of that name is removed first. Raises ConfigError if that is still being written."""
-    from agentrl.run.folder import RunFolder, locked
+    from agentrl.run.folder import RunFolder, lock_folder
     from agentrl.run.provenance import write_provenance
 
     target = Path(config.out) / config.name
     # Only what is certainly a run is removed: `out` and `name` may point at any folder of the user.
     if overwrite and (target / "config.toml").is_file():
-        with locked(target):
+        with lock_folder(target):
             shutil.rmtree(target)
     folder = RunFolder.create(config, origins)
     try:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, judge_models, other_models, told
+from agentrl.config.envs import alone, judge_models, name_entry_in_errors, other_models
 from agentrl.config.identity import Identity, Purpose, cannot_matter, digest_of
 from agentrl.env.catalog import EnvRef, find_spec, find_tools
 from agentrl.env.suites import SuiteEnv, source_fingerprint
-from agentrl.utils.search_path import source_digest, used, value_of
+from agentrl.utils.search_path import source_digest, used_names, value_of
 
 SOURCE = "the source of "
 _CHUNK = 64 << 10
@@ -33,7 +33,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:
-        with told(config, own):
+        with name_entry_in_errors(config, own):
             env = EnvRef.of(alone(config, own))
             at = f"env.{own.called}" if isinstance(config.env, list) else "env"
             digests[f"the content of {at}.reward"] = digest_of(find_spec(env, own.reward))
@@ -41,7 +41,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_data(env.tools.args))})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
-    return digests | _given(config)
+    return digests | _given_digests(config)
 
 
 def files_digest(folder: str) -> str | None:
@@ -57,15 +57,17 @@ def code_of(config: TrainConfig) -> list[str]:
     return [*(f"the files of {key}" for key in keys), *(f"{SOURCE}{name}" for name in _functions(config))]
 
 
-def _given(config: TrainConfig) -> Identity:
+def _given_digests(config: TrainConfig) -> Identity:
     """The digests of what was given in Python and has a source text."""
-    found = {f"{SOURCE}{name}": source_digest(name) for name in used(config.model_dump(mode="json", exclude_none=True))}
+    found = {f"{SOURCE}{name}": source_digest(name) for name in used_names(config.model_dump(mode="json", exclude_none=True))}
     return {key: digest for key, digest in found.items() if digest is not None}
 
 
 def _functions(config: TrainConfig) -> list[str]:
     """Code among the objects given in Python: all but reward specs."""
-    return [name for name in used(config.model_dump(mode="json", exclude_none=True)) if not isinstance(value_of(name), Mapping)]
+    return [
+        name for name in used_names(config.model_dump(mode="json", exclude_none=True)) if not isinstance(value_of(name), Mapping)
+    ]
 
 
 def suite_env(env: EnvRef) -> SuiteEnv | None:

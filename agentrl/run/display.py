@@ -117,7 +117,7 @@ def frame(shown: Shown, now: float, width: int) -> Text:
         lines += [Text(_cut(f"  engine: {shown.engine}", width), style="cyan")] if shown.engine else []
     cells = [
         *_said(shown),
-        *_held(shown),
+        *_hold_lines(shown),
         *(f"{key} {short(value)}" for key, value in shown.details.items() if value is not None),
     ]
     lines += [Text(line) for line in _flow(cells, width, DETAIL_LINES)]
@@ -177,7 +177,7 @@ def _said(shown: Shown) -> Iterator[str]:
             yield f"{key} {short(value)}{best}"
 
 
-def _held(shown: Shown) -> Iterator[str]:
+def _hold_lines(shown: Shown) -> Iterator[str]:
     if shown.held is not None and shown.best_held is not None:
         best = f" (best {percent(shown.best_held[0])} at {shown.best_held[1]})" if shown.best_held[0] > shown.held[0] else ""
         yield f"held-out {percent(shown.held[0])}{best}"

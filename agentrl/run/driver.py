@@ -25,7 +25,7 @@ from agentrl.run.checks.rollout_checks import harder, survey_lines
 from agentrl.run.checks.size_checks import advice
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import trainer_computes
-from agentrl.run.folder import NOTHING, LogFile, RunFolder, locked
+from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
 from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
@@ -133,7 +133,7 @@ def execute(
     log_file = _log_to(folder, config.keep)
     with (
         full_disk_said(folder.path, f"continue with: {_resume_command(config, folder)}"),
-        locked(folder.path),
+        lock_folder(folder.path),
         log_file,
         Display() as display,
         _log_of(config, folder, display, resumed) as run_log,

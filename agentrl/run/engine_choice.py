@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.placement import has_gpus, is_planned, need, nodes_of
+from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
 from agentrl.config import TrainConfig
 from agentrl.config.envs import widest
 from agentrl.engines.makers import API, api_name
@@ -18,6 +18,7 @@ from agentrl.utils.registry import Entry
 if TYPE_CHECKING:
     from agentrl.cluster.placement import Pools
     from agentrl.engines.api_models import Transcript
+
 
 __all__ = ["API", "api_name"]
 
@@ -70,14 +71,14 @@ def engine_gpus(config: TrainConfig) -> float:
     """
     cluster = config.cluster
     if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
-        return need(pool)[1] * pool.nodes
+        return node_need(pool)[1] * pool.nodes
     available = sum(node.gpus for node in nodes_of(cluster, "actor"))
     if config.rollout.colocate:
         return available
     if cluster.backend == "inline":
         return 0.0
     placed = {pool for pool in cluster.roles.values() if pool in cluster.pools}
-    taken = sum(need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
+    taken = sum(node_need(cluster.pools[name])[1] * cluster.pools[name].nodes for name in placed)
     unplaced = 0 if "actor" in cluster.roles else cluster.actors
     return available - taken - unplaced
 
@@ -142,7 +143,7 @@ def _sampling(config: TrainConfig) -> int:
     return len(config.reward.judge.engines) + (1 if engine is None else engine.count * max(engine.gpus, 1))
 
 
-def computed(dtype: str, threads: int | str | None) -> str:
+def computation_text(dtype: str, threads: int | str | None) -> str:
     """In which type a model is computed, and by how many threads (None: on GPUs)."""
     if threads is None:
         return f"computed in {dtype}"
@@ -161,7 +162,7 @@ def engine_computes(config: TrainConfig) -> str:
 
 def _said(config: TrainConfig, role: str) -> str:
     cuda = has_gpus(config.cluster, role)
-    how = computed(config.model.computes_in(cuda), None if cuda else with_threads(config, role == "actor").model.threads)
+    how = computation_text(config.model.computes_in(cuda), None if cuda else with_threads(config, role == "actor").model.threads)
     return f"the model is {how} (model.dtype, model.threads)"
 
 

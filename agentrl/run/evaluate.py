@@ -35,17 +35,17 @@ from agentrl.run.compare import official
 from agentrl.run.digests import contents_of
 from agentrl.run.display import Display
 from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_messages, with_threads
-from agentrl.run.folder import dated
+from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Bins, by_bin
 from agentrl.run.record_folder import RecordFolder
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
 from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError
-from agentrl.utils.event_loop import watched
+from agentrl.utils.event_loop import watch_loop
 from agentrl.utils.files import atomic_write, naming
 from agentrl.utils.parsing import json_text, read_json
-from agentrl.utils.redaction import redact, redacted
+from agentrl.utils.redaction import redact, redact_json
 from agentrl.utils.terminal import cell, folding
 from agentrl.utils.threads import share_the_lock
 
@@ -263,14 +263,14 @@ class EvalSession:
         await self.opened.aclose()
 
 
-def untrained(config: TrainConfig) -> TrainConfig:
+def without_trainer_keys(config: TrainConfig) -> TrainConfig:
     """The config without what is told for the trainer alone."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
 
 
 def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
     """The parts, live; with `record` every answer is recorded there."""
-    config = with_threads(untrained(config), trains=False)
+    config = with_threads(without_trainer_keys(config), trains=False)
     inputs = read_inputs(config)
     io = EpisodeIO() if record is None else record.open(config, inputs)
     room = engine_room(config, trains=False)
@@ -284,7 +284,7 @@ def open_live(config: TrainConfig, temperature: float, record: RecordFolder | No
 
 def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
     """The parts, all of them from the record. Raises ReplayError if `folder` is not a record, or was changed."""
-    config = untrained(config)
+    config = without_trainer_keys(config)
     io = Replayer(folder.read())
     return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)
 
@@ -354,9 +354,9 @@ async def run_rollout(
         for note in suite_notes(config):
             display.warn(note)
         done = _resume(config, request)
-        session = shared or _open(config, request)
+        session = shared or _open_session(config, request)
     else:
-        session = _open(config, request)  # first, so that an invalid record leaves no folder behind
+        session = _open_session(config, request)  # first, so that an invalid record leaves no folder behind
         done = _resume(config, request)
     outcome = RolloutOutcome(done)
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
@@ -390,9 +390,9 @@ def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     if request.replay is not None:
         return config
     if not (note := _note(request)).exists():
-        return dated(config)
+        return with_date(config)
     day = (read_json(note.read_text()).get("identity") or {}).get("model.date")
-    return config if day is None else dated(config, day)  # an older agentrl kept none: what it began goes on without
+    return config if day is None else with_date(config, day)  # an older agentrl kept none: what it began goes on without
 
 
 def _note(request: RolloutRequest) -> Path:
@@ -408,15 +408,15 @@ def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
     return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
 
 
-def _open(config: TrainConfig, request: RolloutRequest) -> EvalSession:
+def _open_session(config: TrainConfig, request: RolloutRequest) -> EvalSession:
     temperature = request.temperature(config)
     if request.replay is not None:
         return open_replay(config, temperature, RecordFolder(request.replay))
-    record = None if request.record is None else RecordFolder(request.record, asked(config, request))
+    record = None if request.record is None else RecordFolder(request.record, request_record(config, request))
     return open_live(config, temperature, record)
 
 
-def asked(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
+def request_record(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
     """The request as a record's manifest keeps it; `agentrl.cli.eval` reads it back."""
     return {
         "purpose": request.purpose,
@@ -452,12 +452,12 @@ async def _play(
                 file.flush()
             outcome.episodes[trajectory.task.seed, trajectory.member] = trajectory
             done += 1
-            scored += _scored(trajectory)
-            if not _scored(trajectory):
+            scored += _is_scored(trajectory)
+            if not _is_scored(trajectory):
                 lost.append(fault_of(trajectory))
             display.step(done, {"success": success_rate(outcome.episodes.values()), "unscored": done - scored})
 
-        with watched(config.rollout.slow_loop, display.warn), display.doing("episodes", waits=watch.waiting):
+        with watch_loop(config.rollout.slow_loop, display.warn), display.doing("episodes", waits=watch.waiting):
             await run_tasks(
                 parts.player,
                 the_env(config).called,
@@ -487,7 +487,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     there = [Trajectory.from_json(read_json(line)) for line in lines]
-    scored = {(t.task.seed, t.member): t for t in there if _scored(t)}
+    scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
     if request.record is not None:
         ended = RecordFolder(request.record).ended()
         if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
@@ -500,7 +500,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     return scored
 
 
-def _scored(trajectory: Trajectory) -> bool:
+def _is_scored(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None or trajectory.success is not None
 
 
@@ -540,7 +540,7 @@ async def run_eval(
     report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples)
     found = _official(config, request, [outcome.episodes[pair] for pair in request.pairs])
     report |= {"model": request.model, **about, **({"official": found} if found else {})}
-    atomic_write(request.out / "report.json", json_text(redacted(report, said=True), indent=2) + "\n")
+    atomic_write(request.out / "report.json", json_text(redact_json(report, said=True), indent=2) + "\n")
     return report, outcome
 
 
@@ -580,7 +580,7 @@ async def run_evals(
     found = official(config, episodes, request.split)
     own = {"official": found} if found else {}
     whole = {"success": mean_success(reports, eval_weights(config)), "model": request.model, **about, **own, "envs": reports}
-    atomic_write(request.out.parent / "report.json", json_text(redacted(whole, said=True), indent=2) + "\n")
+    atomic_write(request.out.parent / "report.json", json_text(redact_json(whole, said=True), indent=2) + "\n")
     return whole, outcome, request
 
 
@@ -596,7 +596,7 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
     """Write comparison.json into `folder`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "comparison.json"
-    atomic_write(file, json_text(redacted(comparison, said=True), indent=2) + "\n")
+    atomic_write(file, json_text(redact_json(comparison, said=True), indent=2) + "\n")
     return file
 
 

@@ -32,7 +32,7 @@ from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.utils.errors import ConfigError, DiskFullError, ResourceError, RunFolderError
 from agentrl.utils.files import atomic_write, atomic_write_all, disk_full, full_text, naming, open_plain, plain_file, read_plain
 from agentrl.utils.parsing import json_text, read_json
-from agentrl.utils.redaction import redact, redact_said, redacted
+from agentrl.utils.redaction import redact, redact_json, redact_said
 from agentrl.utils.terminal import safe
 
 # The lock
@@ -44,7 +44,7 @@ _NONE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder. Raises ConfigError, naming the process that holds it and
     since when, if another does. A process that was killed holds none: the kernel gives it back.
 
@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(_held(folder, file)) from None
+            raise ConfigError(_holder_text(folder, file)) from None
         except OSError as error:
             if error.errno not in _NONE:
                 raise
@@ -71,7 +71,7 @@ def check_unlocked(folder: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(_held(folder, file)) from None
+            raise ConfigError(_holder_text(folder, file)) from None
         except OSError as error:
             if error.errno not in _NONE:
                 raise
@@ -95,7 +95,7 @@ def _read(file: IO[str]) -> dict[str, Any]:
     return found
 
 
-def _held(folder: Path, file: IO[str]) -> str:
+def _holder_text(folder: Path, file: IO[str]) -> str:
     by = _read(file)
     if not by:
         return f"{folder}: another process is writing this run"
@@ -191,7 +191,7 @@ def _try_path(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def dated(config: TrainConfig, day: str | None = None) -> TrainConfig:
+def with_date(config: TrainConfig, day: str | None = None) -> TrainConfig:
     """`config` with a date for chat templates: its own, else `day`, else today's."""
     day = config.model.date or day or date.today().isoformat()
     return config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
@@ -231,7 +231,7 @@ class RunFolder:
         Raises ConfigError if a run of that name exists (nothing is overwritten) or TOML lacks a value of it, ResourceError if
         it cannot be written.
         """
-        folder, text = cls(Path(config.out) / config.name), to_toml(dated(config), origins)
+        folder, text = cls(Path(config.out) / config.name), to_toml(with_date(config), origins)
         check_free(config)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
@@ -246,7 +246,7 @@ class RunFolder:
 
     def dated(self, config: TrainConfig) -> TrainConfig:
         """`config` with the date on which this run started, unless it names one."""
-        return dated(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))
+        return with_date(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))
 
     def keep_config(self, config: TrainConfig, origins: Origins, step: int) -> Path | None:
         """Make `config` the run's, from `step` (updates done) on, if it says anything else than the one before, which is then in
@@ -375,7 +375,7 @@ class RunFolder:
         """Write summary.json, with what `reserve` held of the disk."""
         with suppress(OSError):
             self.reserved.unlink()
-        atomic_write(self.summary, json_text(redacted(summary, said=True), indent=2) + "\n")
+        atomic_write(self.summary, json_text(redact_json(summary, said=True), indent=2) + "\n")
 
 
 def stored_object(path: Path, mend: str) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from agentrl.rollout.engine import ENGINES, Engine, EngineMaker, Generation, Pro
 from agentrl.run.digests import files_digest
 from agentrl.run.engine_choice import AUTO, maker_of
 from agentrl.trainer.pretrained import load_tokenizer, model_context, named_anywhere, unused_ids
-from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError, hinted
+from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError, RenderError, hint_text
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.redaction import redact_said
 from agentrl.utils.threads import background
@@ -246,14 +246,14 @@ def judge_maker(config: TrainConfig, name: str, positions: int | None = None) ->
     able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
     if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
         raise ConfigError(f"{key}.engine = {engine!r}: no judge can be on it beside the policy's own; one of {', '.join(able)}")
-    with told(key):
+    with name_judge_in_errors(key):
         maker = maker_of(engine, judge_config(config, name, positions))
     maker.on_gpus = partial(has_gpus, config.cluster, ROLE)
     return maker
 
 
 @contextmanager
-def told(key: str) -> Iterator[None]:
+def name_judge_in_errors(key: str) -> Iterator[None]:
     """Begins a ConfigError with the judge's key."""
     try:
         yield
@@ -313,7 +313,7 @@ def check_names(scorers: Iterable[Scorer], engines: Mapping[str, Any], where: st
     for found in (found for scorer in scorers for found in own_leaves(scorer)):
         if found.name not in engines:
             known = f"it has {', '.join(sorted(engines))}" if engines else "it has none"
-            hint = hinted(found.name, engines)
+            hint = hint_text(found.name, engines)
             raise ConfigError(f"{found.at}: model = {PREFIX + found.name!r}: {where} has no judge of that name; {known}{hint}")
 
 

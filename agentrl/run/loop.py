@@ -7,8 +7,7 @@
     engine    <- session.publish()            weights under the new version          (train/publish, weights/)
 
 One loop for every staleness bound: with `rollout.max_staleness = 0` nothing runs while the actors
-update; above 0 the collector's episodes continue meanwhile.
-"""
+update; above 0 the collector's episodes continue meanwhile."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from agentrl.run.display import Count, Display, nothing, percent
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Row, kinds_of
 from agentrl.run.run_log import RunLog, episodes_row, evaluation_row, shown_of, train_row
-from agentrl.run.session import Session, fed
+from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.estimator_inputs import with_estimator_inputs
 from agentrl.trainer.experience import with_rare
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.spans import Kind, span, spanned
+from agentrl.utils.spans import Kind, span, traced
 from agentrl.utils.threads import in_thread
 
 NONE: Mapping[str, Choice] = MappingProxyType({})
@@ -51,7 +50,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
     if not done and evaluated is None and _is_due(config, resumed_at):
         # An unbroken run has it: this one was interrupted, or to end, here.
-        owed, done = await _evaluated(session, run_log)
+        owed, done = await _evaluate_step(session, run_log)
         await session.saver.rate(owed)
     if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
         await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
@@ -59,7 +58,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)
         with clock.part("rollout", collector.ahead, collector.watch.waiting):
-            groups = await fed(session, collector.collect())
+            groups = await republish_to_new_replicas(session, collector.collect())
         with clock.part("batch"):
             kept = config.algorithm.experience
             rare = None if kept is None else kept.rare
@@ -82,7 +81,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.callbacks.step(row, session)
         found, reached = None, False
         if _is_due(config, step) and not interrupt.requested:
-            found, reached = await _evaluated(session, run_log)
+            found, reached = await _evaluate_step(session, run_log)
         # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
         await run_log.writes.check()
@@ -125,13 +124,13 @@ def _reaches(success: float | None, enough: float | None) -> bool:
     return enough is not None and (success or 0.0) >= enough
 
 
-async def _evaluated(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:
+async def _evaluate_step(session: Session, run_log: RunLog) -> tuple[Evaluation, bool]:
     """An evaluation on the way, and whether its success ends the run."""
     found = await evaluate_now(session, run_log, "eval")
     return found, _reaches(found.success, session.config.stop_at_success)
 
 
-@spanned("evaluation", root=True)
+@traced("evaluation", root=True)
 async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluation:
     """Held-out success and reward under the engine's current weights, recorded as `phase`."""
     began = time.monotonic()
@@ -152,7 +151,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
                 on_episode=count,
                 watch=watch,
             )
-            found[env.called] = await fed(session, playing)
+            found[env.called] = await republish_to_new_replicas(session, playing)
     result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config))
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
@@ -186,7 +185,7 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
     return {"staleness_mean": ages.double().mean().item(), "staleness_max": ages.max().item()}
 
 
-@spanned("log")
+@traced("log")
 async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Group], update: Row, clock: Clock) -> Row:
     """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
     members = [t for group in groups for t in group.trajectories]

@@ -213,7 +213,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found: Row = {name: _mean(known) for name, known in means}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
-    found |= _lengths(episodes) | _given(episodes)
+    found |= _lengths(episodes) | _given_calls(episodes)
     called, tools = _tools(episodes)
     found |= tools
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
@@ -234,7 +234,7 @@ def by_horizon(episodes: Sequence[Trajectory], bins: Bins, *, trained: bool) -> 
         means = _means(members)
         values: Row = {name: _mean(known) for name, known in means}
         values |= {"scored": scored, "unscored": len(members) - scored}
-        values |= _given(members)
+        values |= _given_calls(members)
         values["turns"] = sum(len(t.turns) for t in members) / len(members)
         values["response_length"] = sum(t.sampled_tokens for t in members) / len(members)
         found |= {f"horizon/{label}/{key}": value for key, value in values.items()}
@@ -311,7 +311,7 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
     }
 
 
-def _given(episodes: Sequence[Trajectory]) -> Row:
+def _given_calls(episodes: Sequence[Trajectory]) -> Row:
     """Gold calls that an episode was given, if any was given some."""
     calls = [sum(len(turn.message.tool_calls) for turn in t.turns[: t.given]) for t in episodes]
     return {"given": sum(calls) / len(calls)} if any(calls) else {}

@@ -12,10 +12,11 @@ import numpy as np
 
 from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
 from agentrl.config import TrainConfig
-from agentrl.config.envs import each, longest_sample, trained, widest
+from agentrl.config.envs import each, longest_sample, widest
+from agentrl.config.envs import trained_envs as trained
 from agentrl.config.keys import inline
 from agentrl.config.schema import InitModelConfig
-from agentrl.data.schedule import shuffled
+from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
 from agentrl.rollout.mixtures import MixedTasks, parts_of
@@ -24,7 +25,7 @@ from agentrl.run.checks.env_checks import rehearse, remote_lines
 from agentrl.run.checks.model_checks import check_router_replay, longest_prompt
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.rollout_checks import survey_lines
-from agentrl.run.engine_choice import AUTO, computed, engine_name, maker_of, with_threads
+from agentrl.run.engine_choice import AUTO, computation_text, engine_name, maker_of, with_threads
 from agentrl.run.role_placement import (
     GIB,
     Peak,
@@ -32,10 +33,10 @@ from agentrl.run.role_placement import (
     check_fits,
     locations_of_roles,
     memory_of,
+    memory_text,
     peaks,
     placement_table,
     table_of,
-    told,
     waiting,
     worker_lines,
 )
@@ -51,7 +52,7 @@ from agentrl.trainer.train_engine import check_train_engine, mesh_of
 # Derived values
 
 
-def derived(config: TrainConfig) -> dict[str, str]:
+def derived_values(config: TrainConfig) -> dict[str, str]:
     """Key -> its value as TOML. `--dry-run` says the rest, which takes the model and the cluster's nodes.
 
     Raises UserError as the choice of an engine does.
@@ -197,7 +198,7 @@ def batches_of(config: TrainConfig) -> Batches:
     rollout, algorithm = config.rollout, config.algorithm
     episodes = rollout.groups * rollout.group_size
     members = np.repeat(np.arange(rollout.groups), rollout.group_size) if algorithm.groups == "kept" else None
-    parts = [len(part) for part in shuffled(episodes, algorithm.minibatch, config.seed, 0, members)]
+    parts = [len(part) for part in shuffle_parts(episodes, algorithm.minibatch, config.seed, 0, members)]
     greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     ranks = mesh_of(config, None if pool is None else pool.nodes * pool.per_node)["dp"]
@@ -246,8 +247,8 @@ def lines(plan: RunPlan) -> list[str]:
     rows = [
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
         *(("environment", line) for line in plan.environments if len(plan.environments) == 1),
-        ("model", f"{plan.model}, {computed(plan.dtype, plan.threads)}; engine {plan.engine}"),
-        *(("trained", _trained(one)) for one in plan.parameters),
+        ("model", f"{plan.model}, {computation_text(plan.dtype, plan.threads)}; engine {plan.engine}"),
+        *(("trained", _trained_text(one)) for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
          f"{_count(b.optimizer_steps, 'optimizer step')}{beside}"),
         ("tokens", f"an episode at most {b.sampled_tokens:,} sampled and {b.episode_tokens:,} in all, an update {b.tokens:,}"),
@@ -258,11 +259,11 @@ def lines(plan: RunPlan) -> list[str]:
     ]  # fmt: skip
     if plan.transcripts is not None:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
-    rows += [("evaluated", f"{name}: {how}, {_when(ev.after)}") for name, how in ev.environments.items()]
+    rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_when(plan.checkpoints)}, of which {_kept(plan)}"),
-        ("episodes", f"in trajectories/, {_when(plan.trajectories)}"),
+        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {_kept_text(plan)}"),
+        ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}" for name, text in rows]
@@ -290,7 +291,7 @@ def _parameters(config: TrainConfig) -> list[Parameters]:
     return found
 
 
-def _trained(one: Parameters) -> str:
+def _trained_text(one: Parameters) -> str:
     if one.trained == one.all:
         return f"{one.role}: all {one.all:,} parameters"
     return f"{one.role}: {one.trained:,} of {one.all:,} parameters ({one.trained / one.all:.2%}); the others are frozen"
@@ -304,12 +305,12 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _kept(plan: RunPlan) -> str:
+def _kept_text(plan: RunPlan) -> str:
     """A checkpoint may be one of the newest and of the best, so it is "at most"."""
     return "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
 
 
-def _when(updates: list[int]) -> str:
+def _schedule_text(updates: list[int]) -> str:
     """ "before, after 10, 20, ... 40 updates"."""
     named = [str(step) for step in updates if step]
     shown = ", ".join(named) if len(named) <= 4 else f"{named[0]}, {named[1]}, ... {named[-1]}"
@@ -338,7 +339,7 @@ class DryRun:
             *([self.nodes] if self.nodes else []),
             *([placement_table(self.locations), ""] if self.locations else []),
             table_of(self.placed),
-            *map(told, self.peaks),
+            *map(memory_text, self.peaks),
         ]
         return "\n".join([*lines(self.plan), "", *self.several, *memory, *self.notes])
 
@@ -369,11 +370,11 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
     """
     if gpu_memory is not None and (nodes is not None or not joins(config.cluster)):
         with planned_elsewhere(nodes), shape_folder(config.model.path) as folder:
-            return _planned(config, folder, gpu_memory, nodes)
+            return _plan_elsewhere(config, folder, gpu_memory, nodes)
     return _dry_run(config, gpu_memory)
 
 
-def _planned(config: TrainConfig, folder: str | None, gpu_memory: float, nodes: tuple[int, int] | None) -> DryRun:
+def _plan_elsewhere(config: TrainConfig, folder: str | None, gpu_memory: float, nodes: tuple[int, int] | None) -> DryRun:
     """The plan for other machines, of a model that may be known by its shape alone, in `folder`."""
     name = config.model.path
     known = config if folder is None else config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
@@ -394,7 +395,7 @@ def _planned(config: TrainConfig, folder: str | None, gpu_memory: float, nodes: 
 
 def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     here = not is_planned()
-    suspicious = (check_train if here else check_config)(checked(config), planned=True)
+    suspicious = (check_train if here else check_config)(config_for_checks(config), planned=True)
     check_architecture(config)
     packing = packing_of(config)  # of the real model: `checked` may have put another in its place
     config = with_packing(config)
@@ -405,7 +406,7 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
     found = peaks(placed, total)
     check_fits(config, placed, total)
     notes = [
-        *survey_lines(checked(config)),
+        *survey_lines(config_for_checks(config)),
         *waiting(placed),
         *remote_lines(config),
         *(worker_lines(config) if here else []),
@@ -425,7 +426,7 @@ def environments(config: TrainConfig) -> list[str]:
     lines = [f"{len(config.envs)} environments, rollout.mixture = {config.rollout.mixture.name}:"]
     for env, one in zip(config.envs, each(config), strict=True):
         ref, limits = EnvRef.of(one), one.rollout
-        _, longest = longest_prompt(checked(one), ref)
+        _, longest = longest_prompt(config_for_checks(one), ref)
         reward, share = find_spec(ref, env.reward)["name"], shares[env.called]
         lines.append(
             f"  {env.called}: {ref.entry.id}, reward {reward}, {share:.1%} of the groups at first, prompts of at most {longest} "
@@ -435,7 +436,7 @@ def environments(config: TrainConfig) -> list[str]:
     return [*lines, ""]
 
 
-def checked(config: TrainConfig) -> TrainConfig:
+def config_for_checks(config: TrainConfig) -> TrainConfig:
     """The config that the checks see: with a model folder that has no tokenizer, a dense model of its sizes with the packaged
     one, which nothing splits."""
     path = config.model.path

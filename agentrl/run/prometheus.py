@@ -2,8 +2,7 @@
 
 agentrl_row_*          the values of the last row of each phase, by the names of run/metrics.py; what these have in <> are labels
 agentrl_*_total        counters of this process: they begin at 0 again after a resume
-all others             gauges of this moment
-"""
+all others             gauges of this moment"""
 
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ from agentrl.utils.network import ThreadServer
 
 if TYPE_CHECKING:
     from agentrl.run.session import Session
+
 
 STATS_S = 1.0
 """Seconds in which the engine must answer a scrape; else its last answer is given."""
@@ -53,7 +53,7 @@ def check_prometheus(config: TrainConfig) -> None:
         try:
             probe.bind(address)
         except OSError as problem:
-            raise _taken(config.prometheus, problem) from None
+            raise _port_taken(config.prometheus, problem) from None
 
 
 def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
@@ -84,7 +84,7 @@ class MetricsEndpoint:
             family, address = _bindable(cfg)
             listener = socket.create_server(address, family=family)
         except OSError as problem:
-            raise _taken(cfg, problem) from None
+            raise _port_taken(cfg, problem) from None
         name = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
         self.url = f"http://{name}:{listener.getsockname()[1]}/metrics"
         self._server = ThreadServer(_app(registry), cfg.host, listener, max_body=MAX_BODY)
@@ -232,7 +232,7 @@ def _gauges(rows: Mapping[str, tuple[int, Mapping[str, float | None]]]) -> Itera
     for phase, (step, values) in rows.items():
         steps.add_metric([phase], step)
         for key, value in values.items():
-            name, labels, scale, about = named(key)
+            name, labels, scale, about = metric_of_key(key)
             labels = {"phase": phase, **labels}
             if name not in families:
                 families[name] = GaugeMetricFamily(name, about, labels=list(labels))
@@ -242,7 +242,7 @@ def _gauges(rows: Mapping[str, tuple[int, Mapping[str, float | None]]]) -> Itera
     yield from families.values()
 
 
-def named(key: str) -> tuple[str, dict[str, str], float, str]:
+def metric_of_key(key: str) -> tuple[str, dict[str, str], float, str]:
     """Of a row's key: the family's name, its labels, by what a value is multiplied, and what it means.
 
     Of several environments each is a label `env`, "" for all together."""
@@ -264,7 +264,7 @@ def named(key: str) -> tuple[str, dict[str, str], float, str]:
     return f"agentrl_row_{stem}", labels, scale, f"{info.meaning} [{info.unit}]"
 
 
-def _taken(cfg: PrometheusConfig, problem: OSError) -> ResourceError:
+def _port_taken(cfg: PrometheusConfig, problem: OSError) -> ResourceError:
     return ResourceError(
         f"prometheus.port = {cfg.port}: {cfg.host}:{cfg.port} cannot be listened at ({problem.strerror or problem}); set another "
         "port, or 0 for any that is free"

@@ -28,7 +28,7 @@ from agentrl.trainer.optim import rate
 from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, ModelError, RewardSpecError, RunFolderError
 from agentrl.utils.files import atomic_write, read_plain
 from agentrl.utils.parsing import read_json
-from agentrl.utils.redaction import redacted
+from agentrl.utils.redaction import redact_json
 
 FILE = "provenance.json"
 
@@ -36,7 +36,7 @@ FILE = "provenance.json"
 def write_provenance(config: TrainConfig, folder: RunFolder) -> None:
     """Record what a new run is started with. Raises a UserError if a file that the config names is missing."""
     provenance = {"folder": str(Path.cwd()), "contents": contents_of(config, "train")}
-    atomic_write(folder.path / FILE, json.dumps(redacted(provenance), indent=2) + "\n")
+    atomic_write(folder.path / FILE, json.dumps(redact_json(provenance), indent=2) + "\n")
 
 
 def check_resumable(
@@ -54,7 +54,7 @@ def check_resumable(
     except (CatalogError, ConfigError, ModelError, RewardSpecError) as error:
         raise type(error)(f"{error}{origin_hint(folder)}") from None
     now = contents_of(config, "train")
-    if (recorded := _recorded(folder)) is None:
+    if (recorded := _read_provenance(folder)) is None:
         write_provenance(config, folder)
         # Recorded from here on, so that the next resume can compare.
         note = f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
@@ -74,7 +74,7 @@ def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder)
 
 def check_contents(config: TrainConfig, folder: RunFolder) -> None:
     """Raises ConfigError if the reward spec or the model's files changed since the run in `folder` began."""
-    if (recorded := _recorded(folder)) is None:
+    if (recorded := _read_provenance(folder)) is None:
         return
     then, now = (
         {k: v for k, v in found.items() if k not in code_of(config)}
@@ -88,7 +88,7 @@ def check_contents(config: TrainConfig, folder: RunFolder) -> None:
         )
 
 
-def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
+def _read_provenance(folder: RunFolder) -> dict[str, Identity] | None:
     """Record of `write_provenance`; None if nothing is there. Raises RunFolderError if it is damaged."""
     mend = "restore it, or remove it: the files that the config names are then taken to be the same"
     found = stored_object(folder.path / FILE, mend)
@@ -99,13 +99,13 @@ def _recorded(folder: RunFolder) -> dict[str, Identity] | None:
 
 def recorded_contents(folder: RunFolder) -> Identity:
     """The digests of the files with which a run was started; empty if it was started by an older agentrl."""
-    recorded = _recorded(folder)
+    recorded = _read_provenance(folder)
     return {} if recorded is None else recorded["contents"]
 
 
 def origin_hint(folder: RunFolder) -> str:
     """From where to resume instead, if this is not the working folder in which the run was started."""
-    recorded = _recorded(folder)
+    recorded = _read_provenance(folder)
     if recorded is None or Path(str(recorded["folder"])) == Path.cwd():
         return ""
     path = os.pathsep.join(part for part in (str(recorded["folder"]), os.environ.get("AGENTRL_PATH", "")) if part)
@@ -240,7 +240,7 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
         return RunModel(label, str(folder.final), step)
     if step == 0 and not (folder.checkpoints / "step_000000").is_dir():
         return RunModel("start", start_model(folder.path, load_config(folder.config)), 0)
-    return RunModel(label, str(_exported(folder, step)), step)
+    return RunModel(label, str(_export_path(folder, step)), step)
 
 
 def _final_step(folder: RunFolder) -> int | None:
@@ -250,7 +250,7 @@ def _final_step(folder: RunFolder) -> int | None:
     return None if summary["status"] in ("failed", "interrupted") else int(summary["steps"])
 
 
-def _exported(folder: RunFolder, step: int) -> Path:
+def _export_path(folder: RunFolder, step: int) -> Path:
     out = folder.exports / f"step_{step:06d}"
     if (out / "config.json").is_file():
         return out

@@ -187,7 +187,7 @@ class RunRecord:
         sign of life not long ago."""
         if self.evaluation is not None or self.folder.summary.exists():
             return False
-        signs = [_changed(path) for path in (self.folder.metrics, self.folder.log, self.folder.trajectories)]
+        signs = [_change_time(path) for path in (self.folder.metrics, self.folder.log, self.folder.trajectories)]
         last = max((sign for sign in signs if sign is not None), default=None)
         return last is not None and time.time() - last < max(LIVE_S, 4 * _step_seconds(_tail(self.folder.metrics)))
 
@@ -195,7 +195,7 @@ class RunRecord:
     def started(self) -> float | None:
         """Time at which the folder's first file was written, in seconds since 1970; None if unknown."""
         files = (self.path / "provenance.json", self.folder.config, self.path / "eval.json", self.path / "rollout.json")
-        return min((time for path in files if (time := _changed(path)) is not None), default=None)
+        return min((time for path in files if (time := _change_time(path)) is not None), default=None)
 
 
 def episode_of(line: str | bytes, where: str) -> Trajectory:
@@ -219,11 +219,11 @@ def load_run(path: str | Path) -> RunRecord:
     if is_run(folder):
         return RunRecord(folder)
     if not folder.exists():
-        from agentrl.utils.errors import hinted
+        from agentrl.utils.errors import hint_text
 
         near = [item.name for item in folder.parent.iterdir() if item.is_dir()] if folder.parent.is_dir() else []
         usual = "runs" / folder  # `agentrl train` prints a run's name beside its folder
-        hint = hinted(folder.name, near, show=lambda name: repr(str(folder.parent / name)))
+        hint = hint_text(folder.name, near, show=lambda name: repr(str(folder.parent / name)))
         hint = f"; did you mean {str(usual)!r}?" if is_run(usual) else hint
         raise RunFolderError(f"{folder}: there is no such folder{hint}")
     inside = find_runs(folder)
@@ -269,13 +269,13 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
     out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
     out["seconds"] = summary.get("seconds")
     if run.evaluation is not None:
-        out["success_after"] = _evaluated(run)
+        out["success_after"] = _evaluated_rate(run)
     out["status"] = "running" if out["live"] else summary.get("status") or run.evaluation or "unfinished"
     out["error"] = summary.get("error")
     return out
 
 
-def _evaluated(run: RunRecord) -> float | None:
+def _evaluated_rate(run: RunRecord) -> float | None:
     """The success rate in an evaluation's report."""
     report = _json(run.path / "report.json")
     first = report.get("pass@1") if isinstance(report, dict) else None
@@ -292,7 +292,7 @@ def _json(path: Path) -> Any:
         raise RunFolderError(f"{path}: damaged: {problem}") from None
 
 
-def _changed(path: Path) -> float | None:
+def _change_time(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -356,8 +356,8 @@ def check_of(ledgers: Sequence[TokenLedger]) -> int:
 def _entry(advantages: npt.NDArray[np.float32], log_ratio: npt.NDArray[np.float16] | None) -> dict[str, Any]:
     same = len(advantages) > 0 and bool((advantages == advantages[0]).all())
     return {
-        "advantage": float(advantages[0]) if same else _encoded(advantages, "<f4"),
-        "log_ratio": None if log_ratio is None else _encoded(log_ratio, "<f2"),
+        "advantage": float(advantages[0]) if same else _encode_floats(advantages, "<f4"),
+        "log_ratio": None if log_ratio is None else _encode_floats(log_ratio, "<f2"),
     }
 
 
@@ -370,16 +370,18 @@ def token_columns(
         return None
     entry, count = row["ledgers"][at], ledgers[at].sampled_tokens
     given = entry["advantage"]
-    advantages = np.full(count, given, dtype=np.float32) if isinstance(given, (int, float)) else _decoded(given, "<f4", count)
-    ratio = None if entry["log_ratio"] is None else np.exp(_decoded(entry["log_ratio"], "<f2", count).astype(np.float32))
+    advantages = (
+        np.full(count, given, dtype=np.float32) if isinstance(given, (int, float)) else _decode_floats(given, "<f4", count)
+    )
+    ratio = None if entry["log_ratio"] is None else np.exp(_decode_floats(entry["log_ratio"], "<f2", count).astype(np.float32))
     return advantages, ratio
 
 
-def _encoded(values: npt.NDArray[Any], kind: str) -> str:
+def _encode_floats(values: npt.NDArray[Any], kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode("ascii")
 
 
-def _decoded(text: str, kind: str, count: int) -> npt.NDArray[Any]:
+def _decode_floats(text: str, kind: str, count: int) -> npt.NDArray[Any]:
     found = np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
     if len(found) != count:
         raise ValueError(f"{len(found)} numbers for {count} sampled tokens")

@@ -22,7 +22,7 @@ from agentrl.trainer.pretrained import load_model_config, load_tokenizer
 from agentrl.utils.errors import ReplayError
 from agentrl.utils.files import atomic_write, full_disk_said
 from agentrl.utils.parsing import json_text, read_json
-from agentrl.utils.redaction import redacted
+from agentrl.utils.redaction import redact_json
 
 FORMAT = 1
 
@@ -82,7 +82,7 @@ class RecordFolder:
         file = self.path / "record.json"
         if file.exists():
             before, of = self.manifest().get("identity"), f"the record of another run ({file})"
-            check_same_identity(before, redacted(self._request["identity"]), of, self.path, "--record")
+            check_same_identity(before, redact_json(self._request["identity"]), of, self.path, "--record")
         with full_disk_said(self.path, CONTINUED):
             self._write_inputs(config, inputs, manifest)
         return Recorder(self.calls, Recorded.read(self.calls).transcripts)
@@ -98,5 +98,5 @@ class RecordFolder:
                 Vision(config.model.path, model).save(self.tokenizer)
         # The manifest last: a folder without it is not a record, so an interrupted start does not look like one.
         atomic_write(self.path / "reward.json", json_text(inputs.specs[0], indent=2) + "\n")
-        atomic_write(self.path / "record.json", json_text(redacted(manifest), indent=2) + "\n")
+        atomic_write(self.path / "record.json", json_text(redact_json(manifest), indent=2) + "\n")
         self.calls.touch()

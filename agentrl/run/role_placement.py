@@ -17,16 +17,16 @@ from agentrl.cluster.placement import (
     driver_card,
     has_gpus,
     is_planned,
-    joined,
+    join_locations,
     keys_of_roles,
     locations,
-    need,
+    node_need,
     nodes_of,
     pools_of_roles,
 )
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import TrainConfig
-from agentrl.config.envs import other_models, trained, widest
+from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.config.schema import OptimConfig
 from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
@@ -121,7 +121,7 @@ def check_worker_room(config: TrainConfig, trains: bool) -> None:
 def taken_slots(config: TrainConfig, engine: str) -> float:
     """The CPU slots of the processes of a training run, other than rollout workers."""
     pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine)), unpooled_roles(config, engine)
-    taken = sum(need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
+    taken = sum(node_need(pool)[0] * pool.nodes for pool in dict(pools.values()).values())
     taken += sum(one.cpus * one.count for one in unpooled.values())
     # Without GPUs too each actor takes a slot of its own.
     return taken + (0 if "actor" in {*pools, *unpooled} else config.cluster.actors)
@@ -189,14 +189,14 @@ def locations_of_roles(config: TrainConfig, engine_name: str) -> dict[str, list[
         return {}
     judges = [place_of(name) for name in judge_processes(config)]
     roles = [*roles_of(config, engine_name), *judges]
-    own = (_assigned if is_planned() else _reserved)(config, engine_name, roles)
+    own = (_assign_places if is_planned() else _reserve_places)(config, engine_name, roles)
     # A role without processes of its own uses the actors' processes.
     shared = own.get("actor", [])
     elsewhere = {"rollout", JUDGE, *judges}
     return {role: own.get(role, shared) for role in roles if role in own or role not in elsewhere}
 
 
-def _assigned(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+def _assign_places(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
     """The places of the roles that have some, on the nodes of a plan."""
     pools, unpooled = pools_of_roles(config.cluster, pooled_roles(config, engine_name)), unpooled_roles(config, engine_name)
     by_name, others = dict(pools.values()), beside(config, engine_name)
@@ -206,13 +206,13 @@ def _assigned(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> di
     engine = maker_of(engine_name, config).processes()
     size = engine.gpus if engine is not None else 0
     return {
-        role: joined(places[key], size) if role in others and gpus[key] else places[key]
+        role: join_locations(places[key], size) if role in others and gpus[key] else places[key]
         for role, key in keys.items()
         if role in roles
     }
 
 
-def _reserved(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
+def _reserve_places(config: TrainConfig, engine_name: str, roles: Sequence[str]) -> dict[str, list[Location]]:
     """The places of the roles that have some, on the cluster's nodes."""
     engine = maker_of(engine_name, config).processes()
     with ray_of(config.cluster):
@@ -297,7 +297,7 @@ def waiting(placed: list[RolePlacement]) -> list[str]:
 
 def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
     """Every role of the run and what it takes on one of its devices: cards of `card` bytes, or host memory."""
-    config = _typed(config, card)
+    config = _with_dtype(config, card)
     found = _others(config, card, trains=True)
     try:
         maker, taken = _engine(config, found, card)
@@ -318,15 +318,15 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
 def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
     """The engine's own memory on a device: of a card of `card` bytes, or of host memory. Raises UserError if that holds no
     episode."""
-    config = _typed(config, card)
+    config = _with_dtype(config, card)
     counted = _card_of_engine(config, card) is not None and "kv_cache_mib" not in config.engine_args
-    return _engine(config, _counted(config, card, trains=True) if counted else [], card)[1]
+    return _engine(config, _count_others(config, card, trains=True) if counted else [], card)[1]
 
 
 def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
     """The engine's maker, and the memory that it takes in addition to the roles `others`."""
     maker, dtype = maker_of(engine_name(config), config), config.model.dtype
-    maker.room = _left(config, others, _card_of_engine(config, card))
+    maker.room = _bytes_for_engine(config, others, _card_of_engine(config, card))
     model = shell(config.model.model_copy(update={"lora": None}))
     assert dtype is not None
     return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
@@ -339,11 +339,11 @@ def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     Raises UserError as `memory_of`."""
     if "kv_cache_mib" in config.engine_args or (card := _card_of_engine(config, None)) is None:
         return None
-    config = _typed(config, card)
-    return _left(config, _counted(config, card, trains=trains), card)
+    config = _with_dtype(config, card)
+    return _bytes_for_engine(config, _count_others(config, card, trains=trains), card)
 
 
-def _counted(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
+def _count_others(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
     """As `_others`, for the size of the engine's cache."""
     try:
         return _others(config, card, trains)
@@ -360,7 +360,7 @@ def _card_of_engine(config: TrainConfig, card: int | None) -> int | None:
     return card if is_planned() else driver_card()
 
 
-def _typed(config: TrainConfig, card: int | None) -> TrainConfig:
+def _with_dtype(config: TrainConfig, card: int | None) -> TrainConfig:
     dtype = config.model.computes_in(card is not None)
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
@@ -370,11 +370,11 @@ def _others(config: TrainConfig, card: int | None, trains: bool) -> list[RolePla
     # As the run will choose: the kernel that reads key heads by groups needs a card and half precision.
     grouped = card is not None and config.model.dtype != "float32" and varlen_takes_groups()
     roles = roles_of(config, engine_name(config)) if trains else []
-    found = [_trained(config, role, grouped) for role in roles if role not in ("rollout", JUDGE)]
+    found = [_trained_role(config, role, grouped) for role in roles if role not in ("rollout", JUDGE)]
     return found + [_judge(config, name, card) for name in config.reward.judge.engines]
 
 
-def _left(config: TrainConfig, found: list[RolePlacement], card: int | None) -> int | None:
+def _bytes_for_engine(config: TrainConfig, found: list[RolePlacement], card: int | None) -> int | None:
     """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
     if card is None:
         return None
@@ -384,7 +384,7 @@ def _left(config: TrainConfig, found: list[RolePlacement], card: int | None) -> 
     return int(FILL * card) - max([held, *turns])
 
 
-def _trained(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
+def _trained_role(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
     device = _device(config, role)
     pool = config.cluster.pools.get(device)
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
@@ -427,7 +427,7 @@ def _tokens(config: TrainConfig) -> int:
     # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
     if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
         return config.optim.micro_tokens
-    return min(config.optim.micro_tokens, widest(config, trained(config)).rollout.max_episode_tokens)
+    return min(config.optim.micro_tokens, widest(config, trained_envs(config)).rollout.max_episode_tokens)
 
 
 def _device(config: TrainConfig, role: str, own: bool = False) -> str:
@@ -458,7 +458,7 @@ def check_fits(config: TrainConfig, placed: list[RolePlacement], card: int | Non
     """Raise ResourceError, with the keys that help and the table, if a device cannot hold its roles."""
     for peak in peaks(placed, card):
         if peak.size > peak.limit:
-            raise ResourceError(f"{told(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
+            raise ResourceError(f"{memory_text(peak)}: it does not fit; {advice(config, placed, peak)}\n{table_of(placed)}")
 
 
 def turn_of(one: RolePlacement, beside: list[RolePlacement]) -> int:
@@ -527,6 +527,6 @@ def table_of(placed: list[RolePlacement]) -> str:
     return "\n".join(["memory on each device, GiB", *lines])
 
 
-def told(peak: Peak) -> str:
+def memory_text(peak: Peak) -> str:
     when = "a publish" if peak.role == PUBLISH else f"the turn of {peak.role}"
     return f"{peak.device}: {peak.size / GIB:.1f} of {peak.limit / GIB:.1f} GiB, in {when}"

@@ -27,7 +27,7 @@ from agentrl.run.assembly import Assembly, Inputs, assemble, tokenizer_of
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.processor import raise_gc_threshold
 from agentrl.utils.redaction import guard_process
-from agentrl.utils.search_path import packed, unpack, used
+from agentrl.utils.search_path import pack_given, unpack, used_names
 from agentrl.utils.threads import in_thread, share_the_lock
 
 ENDED = "its process ended"
@@ -86,7 +86,7 @@ def recipe_of(
         connection,
         reads,
         rows,
-        packed(used(config.model_dump(mode="json", exclude_none=True))),
+        pack_given(used_names(config.model_dump(mode="json", exclude_none=True))),
     )
 
 

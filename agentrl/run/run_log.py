@@ -225,8 +225,8 @@ class Updates:
     def add(self, row: HealthRow) -> None:
         self.newest.append(row)
         if row["step"] > self._warmup:
-            self.idle = 0 if trained(row) else self.idle + 1
-            self.taught |= trained(row)
+            self.idle = 0 if has_trained(row) else self.idle + 1
+            self.taught |= has_trained(row)
 
     @property
     def of_policy(self) -> list[HealthRow]:
@@ -260,7 +260,9 @@ class Health:
         """Look at a row of phase "train"."""
         updates = self._updates
         updates.add(row)
-        found = {f.status: f for f in (idle(updates, self._config), unscored(updates.newest, self._config, self.fault)) if f}
+        found = {
+            f.status: f for f in (idle(updates, self._config), unscored_finding(updates.newest, self._config, self.fault)) if f
+        }
         enough = len(updates.newest) == updates.newest.maxlen
         for status, finding in found.items():
             if enough and status not in self._said:
@@ -289,8 +291,8 @@ class Health:
         updates = [row for row in rows if row["phase"] == "train"]
         last = next((row for row in reversed(rows) if row["phase"] == "after"), None)
         return (
-            unscored(updates, self._config, self.fault)
-            or (None if last is None else unscored([last], self._config, self.fault))
+            unscored_finding(updates, self._config, self.fault)
+            or (None if last is None else unscored_finding([last], self._config, self.fault))
             or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
         )
 
@@ -298,14 +300,16 @@ class Health:
         goal = self._config.stop_at_success
         found = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
         updates = [row for row in rows if row["phase"] == "train"]
-        return (goal is not None and bool(found) and found[-1] >= goal) or _improved(updates, self._config.health.idle_updates)
+        return (goal is not None and bool(found) and found[-1] >= goal) or _has_improved(
+            updates, self._config.health.idle_updates
+        )
 
 
 def idle(updates: Updates, config: TrainConfig) -> Finding | None:
     """Return True if the newest updates, `health.idle_updates` of them or all if there are fewer, trained nothing. Not if every
     episode of them was a success after others that taught something: then nothing is left to learn."""
     newest, count = updates.of_policy, updates.idle
-    if not newest or any(trained(row) for row in newest):
+    if not newest or any(has_trained(row) for row in newest):
         return None
     if updates.taught and all(row["success"] == 1.0 for row in newest):
         return None
@@ -316,13 +320,13 @@ def idle(updates: Updates, config: TrainConfig) -> Finding | None:
     return Finding(TRAINED_NOTHING, said, advice, fails=count >= config.health.idle_updates)
 
 
-def _improved(updates: Sequence[HealthRow], count: int) -> bool:
+def _has_improved(updates: Sequence[HealthRow], count: int) -> bool:
     first, last = ([row["success"] for row in part if row["success"] is not None] for part in (updates[:count], updates[-count:]))
-    learned = any(trained(row) for row in updates)
+    learned = any(has_trained(row) for row in updates)
     return learned and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
 
 
-def trained(row: HealthRow) -> bool:
+def has_trained(row: HealthRow) -> bool:
     """Return True if an update taught the policy something: its gradient is not 0, and an optimizer step was taken."""
     return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
 
@@ -350,7 +354,7 @@ def _why_idle(rows: Sequence[HealthRow], config: TrainConfig) -> tuple[str, str]
     return said, "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
 
 
-def unscored(rows: Collection[HealthRow], config: TrainConfig, fault: str | None) -> Finding | None:
+def unscored_finding(rows: Collection[HealthRow], config: TrainConfig, fault: str | None) -> Finding | None:
     """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
     lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
     played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)
@@ -469,14 +473,16 @@ class RunLog:
             tracker.episodes(phase, step, sampled_rows(result.trajectories))
         await self.trajectories(f"{phase}_{step:06d}", result.trajectories)
         self.display.evaluated(step, result.success)
-        self.display.say(f"[{phase}] held-out success {percent(result.success)} over {result.scored} tasks{_unscored(result)}")
+        self.display.say(
+            f"[{phase}] held-out success {percent(result.success)} over {result.scored} tasks{_unscored_text(result)}"
+        )
         if self.health is not None:
             self.health.evaluation(phase, result)
         for name, one in result.by_env.items():
-            self.display.say(f"  {name:<24} {percent(one.success)} over {one.scored} tasks{_unscored(one)}")
+            self.display.say(f"  {name:<24} {percent(one.success)} over {one.scored} tasks{_unscored_text(one)}")
 
 
-def _unscored(result: Evaluation) -> str:
+def _unscored_text(result: Evaluation) -> str:
     """Number of episodes without a score, and the cause of the first."""
     lost = next((t for t in result.trajectories if t.reward is None and t.success is None), None)
     if lost is None:

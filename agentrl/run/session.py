@@ -45,7 +45,7 @@ from agentrl.run.tracing import Tracing, profile_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_model, seal
 from agentrl.trainer.estimator_inputs import needs_greedy
-from agentrl.trainer.experience import demonstrated
+from agentrl.trainer.experience import demonstration_rows
 from agentrl.trainer.learner import Learner, policy_updates
 from agentrl.trainer.pretrained import init_model, named_anywhere
 from agentrl.trainer.publish import Publisher
@@ -54,8 +54,9 @@ from agentrl.utils.errors import AgentrlError, CheckpointError, EnvError
 from agentrl.utils.event_loop import LoopWatchdog, OwnedTasks
 from agentrl.utils.files import naming
 from agentrl.utils.parsing import json_text, read_json
-from agentrl.utils.search_path import packed, unpack, used
-from agentrl.utils.spans import at, here, note, now, spanned
+from agentrl.utils.search_path import pack_given, unpack
+from agentrl.utils.search_path import used_names as used
+from agentrl.utils.spans import at, here, note, now, traced
 from agentrl.utils.threads import in_thread
 
 # Demonstrations
@@ -106,7 +107,7 @@ class Demonstrations:
         metrics = {"demonstrations/episodes": float(len(made)), "demonstrations/skipped": float(skipped)}
         if not made:
             return None, metrics
-        rows = demonstrated(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
+        rows = demonstration_rows(collate([gold for _, gold in made], [index for index, _ in made], allow_unscored=True))
         return rows, metrics | {"demonstrations/tokens": float(sum(gold.sampled_tokens for _, gold in made))}
 
     async def _gold(self, index: int, choice: TaskChoice) -> Trajectory | None:
@@ -166,7 +167,7 @@ class Saver:
         self._checkpoints = Checkpoints(folder.checkpoints, cfg.keep, cfg.keep_best)
         self._writing: asyncio.Task[None] | None = None
 
-    @spanned("checkpoint")
+    @traced("checkpoint")
     async def save(self, evaluated: Evaluation | None = None) -> None:
         """Start the checkpoint of the ledger's version, after the previous one is complete.
 
@@ -421,7 +422,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             )
         opened.push_async_callback(parts.close)
         # A loss of the user's own, which only this process knows.
-        await actors.in_processes(unpack, packed(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
+        await actors.in_processes(unpack, pack_given(used(config.model_dump(mode="json", exclude_none=True)["algorithm"])))
         with display.doing("loading the model"):
             await actors.arun(Actor.init_model, path, config.model, config.optim, policy_updates(config))
         # Before the engine starts, which takes its part of the GPU's memory from what it finds free.
@@ -497,7 +498,7 @@ T = TypeVar("T")
 LOOK_S = 2.0
 
 
-async def fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
+async def republish_to_new_replicas(session: Session, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which samples episodes.
 
     With `rollout.max_staleness` 0 the actors wait meanwhile, and their weights are those of the ledger's version: they are
@@ -507,7 +508,7 @@ async def fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
     async with OwnedTasks() as tasks:
         tasks.start(_look(session), "a look at the engine")
         try:
-            return await _fed(session, work)
+            return await _republish(session, work)
         finally:
             session.display.engine("")
 
@@ -528,7 +529,7 @@ async def _look(session: Session) -> None:
         last, when = stats.sampled_tokens, now
 
 
-async def _fed(session: Session, work: Coroutine[Any, Any, T]) -> T:
+async def _republish(session: Session, work: Coroutine[Any, Any, T]) -> T:
     engine = session.engine
     if session.config.rollout.max_staleness > 0 or not isinstance(engine, WeightTarget):
         return await work

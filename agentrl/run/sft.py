@@ -9,7 +9,7 @@ from contextlib import aclosing
 from tensordict import TensorDict
 
 from agentrl.cluster.group import check_arrived
-from agentrl.config.envs import alone, warmed, weight_at
+from agentrl.config.envs import alone, warm_start_envs, weight_at
 from agentrl.config.schema import SftConfig
 from agentrl.data.collate import collate
 from agentrl.data.rows import Ragged
@@ -23,7 +23,7 @@ from agentrl.run.display import Count
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import kinds_of
 from agentrl.run.run_log import RunLog, evaluation_row
-from agentrl.run.session import Session, fed
+from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import seal
 from agentrl.utils.errors import AgentrlError
@@ -54,7 +54,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
                 for step, metrics in enumerate(rows, step + 1):  # noqa: B020 - it goes on from the last
                     session.display.step(step, {"loss": metrics["loss"], "gate": success})
                     run_log.row("sft", step, metrics)
-        if _measured(step, config):
+        if _is_measured(step, config):
             began, ended, watch = time.monotonic(), Count(sum(_tasks(session))), Watch()
             with session.display.doing("gate", ended.__str__, watch.waiting):
                 found, shut = await _gate(session, ended, watch)
@@ -76,7 +76,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     await in_thread("files", seal, session.folder.warm_start, 0)
 
 
-def _measured(step: int, config: SftConfig) -> bool:
+def _is_measured(step: int, config: SftConfig) -> bool:
     """Return True if the gate is measured after `step` steps."""
     return step >= config.max_steps or (step >= config.min_steps and step % config.gate_every == 0)
 
@@ -105,12 +105,12 @@ async def _to_the_gate(
         while not interrupt.requested:
             batch, skipped = await drawing
             step += len(skipped)
-            if not _measured(step, config):  # else the gate may end it here
+            if not _is_measured(step, config):  # else the gate may end it here
                 drawing = tasks.start(drawn(step), "transcripts")
             with session.display.doing("supervised steps"):
                 steps = await session.actors.arun(Actor.sft_steps, batch, len(skipped))
             yield [one | {"transcripts_skipped": float(left_out)} for one, left_out in zip(steps, skipped, strict=True)]
-            if _measured(step, config):
+            if _is_measured(step, config):
                 return
 
 
@@ -126,20 +126,20 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
     """The transcripts of the environments that take part, by their weights at step 0 (equal, if all of these are 0)."""
     config, sources = session.config, {}
     parts = {part.name: part for part in session.envs}
-    for env in warmed(config):
+    for env in warm_start_envs(config):
         own, part = alone(config, env).sft, parts[env.called]
         assert own is not None
         ref = part.env.with_params(own.params)
         sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest_row(config))
     if len(sources) == 1:
         return next(iter(sources.values()))
-    weights = {env.called: weight_at(env.weight, 0) for env in warmed(config)}
+    weights = {env.called: weight_at(env.weight, 0) for env in warm_start_envs(config)}
     return MixedTranscripts(sources, weights if any(weights.values()) else dict.fromkeys(weights, 1.0), config.seed)
 
 
 def _tasks(session: Session) -> Iterator[int]:
     """Number of tasks of the gate, per environment."""
-    for env in warmed(session.config):
+    for env in warm_start_envs(session.config):
         own = alone(session.config, env).sft
         assert own is not None
         yield own.gate_tasks
@@ -151,7 +151,7 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     config, shut = session.config, list[str]()
     found: dict[str, Evaluation] = {}
     await session.publish()
-    for env in warmed(config):
+    for env in warm_start_envs(config):
         own = alone(config, env).sft
         assert own is not None
         playing = evaluate(
@@ -166,7 +166,7 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
             on_episode=ended,
             watch=watch,
         )
-        found[env.called] = await fed(session, playing)
+        found[env.called] = await republish_to_new_replicas(session, playing)
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""
         if success is None:

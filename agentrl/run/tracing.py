@@ -30,14 +30,14 @@ from agentrl.utils.spans import (
     TracePlace,
     TraceSpan,
     Value,
+    add_listener,
     begin,
     finish,
-    listen,
     machine,
     new_id,
     now,
+    open_spans,
     stand,
-    unfinished,
 )
 from agentrl.utils.threads import in_thread
 
@@ -227,7 +227,7 @@ class Profile:
         before = self._config.rollout.max_staleness
         wanted = any(one - before <= step <= one for one in self._cfg.steps)
         if wanted and self._leave is None:
-            self._leave = listen(self._keep, all=True)
+            self._leave = add_listener(self._keep, all=True)
         elif not wanted:
             self.close()
         self._step = step if step in self._cfg.steps else 0
@@ -247,9 +247,9 @@ class Profile:
         ended = now()
         ranks = [Ranks(await in_thread("files", end_watching))]
         for group in self._groups():
-            ranks += await _noted(group)
+            ranks += await _collect_notes(group)
         spans = [one for one in self._found if one.end > self._begun]
-        spans += [replace(one, end=ended, values={**one.values, "unfinished": True}) for one in unfinished()]
+        spans += [replace(one, end=ended, values={**one.values, "unfinished": True}) for one in open_spans()]
         self._found = []
         path = self._folder / f"step_{self._step:06d}.json.gz"
         try:
@@ -285,7 +285,7 @@ class Profile:
         shutil.rmtree(self._folder / PARTS, ignore_errors=True)
 
 
-async def _noted(group: WorkerGroup[Any]) -> list[Ranks]:
+async def _collect_notes(group: WorkerGroup[Any]) -> list[Ranks]:
     """Notes of each process of a group, by rank; none if its roles are in this one."""
     found = [Ranks(calls) for calls in await group.in_processes(end_watching)]
     best: list[tuple[int, int]] = [(1 << 62, 0)] * len(found)
@@ -351,7 +351,7 @@ class Traces:
         self._kinds, self._status, self._codes = SpanKind, Status, StatusCode
         self._scope = InstrumentationScope("agentrl")
         self._common = {"gen_ai.request.model": model, "gen_ai.provider.name": engine}
-        self._leave = listen(self._finished)
+        self._leave = add_listener(self._finished)
 
     def close(self) -> None:
         """Export what waits, for a few seconds at most."""

@@ -22,7 +22,7 @@ from agentrl.config.identity import without_secrets
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
 from agentrl.utils.parsing import json_text
-from agentrl.utils.redaction import resolved
+from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
 
 # The contract
@@ -95,7 +95,7 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
-def voided(phase: str, step: int, to: int) -> bool:
+def is_voided(phase: str, step: int, to: int) -> bool:
     """Return True if a row comes again if the run goes on from step `to`."""
     return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
 
@@ -106,7 +106,7 @@ def check_trackers(config: TrainConfig) -> None:
     Reads: trackers.
     """
     for choice in config.trackers:
-        args = TRACKERS.arguments(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
+        args = TRACKERS.arguments(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make
         if isinstance(make, type) and issubclass(make, Tracker):
             make.check(config, args)
@@ -116,7 +116,7 @@ def makers(choices: Sequence[Choice], run: TrackedRun) -> list[tuple[str, Callab
     """The trackers of a run by name, in order, each yet to be made."""
 
     def maker(choice: Choice) -> Callable[[], Tracker]:
-        bound = TRACKERS.bind(choice.name, resolved(choice.args, f"trackers.{choice.name}.args"))
+        bound = TRACKERS.bind(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         return lambda: bound(run)
 
     return [(choice.name, maker(choice)) for choice in choices]
@@ -387,7 +387,7 @@ def _take_back(file: Path, step: int) -> None:
     lost = False
     for record in RawEventFileLoader(str(file)).Load():
         event = Event.FromString(record)
-        void = [v.tag for v in event.summary.value if voided(v.tag.partition("/")[0], event.step, step)]
+        void = [v.tag for v in event.summary.value if is_voided(v.tag.partition("/")[0], event.step, step)]
         lost |= bool(void)
         if not void:
             kept.append(record)

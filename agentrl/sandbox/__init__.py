@@ -8,7 +8,15 @@ from agentrl.sandbox.base import (
     SandboxProvider,
     SandboxSpec,
 )
-from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, chosen, close_pools, pool_of, provider_of, require
+from agentrl.sandbox.sandbox_pool import (
+    HeldSandbox,
+    SandboxPool,
+    close_pools,
+    pool_of,
+    provider_of,
+    require,
+    sandbox_config,
+)
 
 __all__ = [
     "SANDBOXES",
@@ -19,9 +27,9 @@ __all__ = [
     "SandboxPool",
     "SandboxProvider",
     "SandboxSpec",
-    "chosen",
     "close_pools",
     "pool_of",
     "provider_of",
     "require",
+    "sandbox_config",
 ]

@@ -69,7 +69,7 @@ def filter_file() -> int:
     return file
 
 
-def filtered(bwrap: list[str]) -> list[str]:
+def with_filter(bwrap: list[str]) -> list[str]:
     """A command of bwrap's, without its program's name, under the filter. The shell opens the file of this process anew, since
     bwrap reads from where a shared descriptor stands."""
     opened = f'exec 3</proc/{os.getpid()}/fd/{filter_file()} && exec bwrap --seccomp 3 "$@"'
@@ -105,7 +105,7 @@ class BubblewrapSandbox(FolderSandbox):
         merge: bool = False,
     ) -> ExecResult:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        started = filtered([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limited(self.spec), *argv])
+        started = with_filter([*self._flags(self.spec.place(cwd or ""), env or {}), "--", *limit_arguments(self.spec), *argv])
         async with self._turn:
             watched = await self.watched(timeout, max_output)
             ended = await run_group(started, stdin, watched, env={"PATH": os.defpath}, merge=merge, status=False)
@@ -123,7 +123,7 @@ class BubblewrapSandbox(FolderSandbox):
         await super().write(files)
 
     async def watched(self, timeout: float, max_output: int) -> Watched:
-        return replace(await super().watched(timeout, max_output), pids=self.spec.pids, crowded=crowded)
+        return replace(await super().watched(timeout, max_output), pids=self.spec.pids, crowded=is_crowded)
 
     def _flags(self, cwd: str, env: Mapping[str, str]) -> Iterator[str]:
         share = ["--share-net"] if self.spec.network == "all" else []
@@ -175,7 +175,7 @@ class BubblewrapProvider(FolderProvider):
         return self.folder(spec, snapshot)
 
 
-def limited(spec: SandboxSpec) -> list[str]:
+def limit_arguments(spec: SandboxSpec) -> list[str]:
     """The start of a command that sets the limits of each of its processes: hard ones, which it can't raise again."""
     limits = {"-v": spec.memory and spec.memory >> 10, "-f": spec.file_size and -(-spec.file_size // 512), "-t": spec.cpu_s}
     lines = [f"ulimit {flag} {value};" for flag, value in {"-c": 0, **limits}.items() if value is not None]
@@ -189,7 +189,7 @@ def ending(end: End, code: int, spec: SandboxSpec) -> End:
     return end
 
 
-def crowded(leader: int, most: int) -> bool:
+def is_crowded(leader: int, most: int) -> bool:
     """Return True if more processes are in the namespace that bwrap, process `leader`, made for its command. Not counted to the
     end: new ones of a fork bomb come at the list's end."""
     try:
@@ -260,7 +260,7 @@ def unavailable() -> str | None:
     """Why there is no bubblewrap here, or None."""
     if shutil.which("bwrap") is None:
         return "the program bwrap is not installed (the package bubblewrap has it)"
-    probe = filtered([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # as a command is run, the filter included
+    probe = with_filter([*CONFINED, *_machine(), "--", "/bin/sh", "-c", "true"])  # as a command is run, the filter included
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:

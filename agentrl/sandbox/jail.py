@@ -9,8 +9,7 @@ knows that the sandbox failed, not the code.
 
 Two kinds of code. Python code ("code") runs in this process, which may start no other. A command ("argv") runs in a child, which
 may start others: none of them can leave the child's process group, so that this process, the group's leader, takes all with it
-when it ends, gets SIGTERM, or loses its parent.
-"""
+when it ends, gets SIGTERM, or loses its parent."""
 
 from __future__ import annotations
 
@@ -188,7 +187,7 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> int:
+def check_result(result: int, what: str) -> int:
     """The result of a C call. Raises OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
@@ -215,12 +214,12 @@ def limit_resources(limits: dict[str, Any], command: bool) -> None:
 def drop_capabilities() -> None:
     """Set an empty capability set (version 3, two words), so that even root has no special rights."""
     header = struct.pack("Ii", 0x20080522, 0)
-    checked(libc.capset(header, bytes(24)), "capset")
+    check_result(libc.capset(header, bytes(24)), "capset")
 
 
 def landlock_version(job: dict[str, Any]) -> int:
     """The kernel's, or an older one that the caller wants."""
-    return min(checked(libc.syscall(444, None, 0, 1), "landlock"), int(job["landlock"]))
+    return min(check_result(libc.syscall(444, None, 0, 1), "landlock"), int(job["landlock"]))
 
 
 def restrict_files(job: dict[str, Any]) -> None:
@@ -235,7 +234,7 @@ def restrict_files(job: dict[str, Any]) -> None:
     scoped = 0b11 if abi >= 6 else 0
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     attributes = struct.pack("QQQ", handled, net, scoped)
-    rules = checked(libc.syscall(444, attributes, size, 0), "landlock_create_ruleset")
+    rules = check_result(libc.syscall(444, attributes, size, 0), "landlock_create_ruleset")
     run, read, enter = 1 << 0, 1 << 2, 1 << 3
     write = (1 << 1) | (handled & (1 << 14))
     # remove directory and file, make directory and regular file, move between folders
@@ -255,9 +254,9 @@ def restrict_files(job: dict[str, Any]) -> None:
         if not stat.S_ISDIR(os.fstat(place).st_mode):
             access &= ~enter  # the right to list a directory is invalid for a file
         rule = struct.pack("=Qi", access, place)
-        checked(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
+        check_result(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
         os.close(place)
-    checked(libc.syscall(446, rules, 0), "landlock_restrict_self")
+    check_result(libc.syscall(446, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
 
@@ -316,7 +315,7 @@ def filter_calls(job: dict[str, Any]) -> None:
     code = b"".join(struct.pack("HBBI", *step) for step in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
-    checked(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
+    check_result(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0), "seccomp")
 
 
 def truncation(which: int) -> list[Step]:
@@ -336,9 +335,9 @@ def truncation(which: int) -> list[Step]:
 
 def lock_down(job: dict[str, Any]) -> None:
     """Apply all restrictions, in an order in which no step forbids a later one."""
-    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+    check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
     limit_resources(job["limits"], "argv" in job)
-    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     drop_capabilities()
     if job["isolate_files"]:
         restrict_files(job)
@@ -406,7 +405,7 @@ def lead(job: dict[str, Any], status: int) -> NoReturn:
         os.killpg(0, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end_all)
-    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "pdeathsig")
+    check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "pdeathsig")
     if os.getppid() != job["parent"]:
         end_all()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])

@@ -57,7 +57,7 @@ class Folder:
         """A regular file's bytes. `path` is absolute, without "..". Raises FileNotFoundError, and ValueError if it is larger
         than `most`."""
         try:
-            with _opened(self.root, path, os.O_RDONLY | os.O_NONBLOCK) as file:
+            with _open_beneath(self.root, path, os.O_RDONLY | os.O_NONBLOCK) as file:
                 info = os.fstat(file)
                 if not stat.S_ISREG(info.st_mode):
                     raise missing(path)
@@ -75,7 +75,7 @@ class Folder:
         for path, content in files.items():
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
-                with _opened(self.root, path, flags, make=True) as file:
+                with _open_beneath(self.root, path, flags, make=True) as file:
                     if not stat.S_ISREG(os.fstat(file).st_mode):
                         raise FileExistsError
                     if content[:2] == b"#!":
@@ -157,7 +157,7 @@ def copy_tree(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _opened(root: Path, path: str, flags: int, make: bool = False) -> Iterator[int]:
+def _open_beneath(root: Path, path: str, flags: int, make: bool = False) -> Iterator[int]:
     """The descriptor of a file, reached from the root without following a link."""
     *folders, name = [part for part in path.split("/") if part] or [""]
     if not name:

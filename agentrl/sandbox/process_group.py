@@ -161,7 +161,7 @@ async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _
 
     # The exit is awaited too, because code may close its output and keep running.
     streams = read(0, process.stdout), read(1, process.stderr)
-    finished = asyncio.ensure_future(asyncio.gather(_feed(process, stdin), *streams, process.wait()))
+    finished = asyncio.ensure_future(asyncio.gather(_feed_input(process, stdin), *streams, process.wait()))
     # Looked at even if nobody awaits it any more, or asyncio would report that, whenever the garbage collector comes by.
     finished.add_done_callback(lambda gathered: gathered.cancelled() or gathered.exception())
     try:
@@ -177,7 +177,7 @@ async def _attend(process: asyncio.subprocess.Process, stdin: bytes, attended: _
         finished.cancel()
 
 
-async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
+async def _feed_input(process: asyncio.subprocess.Process, stdin: bytes) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(stdin)

@@ -24,8 +24,8 @@ from agentrl.config.schema import SandboxConfig
 from agentrl.sandbox import bubblewrap
 from agentrl.sandbox.base import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.sandbox.local import require_kernel
-from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hinted
-from agentrl.utils.redaction import resolved
+from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
+from agentrl.utils.redaction import resolve_references
 
 # Choose a provider
 
@@ -34,17 +34,17 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 
 
-def settled(config: SandboxConfig) -> SandboxConfig:
+def settle_provider(config: SandboxConfig) -> SandboxConfig:
     """The config with a provider in place of "auto": bubblewrap where it works and keeps all that docs/sandboxes.md says of it,
     else the local one, which is refused where the kernel has too little for it. With arguments it is the local one, whose they
     are."""
     if config.provider != AUTO:
         return config
-    return config.model_copy(update={"provider": "local" if config.args else preferred()})
+    return config.model_copy(update={"provider": "local" if config.args else preferred_provider()})
 
 
 @cache
-def preferred() -> str:
+def preferred_provider() -> str:
     """Asked of the machine once a process, and said once in the log."""
     reason = bubblewrap.unavailable() or bubblewrap.lacking()
     if reason is None:
@@ -200,30 +200,30 @@ class SandboxPool:
 _BY_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, SandboxPool]] = WeakKeyDictionary()
 
 
-def chosen(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
+def sandbox_config(config: SandboxConfig | Mapping[str, Any] | None) -> SandboxConfig:
     """A config's `[env.sandbox]` as an environment's class gets it, with a provider in place of "auto". Raises ConfigError for an
     invalid section."""
     if config is None or isinstance(config, SandboxConfig):
-        return settled(config or SandboxConfig())
+        return settle_provider(config or SandboxConfig())
     try:
-        return settled(SandboxConfig.model_validate(dict(config)))
+        return settle_provider(SandboxConfig.model_validate(dict(config)))
     except ValidationError as problem:
         first = problem.errors()[0]
         known = list(SandboxConfig.model_fields)
         key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"sandbox.{key}: {first['msg']}{hinted(key, known)}; known: {', '.join(known)}") from None
+        raise ConfigError(f"sandbox.{key}: {first['msg']}{hint_text(key, known)}; known: {', '.join(known)}") from None
 
 
 def provider_of(config: SandboxConfig) -> SandboxProvider:
     """The config's provider. Raises ConfigError for an unknown name or argument."""
-    config = settled(config)
-    make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolved(config.args, "env.sandbox.args"))
+    config = settle_provider(config)
+    make: Callable[..., SandboxProvider] = SANDBOXES.bind(config.provider, resolve_references(config.args, "env.sandbox.args"))
     return make()
 
 
 def require(config: SandboxConfig) -> SandboxProvider:
     """The provider, there on this machine. Raises ConfigError as `provider_of`, ResourceError if it is not to be had."""
-    config = settled(config)
+    config = settle_provider(config)
     provider = provider_of(config)
     if reason := provider.unavailable():
         raise ResourceError(f"env.sandbox.provider = {config.provider!r}: {reason}")

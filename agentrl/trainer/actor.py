@@ -184,7 +184,7 @@ class Dpo:
 
     def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         losses = dpo(totals[:, 0], totals[:, 1], reference[:, 0], reference[:, 1], self.beta)
-        return losses, _compared(self.beta * (totals.detach() - reference))
+        return losses, _compare_pairs(self.beta * (totals.detach() - reference))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +192,10 @@ class BradleyTerry:
     """`bradley_terry`. Metrics: `accuracy` (share of pairs whose chosen side has the higher score), and the scores."""
 
     def __call__(self, totals: Tensor, reference: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return bradley_terry(*totals.unbind(1)), _compared(totals.detach())
+        return bradley_terry(*totals.unbind(1)), _compare_pairs(totals.detach())
 
 
-def _compared(rewards: Tensor) -> dict[str, Tensor]:
+def _compare_pairs(rewards: Tensor) -> dict[str, Tensor]:
     chosen, rejected = rewards.unbind(1)
     return {
         "accuracy": (chosen > rejected).double(),

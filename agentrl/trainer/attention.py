@@ -297,7 +297,7 @@ def packed_trees(spans: Tensor, longest: int, device: torch.device) -> PackedSeq
     return PackedSequences(ends, longest, blocks, suffixes=suffixes, spans=spans, parts=parts)
 
 
-def padded(packed: PackedSequences, missing: int) -> PackedSequences:
+def pad_sequences(packed: PackedSequences, missing: int) -> PackedSequences:
     """The layout with one more row, of `missing` tokens, which no other row sees."""
     if packed.spans is not None:
         end = int(packed.spans[-1, 3])
@@ -408,11 +408,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     half = q.dtype in (torch.bfloat16, torch.float16)
     wide = max(q.shape[2], v.shape[2])
     if q.is_cuda and half and packed.spans is None and form.cap is None and varlen_takes(wide):
-        return _varlen(q, k, v, packed, form)
+        return _attend_varlen(q, k, v, packed, form)
     return _blockwise(q, k, v, packed, form)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: AttentionForm) -> Tensor:
     return varlen_attention(q, k, v, packed.cu_seqlens, packed.longest, form)
 
 
@@ -421,7 +421,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     if len(packed.blocks) == 1 and packed.blocks[0].exact and not packed.suffixes:
         return _attend(q, k, v, packed.blocks[0], form)
     if packed.parts is not None and form.plain_up_to(packed.longest):
-        return _shared(q, k, v, packed.parts, form)
+        return _attend_shared(q, k, v, packed.parts, form)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for block in packed.blocks:
         # Cells past a row's end repeat its last token: they need a finite value, and their results are dropped.
@@ -431,7 +431,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequences, form: A
     return attend_into(out, q, k, v, packed.suffixes, form) if packed.suffixes else out
 
 
-def _shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: AttentionForm) -> Tensor:
+def _attend_shared(q: Tensor, k: Tensor, v: Tensor, parts: Spans, form: AttentionForm) -> Tensor:
     wide, heads = v.shape[2], q.shape[1]
     if k.shape[1] != heads:
         k, v = (tensor.repeat_interleave(heads // k.shape[1], dim=1) for tensor in (k, v))
@@ -513,7 +513,7 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     group = packed.ulysses
     tokens = _mixer_tokens(args, kwargs)
     if group is not None:
-        args, kwargs = _each((args, kwargs), tokens, partial(gathered, group=group))
+        args, kwargs = _each((args, kwargs), tokens, partial(gather_tokens, group=group))
         tokens *= group.size
     out = _mixer_blockwise(forward, args, kwargs, tokens, row_blocks(packed))
     return out if group is None else _each(out, tokens, lambda t: t[:, group.slice_of(tokens)])
@@ -528,14 +528,14 @@ def _mixer_blockwise(forward: Callable[..., Any], args: Any, kwargs: Any, tokens
 
         inner, named = _each((args, kwargs), tokens, padded)
         results.append(forward(*inner, **named))
-    return _joined(results, blocks, tokens)
+    return _join_blocks(results, blocks, tokens)
 
 
-def _joined(results: list[Any], blocks: list[Block], tokens: int) -> Any:
+def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
     """Join the blocks' results to [1, T, ...]; results that are not over tokens (a state) are left out."""
     first = results[0]
     if isinstance(first, tuple):
-        return tuple(_joined([result[place] for result in results], blocks, tokens) for place in range(len(first)))
+        return tuple(_join_blocks([result[place] for result in results], blocks, tokens) for place in range(len(first)))
     if not isinstance(first, Tensor) or first.shape[:2] != (blocks[0].rows, blocks[0].width):
         return None
     out = first.new_zeros(tokens, *first.shape[2:])
@@ -602,7 +602,7 @@ class _Gathered(torch.autograd.Function):
         return out[None], None
 
 
-def gathered(own: Tensor, group: Ulysses) -> Tensor:
+def gather_tokens(own: Tensor, group: Ulysses) -> Tensor:
     """All tokens of the group, given this rank's."""
     call: Callable[..., Tensor] = _Gathered.apply
     return call(own, group)

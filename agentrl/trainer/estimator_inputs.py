@@ -66,7 +66,7 @@ def with_advantages(
     if estimator is not None:
         out = estimator(given)
     else:
-        out = estimated(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
+        out = estimate_advantages(given, view, chosen, own) if own else advantages(chosen.name, chosen.args)(given)
     view, metrics = view.with_tokens(advantages=out.advantages), metrics | out.metrics(mask)
     if algorithm.distillation is not None:
         view, told = taught(view, algorithm.distillation)
@@ -86,7 +86,7 @@ def with_estimator_inputs(
     `branch_turn` int64 [N], as in `AdvantageInput`."""
     row = batch.get("trajectory")
     out: TensorDict = batch.copy()
-    choices, members = numbered(advantage, own), [(group, member) for group in groups for member in group.scored()]
+    choices, members = number_estimators(advantage, own), [(group, member) for group in groups for member in group.scored()]
     which = [list(own).index(group.env) + 1 if group.env in own else 0 for group, _ in members]
     needs = [ADVANTAGES.entry(choice.name).needs for choice in choices]
     if own:
@@ -107,11 +107,11 @@ def with_estimator_inputs(
     return out
 
 
-def estimated(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
+def estimate_advantages(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mapping[str, Choice]) -> AdvantageOutput:
     """Each estimator's output for its rows, which the column `estimator` of `view` tells; with `returns` if there are values."""
     found = torch.zeros(len(given.mask), dtype=given.reward.dtype)
     returns = None if given.values is None else torch.zeros_like(found)
-    for number, choice in enumerate(numbered(advantage, own)):
+    for number, choice in enumerate(number_estimators(advantage, own)):
         rows = view.row("estimator") == number
         if not bool(rows.any()):
             continue
@@ -124,13 +124,13 @@ def estimated(given: AdvantageInput, view: Ragged, advantage: Choice, own: Mappi
     return AdvantageOutput(found, returns)
 
 
-def valued(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
+def critic_rows(batch: TensorDict, advantage: Choice, own: Mapping[str, Choice]) -> TensorDict:
     """The rows that a critic learns from: those of estimators that read its values."""
-    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in numbered(advantage, own)])
+    reads = torch.tensor(["values" in ADVANTAGES.entry(choice.name).needs for choice in number_estimators(advantage, own)])
     return batch if bool(reads.all()) else select(batch, torch.nonzero(reads[batch.get("estimator")]).reshape(-1))
 
 
-def numbered(advantage: Choice, own: Mapping[str, Choice]) -> list[Choice]:
+def number_estimators(advantage: Choice, own: Mapping[str, Choice]) -> list[Choice]:
     """The estimators of a run: the one that environments share, then those that are an environment's own."""
     return [advantage, *own.values()]
 

@@ -4,8 +4,7 @@
     Experience   the episodes that are kept: as rows, with their advantages and the log probabilities that sampled them
     joined       the rows of an update with those that are added, for the actor alone
 
-Advantages, values and every statistic of a group are of an update's own rows: nothing is added before those are known.
-"""
+Advantages, values and every statistic of a group are of an update's own rows: nothing is added before those are known."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tensordict import TensorDict
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import ExperienceConfig, TrainConfig
 from agentrl.data.expert_routing import free
-from agentrl.data.rows import Ragged, build, concat, is_ragged, jagged, offsets_of, select
+from agentrl.data.rows import Ragged, build, concat, is_ragged, nested_tensor, offsets_of, select
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, Mode, with_trees
 from agentrl.data.trajectory import Group
 from agentrl.rollout.player import success_rate
@@ -120,7 +119,7 @@ class Experience:
         ages = [step - one.oldest for one in drawn]
         found |= {"experience/tokens": float(rows["sampled"].values().sum())}
         found |= {"experience/age_mean": sum(ages) / count, "experience/age_max": float(max(ages))}
-        return marked(rows, KEPT if self.config.term == "policy" else IMITATED), found
+        return with_origin(rows, KEPT if self.config.term == "policy" else IMITATED), found
 
     def keep(self, view: Ragged) -> None:
         """Keep the rare ones of an update's own episodes, which have advantages: from the next update on they may be drawn."""
@@ -157,33 +156,33 @@ class Experience:
             return
         offsets, dense = tensors["offsets"], ("group", "member")
         columns = {name.removeprefix("rows/"): value for name, value in tensors.items() if name.startswith("rows/")}
-        whole = build({k: v if k in dense else jagged(v, offsets) for k, v in columns.items()}, len(offsets) - 1)
+        whole = build({k: v if k in dense else nested_tensor(v, offsets) for k, v in columns.items()}, len(offsets) - 1)
         for number, oldest in enumerate(tensors["oldest"].tolist()):
             self._kept.append(KeptEpisode(oldest, select(whole, np.flatnonzero(tensors["episode"].numpy() == number))))
 
 
-def demonstrated(batch: TensorDict) -> TensorDict:
+def demonstration_rows(batch: TensorDict) -> TensorDict:
     """Transcripts (a batch from `collate`) as rows that can be added: every sampled token is a demonstration's."""
     sampled = batch["sampled"]
-    none = jagged(torch.zeros(len(sampled.values())), offsets_of(sampled))
+    none = nested_tensor(torch.zeros(len(sampled.values())), offsets_of(sampled))
     out = batch.select(*(name for name in _STORED if name in batch.keys()))  # noqa: SIM118 - `in` of a batch asks for an item
-    return marked(out.update({"advantages": none}), SHOWN)
+    return with_origin(out.update({"advantages": none}), SHOWN)
 
 
-def marked(rows: TensorDict, origin: int) -> TensorDict:
+def with_origin(rows: TensorDict, origin: int) -> TensorDict:
     """The rows with the column `origin`."""
     out: TensorDict = rows.copy()
     out[ORIGIN] = torch.full((len(rows),), origin, dtype=torch.int64)
     return out
 
 
-def joined(view: Ragged, added: Sequence[TensorDict], sharing: Mode) -> Ragged:
+def join_rows(view: Ragged, added: Sequence[TensorDict], sharing: Mode) -> Ragged:
     """The rows of an update, and behind them those that are added, with the columns that the actor reads.
 
     What added rows lack: their proximal policy is the one that sampled them unless they have `old_logprobs`; a reference is not
     asked about them; experts that nobody recorded are free."""
     names = [name for name in _TRAINED if name in view]
-    fresh = marked(view.batch.select(*names), FRESH)
+    fresh = with_origin(view.batch.select(*names), FRESH)
     return with_trees(Ragged.of(concat([fresh, *(_like(rows, fresh) for rows in added)])), sharing)
 
 
@@ -197,7 +196,7 @@ def _like(rows: TensorDict, fresh: TensorDict) -> TensorDict:
         elif name == "old_logprobs":
             columns[name] = rows["logprobs"]
         elif name == "experts":
-            columns[name] = jagged(free(fresh[name].values()[:0], tokens), offsets)
+            columns[name] = nested_tensor(free(fresh[name].values()[:0], tokens), offsets)
         else:
-            columns[name] = torch.full((len(rows),), -1) if name == SOURCE else jagged(torch.zeros(tokens), offsets)
+            columns[name] = torch.full((len(rows),), -1) if name == SOURCE else nested_tensor(torch.zeros(tokens), offsets)
     return build(columns, len(rows))

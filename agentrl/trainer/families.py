@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from agentrl.config.envs import widest
 from agentrl.config.schema import InitModelConfig, TrainConfig
-from agentrl.data.rows import Ragged, build, jagged
+from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, share
 from agentrl.render.vision import takes_images
 from agentrl.trainer.attention import PACKED, keep_rows_apart, packed_rows, packed_trees, register_packed_attention
@@ -313,12 +313,12 @@ class Sample:
         self.rows, self.view = rows_of(_vocabulary(self.config))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            model = guarded(lambda: _built(self.config, kind, "eager"))
+            model = run_guarded(lambda: _built(self.config, kind, "eager"))
             perturb(model)
             self.head = torch.randn(1, model.config.get_text_config().hidden_size) / 8
         self.state = model.state_dict()
         self.model = model
-        self.reference = [guarded(lambda row=row: self._alone(row)) for row in self.rows]  # type: ignore[misc]
+        self.reference = [run_guarded(lambda row=row: self._alone(row)) for row in self.rows]  # type: ignore[misc]
 
     @torch.no_grad()
     def _alone(self, row: Tensor) -> Tensor:
@@ -337,20 +337,20 @@ class Sample:
         row, whole = self.rows[1], self.reference[1]
         if self.kind == "score":
             return Measured(0.0)
-        return _compared(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
+        return _compare_results(lambda: self._alone(row[: PREFIX + 2]), whole[: PREFIX + 1])
 
     def packed(self) -> Measured:
         """All rows in one pass."""
-        return _compared(lambda: self._ours(PACKED, [(0, 1, 2, 3)], ()), torch.cat(self.reference))
+        return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], ()), torch.cat(self.reference))
 
     def shared(self) -> Measured:
         """All rows in one pass, and their common beginning once."""
         trees = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))
-        return _compared(lambda: self._ours(PACKED, [(0, 1, 2, 3)], trees), torch.cat(self.reference))
+        return _compare_results(lambda: self._ours(PACKED, [(0, 1, 2, 3)], trees), torch.cat(self.reference))
 
     def one_row(self, attention: str | None = None) -> Measured:
         """Each row in a pass of its own, with an attention function of transformers, by default the one that it chooses."""
-        return _compared(lambda: self._ours(attention, [(0,), (1,), (2,), (3,)], ()), torch.cat(self.reference))
+        return _compare_results(lambda: self._ours(attention, [(0,), (1,), (2,), (3,)], ()), torch.cat(self.reference))
 
     @torch.no_grad()
     def _ours(self, attention: str | None, passes: list[tuple[int, ...]], trees: tuple[Tree, ...]) -> Tensor:
@@ -401,12 +401,12 @@ def rows_of(vocabulary: int) -> tuple[list[Tensor], Ragged]:
     rows = [torch.cat([begin, parts[0]]), torch.cat([begin, parts[1]]), parts[3], torch.cat([begin, parts[2]])]
     offsets = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
     group = torch.zeros(len(rows), dtype=torch.int64)
-    return rows, Ragged.of(build({"token_ids": jagged(torch.cat(rows), offsets), "group": group}, len(rows)))
+    return rows, Ragged.of(build({"token_ids": nested_tensor(torch.cat(rows), offsets), "group": group}, len(rows)))
 
 
 def small(config: Any, kind: Kind) -> Any:
     """Config of a model that is small enough to try. Raises ModelError if none can be made."""
-    return guarded(lambda: _small(config, kind))
+    return run_guarded(lambda: _small(config, kind))
 
 
 def _small(config: Any, kind: Kind) -> Any:
@@ -433,7 +433,7 @@ def perturb(model: nn.Module) -> None:
             tensor.normal_(0.0, 1.3 / math.sqrt(tensor[0].numel() if tensor.dim() != 3 else tensor.shape[-1]))
 
 
-def guarded(call: Callable[[], Any]) -> Any:
+def run_guarded(call: Callable[[], Any]) -> Any:
     """The call's result. Raises ModelError for whatever the model's code raises."""
     try:
         return call()
@@ -448,7 +448,7 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
-def _compared(call: Callable[[], Tensor], reference: Tensor) -> Measured:
+def _compare_results(call: Callable[[], Tensor], reference: Tensor) -> Measured:
     try:
         found = call()
     except ModelError as error:
@@ -529,13 +529,13 @@ def packing_of(config: TrainConfig) -> Packing:
         return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/train/test_vision.py)")
     for label, _, model in models_of(config):
         check_lengths(config, label, model)
-    found = [probed(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
+    found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]
     wrong = [one for one in found if not one.packed.right]
     if wrong and asked == "packed":
         raise ModelError(f'model.packing = "packed": {_said(wrong)}; set "auto", or take another model ({RIGHT})')
     if wrong or asked.startswith("one_row"):
         return _one_row(
-            config, [probed(model, kind, label, one_row=True) for label, kind, model in models_of(config)], _said(wrong)
+            config, [probe_family(model, kind, label, one_row=True) for label, kind, model in models_of(config)], _said(wrong)
         )
     _check_heads(config)
     apart = [one for one in found if not one.shared.right]
@@ -606,7 +606,7 @@ def models_of(config: TrainConfig) -> list[tuple[str, Kind, Any]]:
     return found
 
 
-def probed(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:
+def probe_family(config: Any, kind: Kind, label: str, *, one_row: bool = False) -> Probed:
     """The probe's findings about a model; of the same config only once in a process. Raises ModelError if it cannot be right in
     any way: it is not causal, random in training, or cannot be tried."""
     key = json.dumps([config.to_dict(), kind, one_row], sort_keys=True, default=str)

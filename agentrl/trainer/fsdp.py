@@ -21,14 +21,23 @@ from agentrl.engines.weights.host_routes import RowShard
 from agentrl.engines.weights.parameters import Saving
 from agentrl.render.vision import Vision, takes_images
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
-from agentrl.trainer.language_model import MODULES, Micro, PolicyModule, Role, backbone, layers_of, shared, with_images
+from agentrl.trainer.language_model import (
+    MODULES,
+    Micro,
+    PolicyModule,
+    Role,
+    backbone,
+    layers_of,
+    share_tokens,
+    with_images,
+)
 from agentrl.trainer.layers import (
     Routing,
     adapter_of,
     compile_layers,
     compiled_head,
     inject,
-    merged,
+    merge_adapters,
     use_liger,
     without_adapters,
 )
@@ -244,7 +253,7 @@ class FsdpEngine(BaseEngine):
             micro = with_images(micro, self.vision)
         with nullcontext() if self.routing is None else self.routing.passing(micro):
             if self.layout.ulysses is not None:
-                micro = shared(micro, self.layout.ulysses)
+                micro = share_tokens(micro, self.layout.ulysses)
             out: tuple[Tensor, Tensor] = self.module(micro, temperature, entropy)
         return out
 
@@ -256,7 +265,7 @@ class FsdpEngine(BaseEngine):
 
     def values(self, micro: Micro) -> Tensor:
         if self.layout.ulysses is not None:
-            micro = shared(micro, self.layout.ulysses)
+            micro = share_tokens(micro, self.layout.ulysses)
         out: Tensor = self.module(micro)
         return out
 
@@ -279,7 +288,7 @@ class FsdpEngine(BaseEngine):
         meshes = by_mesh([p for _, p in self.named() if p.grad is not None])
         norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in meshes]
         # Of all ranks' shards, so that every rank decides alike below.
-        size = math.hypot(*(float(unsharded(norm)) for norm in norms))
+        size = math.hypot(*(float(full_tensor(norm)) for norm in norms))
         # A norm that is not finite spoils the gradients here, which does no harm: they are dropped below.
         for part in meshes:
             torch.nn.utils.clip_grads_with_norm_(part, self.max_grad_norm, torch.tensor(size))
@@ -368,7 +377,7 @@ class FsdpEngine(BaseEngine):
 
     def adapter(self) -> dict[str, Tensor]:
         held = {name.removeprefix(PREFIX): tensor for name, tensor in self.module.state_dict().items()}
-        return adapter_of(held, lambda name: unsharded(held[name]).detach().to("cpu", copy=True))
+        return adapter_of(held, lambda name: full_tensor(held[name]).detach().to("cpu", copy=True))
 
     def largest(self) -> int:
         # A DTensor's numel is that of the whole tensor, which is what one bucket has to hold.
@@ -382,7 +391,7 @@ class FsdpEngine(BaseEngine):
         """The weights with the adapters added in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
         assert self.cfg.lora is not None
-        return merged(held, lambda name: unsharded(held[name]), self.cfg.lora)
+        return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded. What
@@ -396,16 +405,16 @@ class FsdpEngine(BaseEngine):
             try:
                 for name, parameter in part.named_parameters(prefix):
                     # A parameter of a nested part is still sharded here; it is yielded with its own part.
-                    if name not in seen and not _sharded(parameter) and not self._left_out(name):
+                    if name not in seen and not _is_sharded(parameter) and not self._left_out(name):
                         seen.add(name)
-                        yield name, unsharded(parameter)
+                        yield name, full_tensor(parameter)
             finally:
                 if isinstance(part, FSDPModule):
                     part.reshard()
         # Buffers, and whatever no part has yielded: of a single rank, which has each weight as a whole, all of them.
         for name, tensor in self.module.state_dict().items():
             if name not in seen and not self._left_out(name):
-                yield name, unsharded(tensor) if self._gathers else local(tensor)
+                yield name, full_tensor(tensor) if self._gathers else local(tensor)
 
     def _named_parts(self) -> list[tuple[str, nn.Module]]:
         if not self.sharded:
@@ -453,7 +462,7 @@ class FsdpEngine(BaseEngine):
             found = self._adapted()
         else:
             held = self.module.state_dict()
-            found = ((name, unsharded(self._cast(name, held[name]))) for name in held if not self._left_out(name))
+            found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))
         for name, full in found:
             yield self.hf_name(name), self._cast(name, full)
 
@@ -479,11 +488,11 @@ def vision_of(path: str, model: Any) -> Vision | None:
     return Vision(path, model.config)
 
 
-def _sharded(parameter: Tensor) -> bool:
+def _is_sharded(parameter: Tensor) -> bool:
     """Return True if FSDP2 holds a shard of it now. A parameter split by tensor or expert parallelism alone is a DTensor too."""
     return isinstance(parameter, DTensor) and not {"tp", "ep"} >= set(parameter.device_mesh.mesh_dim_names or ("",))
 
 
-def unsharded(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of one that may be sharded: a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

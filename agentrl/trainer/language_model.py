@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from agentrl.data.expert_routing import free
 from agentrl.data.images import Image
-from agentrl.render.vision import PackedImages, Vision, embedded, features_of, seen_of
-from agentrl.trainer.attention import PackedSequences, padded
-from agentrl.trainer.parallel import Ulysses, divided, laid_out, taken
+from agentrl.render.vision import PackedImages, Vision, embed_images, features_of, seen_of
+from agentrl.trainer.attention import PackedSequences, pad_sequences
+from agentrl.trainer.parallel import Ulysses, accepted_arguments, compute_divided, laid_out
 from agentrl.utils.errors import ModelError
 
 # Log probabilities
@@ -27,7 +27,7 @@ from agentrl.utils.errors import ModelError
 CHUNK = 1024
 
 
-def shaped(logits: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
+def shape_logits(logits: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
     """cap tanh((logits + bias) / cap), in float32; without a cap logits + bias. Overwrites float32 logits."""
     z = logits.float()
     if bias is not None:
@@ -42,7 +42,7 @@ def summary(
 
     Overwrites float32 products, as `slope` does.
     """
-    z = shaped(logits, bias, cap).div_(temperature)
+    z = shape_logits(logits, bias, cap).div_(temperature)
     lse = torch.logsumexp(z, dim=-1)
     chosen = z.gather(1, targets[:, None]).squeeze(1)
     if not entropy:
@@ -63,7 +63,7 @@ def slope(
 ) -> Tensor:
     """The gradient for a chunk's products, [M, V] in their dtype; `grads` are those of log p and H."""
     of_logprob, of_entropy = grads
-    z = shaped(logits, bias, cap)
+    z = shape_logits(logits, bias, cap)
     bend = None if cap is None else z.div(cap).square_().neg_().add_(1.0)  # the derivative of cap tanh(x / cap)
     log_p = z.div_(temperature).sub_(lse[:, None])
     scale = -of_logprob[:, None]
@@ -230,11 +230,11 @@ def head_rule(model: Any) -> HeadRule:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = f"{type(head).__module__}.{type(head).__qualname__}"  # an adapter's class is called Linear, too
         raise ModelError(f"{name}: its output embedding is a {kind}; only a plain linear layer is supported")
-    hidden, products, seen, logits = _measured(model, head, name)
+    hidden, products, seen, logits = _measure_head(model, head, name)
     before = _ratio(seen, hidden)
     if before is None or not before > 0:
         raise ModelError(f"{name}: between its last hidden states and its output embedding there is more than a scale")
-    rule = _fitted(products, logits) if logits.shape == products.shape else None
+    rule = _fit_rule(products, logits) if logits.shape == products.shape else None
     if rule is None or not rule.scale > 0:
         raise ModelError(f"{name}: its logits are neither a scale nor a tanh cap of its output embedding's results")
     return HeadRule(before, rule.scale, rule.cap)
@@ -248,7 +248,7 @@ def _ratio(found: Tensor, given: Tensor) -> float | None:
     return factor if torch.allclose(found, factor * given, rtol=_NEAR, atol=0.0) else None
 
 
-def _fitted(products: Tensor, logits: Tensor) -> HeadRule | None:
+def _fit_rule(products: Tensor, logits: Tensor) -> HeadRule | None:
     x, y = products.flatten(), logits.flatten()
     least, most = int(x.abs().argmin()), int(x.argmax())
     scale = float(y[least] / x[least])
@@ -257,7 +257,7 @@ def _fitted(products: Tensor, logits: Tensor) -> HeadRule | None:
     return rule if torch.allclose(rule.logits(x), y, rtol=_NEAR, atol=0.0) else None
 
 
-def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _measure_head(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Made-up hidden states and results of the output embedding; what the output embedding was given, and the logits."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -267,10 +267,10 @@ def _measured(model: Any, head: nn.Linear, name: str) -> tuple[Tensor, Tensor, T
 
     # Numbers are needed, also if the caller makes everything else on the meta device (trainer/memory.py).
     with torch.device("cpu"):
-        return _seen(model, head, name, States)
+        return _sample_outputs(model, head, name, States)
 
 
-def _seen(model: Any, head: nn.Linear, name: str, states_of: type) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sample_outputs(model: Any, head: nn.Linear, name: str, states_of: type) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grid = torch.tensor([sign * 2.0**power for power in _EXPONENTS for sign in (1, -1)], dtype=torch.float64)
     vocab, width = head.weight.shape
     tokens = -(-len(grid) // vocab) + 1
@@ -375,7 +375,7 @@ class PolicyModule(nn.Module):
             indices, targets = indices[local], targets[local]
         before = hidden.index_select(0, indices - first)
         compute = partial(self.rule.logprobs, temperature=temperature, entropy=entropy, kernels=self.kernels)
-        own = divided(compute, before, self.hf.get_output_embeddings(), targets, self.tensor)
+        own = compute_divided(compute, before, self.hf.get_output_embeddings(), targets, self.tensor)
         if group is None:
             return own
         return group.gather(own[0], counts)[back], group.gather(own[1], counts)[back]
@@ -434,11 +434,11 @@ def backbone_states(model: Any, micro: Micro) -> tuple[Tensor, int]:
     with laid_out(packed):
         if position_ids.dim() == 2:
             text = model.language_model
-            given = taken(text, position_ids[:, None], packed)
+            given = accepted_arguments(text, position_ids[:, None], packed)
             seen = () if micro.seen is None else (micro.seen.places, features_of(model, micro.seen))
-            out = text(**embedded(model, ids, *seen), use_cache=False, **given)
+            out = text(**embed_images(model, ids, *seen), use_cache=False, **given)
         else:
-            out = model(input_ids=ids[None], use_cache=False, **taken(model, position_ids[None], packed))
+            out = model(input_ids=ids[None], use_cache=False, **accepted_arguments(model, position_ids[None], packed))
     return out.last_hidden_state[0], first
 
 
@@ -462,7 +462,7 @@ def shares(indices: Tensor, share: int, group: Ulysses) -> tuple[Tensor, list[in
     return owner == group.rank, counts, torch.argsort(torch.argsort(owner, stable=True))
 
 
-def shared(micro: Micro, group: Ulysses) -> Micro:
+def share_tokens(micro: Micro, group: Ulysses) -> Micro:
     """The micro-batch for a group of ranks that share its tokens: padded to a multiple of the group's size by an
     additional row, which no other row sees."""
     missing = -len(micro.input_ids) % group.size
@@ -471,7 +471,7 @@ def shared(micro: Micro, group: Ulysses) -> Micro:
         micro,
         input_ids=torch.cat([micro.input_ids, pad]),
         position_ids=torch.cat([micro.position_ids, torch.arange(missing, device=pad.device)]),
-        packed=replace(padded(micro.packed, missing), ulysses=group),
+        packed=replace(pad_sequences(micro.packed, missing), ulysses=group),
         experts=None if micro.experts is None else torch.cat([micro.experts, free(micro.experts, missing)]),
     )
 

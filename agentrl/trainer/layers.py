@@ -86,7 +86,7 @@ def adapter_of(held: Iterable[str], full: Callable[[str], Tensor]) -> dict[str, 
     return {name.replace(".default.", "."): full(name) for name in held if ".lora_" in name}
 
 
-def merged(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(held: Iterable[str], full: Callable[[str], Tensor], cfg: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """The weights under their plain names, with adapters added: W + alpha / rank * B A.
 
     `held` are the names of a state dict; `full` returns the full tensor of one (a collective if it is sharded).
@@ -189,7 +189,7 @@ class Routing:
 
     def __init__(self, model: nn.Module, group: Ulysses | None) -> None:
         """`group`: the ranks that share tokens."""
-        self._routers, self._group = Routers(model, _asked), group
+        self._routers, self._group = Routers(model, _asked_experts), group
         self._load = Load(self._routers)
 
     @contextmanager
@@ -224,7 +224,7 @@ class Routing:
         return counts.cpu()
 
 
-def _asked() -> Tensor | None:
+def _asked_experts() -> Tensor | None:
     """Request of the current pass, or of its recomputation, to the routers."""
     packed = layout()
     return None if packed is None else packed.experts

@@ -17,7 +17,15 @@ from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
 from agentrl.cluster.placement import has_gpus
 from agentrl.cluster.worker import Worker
-from agentrl.config.envs import alone, longest_sample, own_advantages, scheduled, temperature_at, told, trained
+from agentrl.config.envs import (
+    alone,
+    longest_sample,
+    name_entry_in_errors,
+    own_advantages,
+    scheduled_temperature,
+    temperature_at,
+    trained_envs,
+)
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, Choice, TrainConfig
 from agentrl.data.rows import Ragged
@@ -26,9 +34,16 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
-from agentrl.trainer.estimator_inputs import valued, with_advantages
-from agentrl.trainer.experience import FILE, Experience, check_experience, joined
-from agentrl.trainer.minibatch import SOURCE, TrainedTokens, adapted_kl_coef, broken_rows, described, recomputed
+from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
+from agentrl.trainer.experience import FILE, Experience, check_experience, join_rows
+from agentrl.trainer.minibatch import (
+    SOURCE,
+    TrainedTokens,
+    adapted_kl_coef,
+    broken_rows,
+    describe_broken,
+    recomputed_ratios,
+)
 from agentrl.trainer.optim import check_optims
 from agentrl.trainer.pretrained import named_anywhere
 from agentrl.trainer.roles import (
@@ -141,10 +156,10 @@ def check_learner(config: TrainConfig) -> None:
     mesh_of(config)
     check_offload(config)
     check_moving(config)
-    for env in trained(config):
-        with told(config, env):
+    for env in trained_envs(config):
+        with name_entry_in_errors(config, env):
             _check_estimator(alone(config, env))
-    names = {alone(config, env).algorithm.advantage.name for env in trained(config)}
+    names = {alone(config, env).algorithm.advantage.name for env in trained_envs(config)}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(
@@ -299,12 +314,12 @@ class Learner:
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         found = await in_thread("batch", broken_rows, view)
         if found:
-            return view, metrics, described(view, found)
+            return view, metrics, describe_broken(view, found)
         view, formed = await in_thread("batch", with_advantages, view, algorithm, self.kl_coef, own, estimator)
         metrics |= formed
         metrics["prefix_ratio_possible"] = await in_thread("batch", token_ratio, view)
         found = await in_thread("batch", broken_rows, view)
-        return view, metrics, described(view, found) if found else ""
+        return view, metrics, describe_broken(view, found) if found else ""
 
     async def learn(
         self, view: Ragged, step: int, metrics: Mapping[str, float], keep: bool = False, shown: TensorDict | None = None
@@ -331,7 +346,7 @@ class Learner:
             if measured is not None and learned.get("optimizer_steps", 0) > 0:
                 episodes = int(view.episode.max()) + 1
                 self.kl_coef = adapted_kl_coef(self.kl_coef, measured, episodes, self.algorithm.kl)
-        if (heat := scheduled(self.config.rollout, step)) is not None:
+        if (heat := scheduled_temperature(self.config.rollout, step)) is not None:
             metrics["temperature"] = heat
         if self.algorithm.entropy_target is not None:
             metrics["entropy_coef"] = self.entropy_coef
@@ -345,7 +360,7 @@ class Learner:
     def _trained(self, view: Ragged) -> TrainedTokens:
         """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
         if self.algorithm.proximal == "recompute":
-            return TrainedTokens.of(view, recomputed(view))
+            return TrainedTokens.of(view, recomputed_ratios(view))
         seen = self.actors.run_all(Actor.visited)
         return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
 
@@ -396,7 +411,7 @@ class Learner:
             kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
             if kept is not None:
                 added.insert(0, await self._recalled(kept, self._temperature(step)))
-        return (await in_thread("batch", joined, view, added, self.sharing) if added else view), metrics
+        return (await in_thread("batch", join_rows, view, added, self.sharing) if added else view), metrics
 
     async def _recalled(self, kept: TensorDict, temperature: float) -> TensorDict:
         """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
@@ -415,7 +430,7 @@ class Learner:
         """The updates of the critic on `batch` and of the actor on `whole`; during `critic.warmup` steps of the critic alone."""
         algorithm, seed, metrics = self.algorithm, self.config.seed, {}
         if self.critics is not None:
-            rows = await in_thread("batch", valued, batch, algorithm.advantage, self._own) if self._own else batch
+            rows = await in_thread("batch", critic_rows, batch, algorithm.advantage, self._own) if self._own else batch
             if len(rows):
                 metrics = await self.critics.arun(Critic.update, rows, algorithm, step=step, seed=seed)
             await self._rest("critic", self.critics)

@@ -190,11 +190,11 @@ def counted_attention(grouped: bool) -> str:
     from transformers import AttentionInterface
 
     # Without a mask function of that name transformers makes no mask; it would have to look at positions, which are not there.
-    AttentionInterface.register(COUNTED, partial(_counted, grouped=grouped))
+    AttentionInterface.register(COUNTED, partial(_counting_attention, grouped=grouped))
     return COUNTED
 
 
-def _counted(
+def _counting_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, grouped: bool, **_: Any
 ) -> tuple[Tensor, None]:
     """[1, H, T, D], value [1, G, T, E] -> [1, T, H, E], as packed_attention."""
@@ -267,7 +267,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
     own = {"weights": MASTER * _local(parameters, held), "optimizer": math.ceil(max(states, default=0.0))}
     sharded = MASTER * _local(learning, held)
     whole = MASTER * sum(held[id(p)].whole for p in learning)
-    gathered = _gathered(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
+    gathered = _gathered_bytes(module, cfg, held, trained) if ranks > 1 or cfg.dtype != "float32" else 0
     if cfg.cpu_offload:
         # In host memory then; gathered layers, and gradients that are not sharded, are still on the device.
         own, sharded = {"host": sum(own.values()) + sharded}, 0
@@ -322,7 +322,7 @@ def _local(parameters: Iterable[nn.Parameter], held: Held) -> int:
     return sum(held[id(p)].held for p in parameters)
 
 
-def _gathered(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
+def _gathered_bytes(module: nn.Module, cfg: ModelConfig, held: Held, trained: bool) -> int:
     size = width(cfg.dtype)
     layers = [list(layer.parameters()) for layer in layers_of(module)]
     inside = {id(p) for layer in layers for p in layer}

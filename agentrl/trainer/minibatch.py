@@ -73,7 +73,7 @@ class TrainedTokens:
         return self.advantages[start:stop], self.log_ratios.get(number)
 
 
-def recomputed(view: Ragged) -> LogRatios:
+def recomputed_ratios(view: Ragged) -> LogRatios:
     """The log ratios of every row, from the proximal policy that was computed before the update."""
     mask = view.tokens("sampled")
     values = (view.tokens("old_logprobs") - view.tokens("logprobs"))[mask].float().numpy().astype(np.float16)
@@ -111,7 +111,7 @@ def broken_rows(view: Ragged) -> dict[str, list[int]]:
     return broken
 
 
-def described(view: Ragged, broken: dict[str, list[int]]) -> str:
+def describe_broken(view: Ragged, broken: dict[str, list[int]]) -> str:
     """The result of `broken_rows` as text."""
     return "; ".join(f"{name} of {named_rows(view, rows)}" for name, rows in broken.items())
 
@@ -158,13 +158,13 @@ class UpdateShard(Shard):
     stays: tuple[str, ...] = DRIVER_ONLY
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        view, rest = _taken(call, "algorithm")
+        view, rest = _take_batch(call, "algorithm")
         algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
         seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
         if self.policy:  # before anything is counted: a correction's rejected tokens are in no denominator
             view = with_policies(view, algorithm)
         parts = cut_minibatches(view, algorithm, seed, step)
-        view = counted(view, parts, norm_length(algorithm))
+        view = with_counts(view, parts, norm_length(algorithm))
         if self.policy:
             view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
             parts = without_idle_rows(view, parts, algorithm)
@@ -196,16 +196,16 @@ class StepsShard(Shard):
     """For `sft_steps(batch, count)`: `count` optimizer steps over nearly equal numbers of rows, in the rows' order."""
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        view, rest = _taken(call, "count")
+        view, rest = _take_batch(call, "count")
         count: int = rest.kwargs["count"]
         if not 1 <= count <= len(view):
             raise DispatchError(f"{call.label}: {len(view)} rows cannot be split into {count} steps")
         parts = np.array_split(np.arange(len(view)), count)
-        view = assign_ranks(counted(view, parts), parts, mesh.size(self.mesh))
+        view = assign_ranks(with_counts(view, parts), parts, mesh.size(self.mesh))
         return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
 
 
-def _taken(call: Call, needed: str) -> tuple[Ragged, Call]:
+def _take_batch(call: Call, needed: str) -> tuple[Ragged, Call]:
     """The batch, and the call without it. Raises DispatchError if one argument is missing."""
     name = call.names[0]
     batch, rest = call.take(name)
@@ -268,7 +268,7 @@ def trained_tokens(view: Ragged) -> Tensor:
     return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
 
 
-def counted(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
+def with_counts(view: Ragged, parts: list[np.ndarray], length: int | None = None) -> Ragged:
     """The batch with the row column `episode_tokens` int64 [N] (trained tokens of the row's episode, over all of its
     rows), and batch-wide `counts`, the denominators of each minibatch: of the rows that were played for this update. If others
     were added, `added` has those of these, by origin."""
@@ -349,11 +349,11 @@ def with_selection(view: Ragged, parts: list[np.ndarray], selection: Selection |
         indices = every[trained[every]]
         if len(indices):
             covariance = (logprobs[indices] - logprobs[indices].mean()) * (advantages[indices] - advantages[indices].mean())
-            picked[indices[chosen(covariance, noise[indices], selection)]] = True
+            picked[indices[choose_tokens(covariance, noise[indices], selection)]] = True
     return view.with_tokens(picked=picked)
 
 
-def chosen(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
+def choose_tokens(covariance: Tensor, noise: Tensor, selection: Selection) -> Tensor:
     """Indices of the picked among M tokens, int64: `share` of them, rounded down but at least one (as in the authors' code);
     those with the largest covariance, or random ones (by `noise`) among those within the bounds."""
     wanted = max(int(selection.share * len(covariance)), 1)

@@ -26,7 +26,7 @@ from agentrl.engines.weights.parameters import Conversion, Saving, loading_conve
 from agentrl.render.chatml import set_chat_template
 from agentrl.render.vision import Vision, auto_class, takes_images
 from agentrl.trainer.checkpoint import Checkpoints, check_intact
-from agentrl.trainer.layers import adapter_of, merged
+from agentrl.trainer.layers import adapter_of, merge_adapters
 from agentrl.trainer.pretrained import load_model_config, load_tokenizer
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.trainer.weight_files import MAX_FILE_BYTES, Region, WeightFiles, WeightWriter, local_file
@@ -367,7 +367,7 @@ def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str,
     def full(name: str) -> Tensor:
         return read(MODEL + name)
 
-    return merged(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
+    return merge_adapters(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
 
 
 def start_model(folder: Path, config: TrainConfig) -> str:
@@ -408,7 +408,7 @@ def convert_gguf(
     if missing := sorted(found["missing_keys"]) or sorted(found["mismatched_keys"]):
         raise ModelError(f"{file}: it lacks weights of its architecture: {', '.join(map(str, missing[:3]))}. Take another file.")
     with full_disk_said(folder, "repeat the command"), made_or_removed(folder):
-        _unquantized(read).save_pretrained(folder)
+        _without_quantization(read).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -427,7 +427,7 @@ def _check_magic(file: Path) -> None:
         raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r}). Give one that ends with .gguf.")
 
 
-def _unquantized(read: Any) -> Any:
+def _without_quantization(read: Any) -> Any:
     """The same weights in a model that does not know that they were quantized: the saved config must not say so."""
     import torch
 

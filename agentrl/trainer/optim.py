@@ -114,19 +114,19 @@ def make_optimizers(named: Named, cfg: OptimConfig) -> Optimizers:
 def adamw(named: Named, cfg: OptimConfig) -> Optimizers:
     """AdamW over all parameters, without weight decay for vectors (norms, biases)."""
     # fused: one pass over the memory; single operations would make temporary tensors as large as the weights.
-    return Optimizers([torch.optim.AdamW(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, fused=True)], named)
+    return Optimizers([torch.optim.AdamW(_decay_groups(named, cfg), lr=_lr(cfg), betas=cfg.betas, fused=True)], named)
 
 
 def sgd(named: Named, cfg: OptimConfig) -> Optimizers:
     """Stochastic gradient descent with momentum, without weight decay for vectors."""
-    return Optimizers([torch.optim.SGD(_decayed(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
+    return Optimizers([torch.optim.SGD(_decay_groups(named, cfg), lr=_lr(cfg), momentum=cfg.betas[0])], named)
 
 
 def adamw_8bit(named: Named, cfg: OptimConfig) -> Optimizers:
     """torchao's AdamW with moments of 8 bits (arXiv:2110.02861); those of vectors and of narrow matrices stay float32."""
     from torchao.optim import AdamW8bit
 
-    part = AdamW8bit(_decayed(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
+    part = AdamW8bit(_decay_groups(named, cfg), lr=_lr(cfg), betas=cfg.betas, block_size=BLOCK)
     for _, parameter in named:
         # Made here: torchao decides by what a rank holds, so that another number of ranks could not load it.
         part.state[parameter] = {
@@ -192,7 +192,7 @@ def check_installed(name: str, key: str) -> None:
         raise DependencyError(f"{key} = \"adamw_8bit\": torchao is not installed: pip install 'agentrl[torchao]'")
 
 
-def _decayed(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
+def _decay_groups(named: Named, cfg: OptimConfig) -> list[dict[str, Any]]:
     matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]
     decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
     return [{"params": part, "weight_decay": decay} for held, decay in decays for part in by_mesh(held)]

@@ -50,7 +50,7 @@ def same_when_recomputed() -> tuple[AbstractContextManager[None], AbstractContex
     return nullcontext(), laid_out(layout())
 
 
-def taken(backbone: Any, position_ids: Any, packed: Any) -> dict[str, Any]:
+def accepted_arguments(backbone: Any, position_ids: Any, packed: Any) -> dict[str, Any]:
     """Of the arguments that tell a model where its rows are, those that its forward takes; others learn it from `layout`."""
     takes, rest = _parameters(backbone.__class__)
     found = {"position_ids": position_ids, "attention_mask": None, "packed": packed}
@@ -80,14 +80,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchanged(parts, group)
+        return _exchange_heads(parts, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grads[0], ctx.group), None
+        return _exchange_heads(grads[0], ctx.group), None
 
 
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange_heads(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     given = parts.contiguous()
     out = torch.empty_like(given)  # like the contiguous copy: the collective fills memory in order, whatever the strides
     dist.all_to_all_single(out, given, group=group)
@@ -185,7 +185,7 @@ class _WholeHead:
     bias: Tensor | None
 
 
-def divided(
+def compute_divided(
     compute: Callable[[Tensor, Any, Tensor], tuple[Tensor, Tensor]],
     hidden: Tensor,
     head: Any,

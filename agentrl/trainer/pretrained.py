@@ -21,7 +21,7 @@ from agentrl.engines.weights.parameters import positions_of
 from agentrl.render.chatml import CHATML_TEMPLATE, set_chat_template
 from agentrl.render.vision import Vision, auto_class
 from agentrl.trainer.checkpoint import MANIFEST, check_model, seal
-from agentrl.utils.errors import ConfigError, ModelError, hinted
+from agentrl.utils.errors import ConfigError, ModelError, hint_text
 from agentrl.utils.parsing import read_json
 from agentrl.utils.terminal import say
 
@@ -362,7 +362,7 @@ def check_path(path: str, trust: bool = False) -> None:
         raise ModelError(f"{path}: expected a model folder, found a file")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1 or (folder.parent.is_dir() and "/" in path):
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = hinted(folder.name, siblings, show=lambda name: str(folder.parent / name))
+        hint = hint_text(folder.name, siblings, show=lambda name: str(folder.parent / name))
         raise ModelError(f"{path}: no such model folder{hint}")
     else:
         check_hub(path)

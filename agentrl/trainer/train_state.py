@@ -128,7 +128,7 @@ def _metadata(made: Any) -> Metadata:
     tensors: dict[str, STORAGE_TYPES] = {
         _text(name): _tensor(_text(name), entry) for name, entry in _map(row.get("state_dict_metadata")).items()
     }
-    stored = {_index(key): _stored(entry) for key, entry in _map(row.get("storage_data")).items()}
+    stored = {_index(key): _storage_info(entry) for key, entry in _map(row.get("storage_data")).items()}
     version = row.get("version")
     return Metadata(tensors, storage_data=stored, version=version if isinstance(version, str) else None)
 
@@ -161,7 +161,7 @@ def _index(made: Any) -> MetadataIndex:
     )
 
 
-def _stored(made: Any) -> _StorageInfo:
+def _storage_info(made: Any) -> _StorageInfo:
     row = _of(made, "_StorageInfo")
     path = _text(row.get("relative_path"))
     if not path or PurePath(path).name != path or path.startswith("."):
@@ -183,7 +183,7 @@ def _name(value: Any) -> str:
     return type(value).__name__
 
 
-def _typed(kind: type, what: str) -> Callable[[Any], Any]:
+def _typed_loader(kind: type, what: str) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not kind:
             raise ValueError(f"expected {what}, found {_name(value)}")
@@ -192,9 +192,9 @@ def _typed(kind: type, what: str) -> Callable[[Any], Any]:
     return check
 
 
-_text: Callable[[Any], str] = _typed(str, "text")
-_list: Callable[[Any], list[Any]] = _typed(list, "a list")
-_map: Callable[[Any], Mapping[Any, Any]] = _typed(dict, "a dictionary")
+_text: Callable[[Any], str] = _typed_loader(str, "text")
+_list: Callable[[Any], list[Any]] = _typed_loader(list, "a list")
+_map: Callable[[Any], Mapping[Any, Any]] = _typed_loader(dict, "a dictionary")
 
 
 def _whole(value: Any) -> int:
@@ -228,7 +228,7 @@ def save_state(engine: BaseEngine, folder: Path, meta: dict[str, Any]) -> None:
     try:
         save({"state": engine.state()}, checkpoint_id=folder, no_dist=alone)
     except CheckpointException as error:
-        raise _failed(folder, error) from error
+        raise _checkpoint_error(folder, error) from error
     if not alone:
         # torch waits for its own files only; the random states of the other ranks must be there too when rank 0 seals the
         # folder.
@@ -278,10 +278,10 @@ class BackgroundSave:
         try:
             writing.result()
         except CheckpointException as error:
-            raise _failed(self._folder, error) from error
+            raise _checkpoint_error(self._folder, error) from error
 
 
-def _failed(folder: Path, error: CheckpointException) -> CheckpointError:
+def _checkpoint_error(folder: Path, error: CheckpointException) -> CheckpointError:
     """An ordinary exception in place of torch's, which derives from BaseException and so escapes `except Exception`."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return CheckpointError(f"{folder}: rank {rank} could not write its part: {type(reason).__name__}: {reason}")

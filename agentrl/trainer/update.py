@@ -18,7 +18,7 @@ from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, load_metrics
 from agentrl.data.images import Image
 from agentrl.data.ragged import sampled_offsets, spread
-from agentrl.data.rows import Ragged, jagged, on_device, pack, unpack
+from agentrl.data.rows import Ragged, nested_tensor, on_device, pack, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate
@@ -71,10 +71,10 @@ class Meter:
 
     def totals(self, engine: BaseEngine) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, by name. Every rank must have added the same names."""
-        return _reduced(engine, self._sums, "sum"), _reduced(engine, self._tops, "max")
+        return _reduce_meter(engine, self._sums, "sum"), _reduce_meter(engine, self._tops, "max")
 
 
-def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
+def _reduce_meter(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[str, float]:
     if not values:
         return {}
     names = sorted(values)  # one tensor for all names, so the ranks must have them in the same order
@@ -82,7 +82,7 @@ def _reduced(engine: BaseEngine, values: dict[str, Tensor], how: str) -> dict[st
     return dict(zip(names, joined.tolist(), strict=True))
 
 
-def measured(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
+def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators, ...]) -> dict[str, float]:
     """Means over tokens are over those that were computed (in every epoch), so not over rows that were left out because they
     have no gradient; `tokens_trained` and `episodes_trained` are the denominators, which include those rows. `loss` is a sum."""
     sums, tops = meter.totals(engine)
@@ -240,20 +240,20 @@ def add_gradients(
     counts, share = own, 1.0
     if waiting is not None:
         counts = Denominators(waiting.counts.tokens + own.tokens, waiting.counts.episodes + own.episodes, own.length)
-        whole = max(_counted(counts, algorithm), 1.0)
-        engine.scale_gradients(max(_counted(waiting.counts, algorithm), 1.0) / whole)
-        share = max(_counted(own, algorithm), 1.0) / whole
+        whole = max(_mean_denominator(counts, algorithm), 1.0)
+        engine.scale_gradients(max(_mean_denominator(waiting.counts, algorithm), 1.0) / whole)
+        share = max(_mean_denominator(own, algorithm), 1.0) / whole
     job = _Job(engine, view, algorithm, loss, counts, settings, meter, first)
     broken = steps.backward(micros, job.loss)
     if broken:
         steps.log_skipped(part, "the loss is not finite in a micro-batch", broken)
     sound = steps.sound(broken) and (waiting is None or waiting.sound)
-    metrics = measured(engine, meter, (own,))
+    metrics = measured_means(engine, meter, (own,))
     # Of these rows by themselves, whatever waited before them.
     return {**metrics, "loss": metrics["loss"] / share}, Gradients(counts, sound, 1 if waiting is None else waiting.calls + 1)
 
 
-def _counted(counts: Denominators, algorithm: AlgorithmConfig) -> float:
+def _mean_denominator(counts: Denominators, algorithm: AlgorithmConfig) -> float:
     """Denominator of the mean of `algorithm.aggregate`."""
     return counts.tokens if algorithm.aggregate == "token_mean" else counts.episodes
 
@@ -356,7 +356,7 @@ def _metrics(engine: BaseEngine, meter: Meter, steps: Steps, counts: tuple[Denom
     """`loss` and `grad_norm` are means over the optimizer steps; the rest is as in `measured`."""
     if not steps.norms:
         return {"tokens_trained": 0.0, "minibatches": 0.0}
-    found = measured(engine, meter, counts)
+    found = measured_means(engine, meter, counts)
     return {**found, **steps.metrics(), "loss": found["loss"] / len(steps.norms), "minibatches": float(len(counts))}
 
 
@@ -525,7 +525,7 @@ def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: 
         results = engine.logprobs(packed.micro, temperature, True)
         for name, values in zip(out, results, strict=True):
             unpack(view, rows, packed.spread(values), out[name])
-    return TensorDict({name: jagged(values, view.offsets) for name, values in out.items()}, batch_size=[len(view)])
+    return TensorDict({name: nested_tensor(values, view.offsets) for name, values in out.items()}, batch_size=[len(view)])
 
 
 @torch.no_grad()
@@ -536,4 +536,4 @@ def compute_values(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
     for rows in micros:
         packed = Pack(view, rows, engine.device)
         unpack(view, rows, packed.spread(engine.values(packed.micro)), out)
-    return TensorDict({"values": jagged(out, view.offsets)}, batch_size=[len(view)])
+    return TensorDict({"values": nested_tensor(out, view.offsets)}, batch_size=[len(view)])

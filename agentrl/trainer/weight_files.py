@@ -136,7 +136,7 @@ class WeightWriter:
         self._missing = set(expected)
         self._positions: dict[str, FilePosition] = {}
         self._files = ExitStack()
-        groups = _grouped(expected, max_bytes)
+        groups = _group_files(expected, max_bytes)
         count = len(groups)
         self._names = [SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         self._of = {name: file for file, group in zip(self._names, groups, strict=True) for name in group}
@@ -221,7 +221,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _grouped(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
+def _group_files(expected: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
     """The names of each file, in order: as many as fit, but at least one."""
     groups: list[list[str]] = [[]]
     held = 0
@@ -301,8 +301,8 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
     if quantized:
         raise ModelError(
-            f"{named(quantized)} {_are(quantized)} stored as {stored[quantized[0]].dtype}: the weights are quantized, and its "
-            "config.json does not say how; take the checkpoint that they were made from (bfloat16, float16 or float32)"
+            f"{name_first(quantized)} {_are(quantized)} stored as {stored[quantized[0]].dtype}: the weights are quantized, and "
+            "its config.json does not say how; take the checkpoint that they were made from (bfloat16, float16 or float32)"
         )
     wanted = dict(model.state_dict(keep_vars=True))
     conversions, unknown = loading_conversions(model, wanted, stored)
@@ -322,11 +322,11 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
         ]
     own = {id(tensor): name for name, tensor in reversed(wanted.items())}  # a tied tensor by the first of its names
     missing = [name for name, tensor in wanted.items() if id(tensor) not in filled and own[id(tensor)] == name]
-    left_out, strange = _sorted(model, unknown)
+    left_out, strange = _sort_tensors(model, unknown)
     problems = [
-        f"{len(wrong)} have another shape: {named(wrong)}" if wrong else "",
-        f"{len(missing)} of {len(own)} are not in its files: {named(missing)}" if missing and not wrong else "",
-        f"{len(strange)} of its files have no place in {type(model).__name__}: {named(strange)}" if strange else "",
+        f"{len(wrong)} have another shape: {name_first(wrong)}" if wrong else "",
+        f"{len(missing)} of {len(own)} are not in its files: {name_first(missing)}" if missing and not wrong else "",
+        f"{len(strange)} of its files have no place in {type(model).__name__}: {name_first(strange)}" if strange else "",
     ]
     if any(problems):
         raise ModelError(
@@ -336,7 +336,7 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     return [f"{count} tensors not used: {reason}" for reason, count in left_out.items()]
 
 
-def _sorted(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]]:
+def _sort_tensors(model: Any, unknown: Iterable[str]) -> tuple[Counter[str], list[str]]:
     """Tensors without a place in the model: those known to be harmless, counted by reason, and the others."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -361,7 +361,7 @@ def _behind(model: Any, number: int, layers: int) -> bool:
     return layers <= number < layers + (getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
 
 
-def named(names: list[str]) -> str:
+def name_first(names: list[str]) -> str:
     """The first of them, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -396,7 +396,11 @@ def _files(folder: Path, config_named: str | None) -> list[Path]:
         raise ModelError(f"it holds a GGUF file, which is read once: agentrl init-model FOLDER --from {folder / ggufs[0]}")
     raise ModelError(
         f"it has no weights: expected {SINGLE} or {INDEX}"
-        + (f", found {named(others)}; convert it with the script of the model's family" if others else "; fetch the whole model")
+        + (
+            f", found {name_first(others)}; convert it with the script of the model's family"
+            if others
+            else "; fetch the whole model"
+        )
         + ", or load it in transformers, and save_pretrained(FOLDER)"
     )
 
@@ -409,7 +413,7 @@ def _of_index(index: Path) -> list[Path]:
     missing = [part for part in parts if not (index.parent / part).is_file()]
     if missing:
         raise ModelError(
-            f"{len(missing)} of the {len(parts)} files that {index.name} names are not there: {named(missing)}; fetch them"
+            f"{len(missing)} of the {len(parts)} files that {index.name} names are not there: {name_first(missing)}; fetch them"
         )
     return [index.parent / part for part in parts]
 

@@ -1,8 +1,7 @@
 """Tools that run in child processes, which can be killed: `@tool(process=True)`.
 
 A child serves one call after the other; if a call is abandoned (a timeout, a cancelled episode), its child is killed
-and the next call starts another. A child imports the tool's module itself, so the tool is a plain module function.
-"""
+and the next call starts another. A child imports the tool's module itself, so the tool is a plain module function."""
 
 from __future__ import annotations
 
@@ -145,10 +144,10 @@ def serve(pipe: Connection, path: list[str]) -> None:
             answer = False, RuntimeError(f"{place[1]} called sys.exit({leaving.code!r})")
         except Exception as fault:
             answer = False, fault
-        pipe.send_bytes(_pickled(answer))
+        pipe.send_bytes(_pickle_call(answer))
 
 
-def _pickled(answer: tuple[bool, Any]) -> bytes:
+def _pickle_call(answer: tuple[bool, Any]) -> bytes:
     answered, result = answer
     try:
         packed = pickle.dumps(answer)

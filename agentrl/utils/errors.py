@@ -20,7 +20,7 @@ def did_you_mean(
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 
-def hinted(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:
+def hint_text(word: object, known: Iterable[object], *, show: Callable[[str], str] = repr) -> str:
     """The same hint to append to a sentence: "; did you mean 'x'?", or nothing."""
     hint = did_you_mean(word, known, show=show)
     return f"; {hint}" if hint else ""

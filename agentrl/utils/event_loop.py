@@ -129,7 +129,7 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
         left -= passed if counts() else 0.0
         return left
 
-    task = asyncio.ensure_future(contained(work, name))
+    task = asyncio.ensure_future(run_contained(work, name))
     try:
         if not await in_time(task, spend):
             await end(task, name)
@@ -141,7 +141,7 @@ async def within(seconds: float, work: Awaitable[T], name: str, counts: Callable
     raise LateError(f"{name}: not finished within {seconds:g} s")
 
 
-async def contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
+async def run_contained(work: Awaitable[T], name: str, kind: type[Exception] = RuntimeError) -> T:
     """The result of `work`; to be run in a task of its own.
 
     If the work raises CancelledError although nobody cancelled that task, or calls sys.exit, `kind` is raised instead: the
@@ -251,14 +251,14 @@ def run_loop(work: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
         return runner.run(work)
     finally:
         loop = runner.get_loop()
-        if _ended(loop, grace):
+        if _end_tasks(loop, grace):
             runner.close()
         else:  # without what waits: the runner's own close would, for all of them
             asyncio.set_event_loop(None)
             loop.close()
 
 
-def _ended(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
+def _end_tasks(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
     """Cancel the remaining tasks of a stopped loop; return True if all have ended."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -459,7 +459,7 @@ class LoopWatchdog:
 
 
 @contextlib.contextmanager
-def watched(limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> Iterator[LoopWatchdog]:
+def watch_loop(limit: float, say: Callable[[str], None] = log.warning, name: str = "the event loop") -> Iterator[LoopWatchdog]:
     """A watchdog of the running loop."""
     watchdog = LoopWatchdog(limit, say, name)
     watchdog.start()

@@ -106,10 +106,10 @@ def open_plain(path: Path) -> BufferedReader:
 def read_text(path: Path) -> str:
     """The text of a file that a user wrote: UTF-8, with or without a mark at its beginning. Raises OSError; UnicodeDecodeError,
     which names another encoding and says what to do."""
-    return decoded(path.read_bytes())
+    return decode_text(path.read_bytes())
 
 
-def decoded(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Decode a file's bytes, as `read_text`."""
     if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or (b"\0" in data[:8] and len(data) % 2 == 0):  # also UTF-32
         raise UnicodeDecodeError("utf-8", data[:8], 0, 1, "the file is UTF-16 or UTF-32; save it as UTF-8")

@@ -85,7 +85,7 @@ def _check_depth(value: Any, depth: int) -> None:
     raise ValueError(f"lists and objects in more than {depth} of each other")
 
 
-def guarded(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY) -> Any:
+def guard_requests(app: Any, host: str, names: Collection[str] = (), max_body: int = MAX_BODY) -> Any:
     """An ASGI app behind checks of who asks, and of how much (`max_body`: bytes of a request's body).
 
     `host`: the address that it listens on; if that is a loopback one, a request must name it or one of `names`, since any page
@@ -99,14 +99,14 @@ def guarded(app: Any, host: str, names: Collection[str] = (), max_body: int = MA
         elif reason is not None:
             await _refuse(send, 403, "forbidden", reason)
         elif scope["type"] == "http":
-            await _measured(app, max_body, scope, receive, send)
+            await _measure_body(app, max_body, scope, receive, send)
         else:
             await app(scope, receive, send)
 
     return served
 
 
-async def _measured(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
+async def _measure_body(app: Any, most: int, scope: Any, receive: Any, send: Any) -> None:
     """Limit the app's bodies: a body that is too large looks like a disconnect to the app; the client gets a 413."""
     told = [value for name, value in scope["headers"] if name == b"content-length"]
     size, answered, refused = 0, False, False
@@ -189,7 +189,7 @@ def uvicorn_config(app: Any, host: str, names: Collection[str] = (), max_body: i
     import uvicorn
 
     chosen = {"log_level": "warning", "lifespan": "off", "access_log": False, "server_header": False, **options}
-    return uvicorn.Config(guarded(app, host, names, max_body), http=patient(), **chosen)
+    return uvicorn.Config(guard_requests(app, host, names, max_body), http=patient(), **chosen)
 
 
 class ThreadServer:

@@ -87,7 +87,7 @@ def json_text(
         return json.dumps(_plain(value, default), allow_nan=False, **form)
 
 
-def unbounded(value: Any) -> bool:
+def is_unbounded(value: Any) -> bool:
     """Return True if it is a number that JSON cannot represent, or that most of its readers cannot."""
     if isinstance(value, float):
         return not math.isfinite(value)
@@ -107,7 +107,7 @@ def _in_words(value: Any) -> Any:
         return {key: _in_words(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_in_words(item) for item in value]
-    if not unbounded(value):
+    if not is_unbounded(value):
         return value
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -116,18 +116,18 @@ def _in_words(value: Any) -> Any:
 
 def _plain(value: Any, default: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, Mapping):
-        return {None if unbounded(key) else key: _plain(item, default) for key, item in value.items()}
+        return {None if is_unbounded(key) else key: _plain(item, default) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, default) for item in value]
     if value is None or isinstance(value, str | int | float):
-        return None if unbounded(value) else value
+        return None if is_unbounded(value) else value
     return value if default is None else _plain(default(value), default)
 
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def detached(value: Any) -> Any:
+def deep_copy_json(value: Any) -> Any:
     """A copy of a JSON value that shares no list and no dictionary with it, however deep it is nested."""
     if not isinstance(value, dict | list):
         return value
@@ -273,13 +273,13 @@ def numerals(text: str) -> Iterator[Numeral]:
     text = _LOOSE_MINUS.sub(r"\1", text.translate(_FULL))
     start = 0
     while (found := _TOKEN.search(text, start)) is not None:
-        token, end = _bounded(text, found)
+        token, end = _match_number(text, found)
         if token is not None:
             yield token
         start = max(end, found.start() + 1)
 
 
-def _bounded(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]:
+def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]:
     """The number of a match, if it stands by itself, and where to look on."""
     begin, value_at = found.start(), found.end("sign2")
     before = text[max(0, begin - 8) : begin]
@@ -358,7 +358,7 @@ def numeral(text: str) -> Numeral | None:
         text = text[1:-1].strip()
     text = re.sub(rf"^({_SIGN})\s+", r"\1", text).translate(_FULL)
     found = _TOKEN.fullmatch(text) or _TOKEN.fullmatch(text.removesuffix("."))
-    return None if found is None else _bounded(found.string, found)[0]
+    return None if found is None else _match_number(found.string, found)[0]
 
 
 def digits(text: str) -> str | None:

@@ -5,8 +5,7 @@ is used, and what it gave is a secret from then on. So are values of environment
 (API_KEY, token, password, ...), passwords in addresses, and what follows such a flag in a command.
 
 `redact` replaces every known secret, `redact_said` also what looks like one (bearer tokens, keys of well-known providers): for
-messages, logs and errors. What a policy sees and writes is only changed where it holds a known secret.
-"""
+messages, logs and errors. What a policy sees and writes is only changed where it holds a known secret."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ _read: list[bool] = []
 _lock = fork_safe(threading.Lock())
 
 
-def resolved(value: Any, where: str) -> Any:
+def resolve_references(value: Any, where: str) -> Any:
     """The value with references replaced in all its texts; the very value if it has none. `where`: its key in the config. Raises
     ConfigError for a variable that is not set."""
     if not any(True for _ in references(value, where)):
@@ -58,8 +57,8 @@ def resolved(value: Any, where: str) -> Any:
             return _variable(whole.group(1), where)
         return _WITHIN.sub(lambda found: _variable(found.group(1), where), value)
     if isinstance(value, Mapping):
-        return {key: resolved(inner, f"{where}.{key}") for key, inner in value.items()}
-    return [resolved(inner, where) for inner in value]
+        return {key: resolve_references(inner, f"{where}.{key}") for key, inner in value.items()}
+    return [resolve_references(inner, where) for inner in value]
 
 
 def references(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
@@ -161,14 +160,14 @@ def redact_said(text: str) -> str:
     return _LOOKS.sub(GONE, redact(text))
 
 
-def redacted(value: Any, *, said: bool = False) -> Any:
+def redact_json(value: Any, *, said: bool = False) -> Any:
     """A JSON value with all its texts redacted; keys too."""
     change = redact_said if said else redact
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key) if isinstance(key, str) else key: redacted(inner, said=said) for key, inner in value.items()}
-    return [redacted(inner, said=said) for inner in value] if isinstance(value, list | tuple) else value
+        return {change(key) if isinstance(key, str) else key: redact_json(inner, said=said) for key, inner in value.items()}
+    return [redact_json(inner, said=said) for inner in value] if isinstance(value, list | tuple) else value
 
 
 # -- ways out of a process -------------------------------------------------------------------------

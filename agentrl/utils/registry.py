@@ -11,8 +11,7 @@ defines, so that the code that prepares a batch or places an engine reads these 
 
 A name is found in the registry's own package, in `plugins/` of the shelves (the user's before all others), and among other
 packages' entry points in the group `agentrl.plugins`, called "KIND/NAME" with a module as value. Files are searched by
-their source text; only the one that registers the name is loaded.
-"""
+their source text; only the one that registers the name is loaded."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import ConfigError, hinted
+from agentrl.utils.errors import ConfigError, hint_text
 from agentrl.utils.parsing import module_of
-from agentrl.utils.search_path import PRIVATE, is_given, load_module, shelves, taken
+from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
 T = TypeVar("T", bound=Callable[..., Any])
 GROUP = "agentrl.plugins"
@@ -79,7 +78,9 @@ class Registry(Mapping[str, T]):
             for word in given:
                 if word not in self.words[field]:
                     listed = ", ".join(self.words[field]) or "none"
-                    raise ValueError(f"{self.kind} {name!r}: {field}={word!r}{hinted(word, self.words[field])}; known: {listed}")
+                    raise ValueError(
+                        f"{self.kind} {name!r}: {field}={word!r}{hint_text(word, self.words[field])}; known: {listed}"
+                    )
 
         def keep(make: T) -> T:
             self._entries[name, make.__module__] = Entry(name, make, frozenset(needs), frozenset(traits))
@@ -95,19 +96,19 @@ class Registry(Mapping[str, T]):
         if name in self._own:  # cached, because losses are looked up for every micro-batch
             return self._own[name]
         if is_given(name):
-            given = taken(name, self.kind)
+            given = given_object(name, self.kind)
             return Entry(name, given.value, given.needs, given.traits)
         files = self._files_by_name().get(name, [])
         if not files:
             listed = ", ".join(sorted(self))
-            raise ConfigError(f"{self.kind}: unknown name {name!r}{hinted(name, self)}; known: {listed or 'none'}")
+            raise ConfigError(f"{self.kind}: unknown name {name!r}{hint_text(name, self)}; known: {listed or 'none'}")
         if len(files) > 1:
             raise ConfigError(f"{self.kind}: two files register {name!r}: {files[0]} and {files[1]}; rename one")
-        found = self._entries.get((name, _loaded(files[0], f"{self.kind}/{name}")))
+        found = self._entries.get((name, _load_place(files[0], f"{self.kind}/{name}")))
         if found is None:
             # The source text has the call, but the code did not reach it (a condition, or a function that was not called).
             raise ConfigError(f"{self.kind}: {files[0]} does not register {name!r} when it is loaded")
-        if name in dict(_packaged(self.home, self.symbol)):
+        if name in dict(_packaged_entries(self.home, self.symbol)):
             self._own[name] = found
         return found
 
@@ -127,17 +128,17 @@ class Registry(Mapping[str, T]):
 
     def own(self) -> list[Entry[T]]:
         """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
-        return [self.entry(name) for name in sorted(dict(_packaged(self.home, self.symbol)))]
+        return [self.entry(name) for name in sorted(dict(_packaged_entries(self.home, self.symbol)))]
 
     def that_need(self, word: str, yes: bool = True) -> str:
         """The names of agentrl's own components that need `word` (or do not), for a message."""
         assert word in self.words["needs"], word
-        return _listed(entry.name for entry in self.own() if (word in entry.needs) == yes)
+        return _list_names(entry.name for entry in self.own() if (word in entry.needs) == yes)
 
     def that_are(self, word: str, yes: bool = True) -> str:
         """The names of agentrl's own components with the trait `word` (or without it), for a message."""
         assert word in self.words["traits"], word
-        return _listed(entry.name for entry in self.own() if (word in entry.traits) == yes)
+        return _list_names(entry.name for entry in self.own() if (word in entry.traits) == yes)
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Registry(Mapping[str, T]):
             if place not in found.setdefault(name, []):
                 found[name].append(place)
 
-        for name, place in _packaged(self.home, self.symbol):
+        for name, place in _packaged_entries(self.home, self.symbol):
             add(name, place)
         for name, module in self._entries:
             if not module.startswith(PRIVATE):
@@ -185,10 +186,10 @@ class Registry(Mapping[str, T]):
             files = [path for path in sorted(shelf.glob(f"{FOLDER}/*.py")) if path.is_file()]  # no folder, no editor's lock
             here = [(name, path) for path in files for name in registered_in(path, self.symbol)]
             for name, path in here:
-                if name not in seen or name in dict(_packaged(self.home, self.symbol)):
+                if name not in seen or name in dict(_packaged_entries(self.home, self.symbol)):
                     add(name, str(path))
             seen |= {name for name, _ in here}
-        for kind, name, module in _announced():
+        for kind, name, module in _entry_points():
             if kind == self.kind and name not in seen:
                 add(name, module)
         return found
@@ -205,7 +206,7 @@ def bind(
     for key, value in args.items():
         if key not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise ConfigError(f"{label}: unknown argument {key!r}{hinted(key, known)}; known: {listed}")
+            raise ConfigError(f"{label}: unknown argument {key!r}{hint_text(key, known)}; known: {listed}")
         try:
             bound[key] = TypeAdapter(hints.get(key, Any)).validate_python(value, strict=True)
         except ValidationError as error:
@@ -223,11 +224,11 @@ def bind(
 def registered_in(path: Path, symbol: str) -> tuple[str, ...]:
     """The names that a file registers with `SYMBOL.register("name", ...)`, read without running it."""
     stat = path.stat()
-    return _registered(path, symbol, stat.st_mtime_ns, stat.st_size)
+    return _registered_names(path, symbol, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=4096)
-def _registered(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
+def _registered_names(path: Path, symbol: str, modified: int, size: int) -> tuple[str, ...]:
     source = path.read_bytes()  # as bytes, Python's own rules of encoding hold
     if f"{symbol}.register(".encode() not in source:
         return ()
@@ -252,7 +253,7 @@ def _name_in(node: ast.AST, symbol: str) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _packaged(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
+def _packaged_entries(home: str, symbol: str) -> tuple[tuple[str, str], ...]:
     """(name, module) of the components in `home` and in contrib; cached, since files do not change while a process runs."""
     return (*_registering(home, symbol), *(() if home.startswith(CONTRIB) else _registering(CONTRIB, symbol)))
 
@@ -278,12 +279,12 @@ def sources_of_package() -> list[Path]:
 
 
 @lru_cache(maxsize=1)
-def _announced() -> tuple[tuple[str, str, str], ...]:
+def _entry_points() -> tuple[tuple[str, str, str], ...]:
     """(kind, name, module) of the installed packages' entry points."""
     return tuple((*point.name.rpartition("/")[::2], point.value) for point in entry_points(group=GROUP))
 
 
-def _loaded(place: str, point: str) -> str:
+def _load_place(place: str, point: str) -> str:
     """Load the module or file; returns the module's name. Raises ConfigError if the module that the entry point `point` names
     does not import, CatalogError if the file does not load."""
     if place.endswith(".py"):
@@ -298,5 +299,5 @@ def _loaded(place: str, point: str) -> str:
     return place
 
 
-def _listed(names: Iterator[str]) -> str:
+def _list_names(names: Iterator[str]) -> str:
     return ", ".join(f'"{name}"' for name in sorted(names)) or "none"

@@ -224,7 +224,7 @@ class _Walk:
                     inner: Kind = "data" if kind == "data" or (kind == "schema" and key in DATA) else "schema"
                     if kind == "schema" and key in _MAPS:
                         inner = "map"
-                    stack.append((value, f"{place}/{_escaped(key)}", depth + 1, inner))
+                    stack.append((value, f"{place}/{_escape_pointer(key)}", depth + 1, inner))
             elif isinstance(node, list | tuple):
                 stack += [(item, f"{place}/{i}", depth + 1, "schema" if kind == "map" else kind) for i, item in enumerate(node)]
 
@@ -280,18 +280,18 @@ class _Walk:
                 f"a reference to {_short(reference)}, which would have to be fetched; nothing is",
                 "put that schema under $defs and refer to it by '#/$defs/NAME'",
             )
-        target = referred(reference, self.root, self.anchors)
+        target = resolve_reference(reference, self.root, self.anchors)
         if not isinstance(target, dict | bool):
             raise BadSchemaError(place, f"a reference to {_short(reference)}, where there is no schema", "define it under $defs")
         return target
 
 
-def referred(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
+def resolve_reference(reference: str, root: Any, anchors: Mapping[str, Any] | None = None) -> Any:
     """The part of the schema `root` to which `reference` points: a JSON Pointer (RFC 6901) or an anchor behind `#`. None if it
     points nowhere. `anchors`: the parts by anchor, if they are known; else they are looked for."""
     name = unquote(reference.removeprefix("#"))
     if name and not name.startswith("/"):
-        return next(_anchored(name, root), None) if anchors is None else anchors.get(name)
+        return next(_find_anchors(name, root), None) if anchors is None else anchors.get(name)
     found = root
     for part in name.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -304,7 +304,7 @@ def referred(reference: str, root: Any, anchors: Mapping[str, Any] | None = None
     return found
 
 
-def _anchored(name: str, root: Any) -> Iterator[Any]:
+def _find_anchors(name: str, root: Any) -> Iterator[Any]:
     rest = [root]
     while rest:
         part = rest.pop()
@@ -378,7 +378,7 @@ def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:
         raise BadSchemaError("/$schema", f"{_short(declared)} is no draft from 4 to 2020-12", f"name https://{_NEWEST}, or none")
     plain = {key: value for key, value in schema.items() if key != "$schema"}
     try:
-        return plain if draft == _NEWEST else _rewritten(plain, plain, draft in _OLDER)
+        return plain if draft == _NEWEST else _rewrite_schema(plain, plain, draft in _OLDER)
     except RecursionError:
         return plain  # `check_schema` says how deep
 
@@ -391,7 +391,7 @@ _NOTES = frozenset(
 )
 
 
-def _rewritten(node: Any, root: Any, alone: bool) -> Any:
+def _rewrite_schema(node: Any, root: Any, alone: bool) -> Any:
     """`alone`: as in drafts 4 to 7, keywords next to "$ref" count for nothing, and an id such as "#a" is an anchor."""
     if not isinstance(node, Mapping):
         return node
@@ -402,17 +402,17 @@ def _rewritten(node: Any, root: Any, alone: bool) -> Any:
         if key == "$recursiveRef":  # a schema within a schema, which would make a difference, is refused
             new["$ref"] = value
         elif key == "$ref" and isinstance(value, str):
-            new[key] = _moved(value, root)
+            new[key] = _move_pointer(value, root)
         elif alone and key in ("$id", "id") and isinstance(value, str) and value.startswith("#"):
             new["$anchor"] = value[1:]
         elif key == "items" and isinstance(value, list):
-            new["prefixItems"] = [_rewritten(item, root, alone) for item in value]
+            new["prefixItems"] = [_rewrite_schema(item, root, alone) for item in value]
         elif key == "additionalItems":
             if isinstance(node.get("items"), list):
-                new["items"] = _rewritten(value, root, alone)
+                new["items"] = _rewrite_schema(value, root, alone)
         elif key == "dependencies" and isinstance(value, Mapping):
             lists = {name: item for name, item in value.items() if isinstance(item, list)}
-            schemas = {name: _rewritten(item, root, alone) for name, item in value.items() if name not in lists}
+            schemas = {name: _rewrite_schema(item, root, alone) for name, item in value.items() if name not in lists}
             new |= ({"dependentRequired": lists} if lists else {}) | ({"dependentSchemas": schemas} if schemas else {})
         elif key in _LIMITS and isinstance(value, bool):
             if value and _LIMITS[key] in node:
@@ -420,11 +420,11 @@ def _rewritten(node: Any, root: Any, alone: bool) -> Any:
         elif key in _LIMITS.values() and node.get(_EXCLUSIVE[key]) is True:
             continue
         elif key in _MAPS and isinstance(value, Mapping):
-            new[key] = {name: _rewritten(item, root, alone) for name, item in value.items()}
+            new[key] = {name: _rewrite_schema(item, root, alone) for name, item in value.items()}
         elif key not in DATA and isinstance(value, list):
-            new[key] = [_rewritten(item, root, alone) for item in value]
+            new[key] = [_rewrite_schema(item, root, alone) for item in value]
         else:
-            new[key] = value if key in DATA else _rewritten(value, root, alone)
+            new[key] = value if key in DATA else _rewrite_schema(value, root, alone)
     return new
 
 
@@ -432,7 +432,7 @@ _LIMITS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _EXCLUSIVE = {plain: exclusive for exclusive, plain in _LIMITS.items()}
 
 
-def _moved(reference: str, root: Any) -> str:
+def _move_pointer(reference: str, root: Any) -> str:
     """A reference by a pointer through keywords that `_rewritten` renames."""
     if not reference.startswith("#/"):
         return reference
@@ -443,11 +443,11 @@ def _moved(reference: str, root: Any) -> str:
             renamed |= {"items": "prefixItems", "additionalItems": "items"}
         parts.append(renamed.get(part, part))
         named = not named and part in _MAPS
-        node = referred(f"#/{part}", node)
+        node = resolve_reference(f"#/{part}", node)
     return "#/" + "/".join(parts)
 
 
-def _escaped(key: Any) -> str:
+def _escape_pointer(key: Any) -> str:
     return str(key)[:80].replace("~", "~0").replace("/", "~1")
 
 
@@ -535,7 +535,7 @@ def _multiple(validator: Any, of: Any, instance: Any, schema: Any) -> Iterator[V
         yield ValidationError(f"a number too large to say whether it is a multiple of {of}")
 
 
-def _timed(keyword: Keyword) -> Keyword:
+def _timed_keyword(keyword: Keyword) -> Keyword:
     def check(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
         if QUICK.get() and next(_LEFT.get(), None) is None:
             raise TooLongError
@@ -552,7 +552,7 @@ _OWN: dict[str, Keyword] = {
 }  # fmt: skip
 
 
-SchemaValidator = _extend(Draft202012Validator, {name: _timed(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
+SchemaValidator = _extend(Draft202012Validator, {name: _timed_keyword(keyword) for name, keyword in {**_PLAIN, **_OWN}.items()})
 """jsonschema's validator of draft 2020-12, whose patterns and work have a limit (`first_fault`)."""
 
 
@@ -566,7 +566,7 @@ def checked_validator(schema: Any) -> Any:
     check_schema(schema)
     plain = as_2020(schema) if isinstance(schema, Mapping) else schema
     if (fault := first_fault(_META, plain, at_once=False)) is not None:
-        place = "".join(f"/{_escaped(part)}" for part in fault.absolute_path)
+        place = "".join(f"/{_escape_pointer(part)}" for part in fault.absolute_path)
         raise BadSchemaError(place, fault.message[:300], "see https://json-schema.org/draft/2020-12")
     return validator(plain)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean, hinted
+from agentrl.utils.errors import CatalogError, ConfigError, did_you_mean, hint_text
 
 # What a program gives to agentrl in Python, and a config then calls `given:NAME`: environments, reward functions and specs,
 # losses, filters, policies.
@@ -70,12 +70,12 @@ def is_given(name: object) -> bool:
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
-def taken(name: str, key: str) -> Given:
+def given_object(name: str, key: str) -> Given:
     """Object given under "given:NAME". Raises ConfigError, with the config's `key`, if this process has no such thing."""
     found = _TABLE.get(name.removeprefix(PREFIX))
     if found is None:
         raise ConfigError(
-            f"{key}: {name!r} was defined in Python, and this process does not have it{hinted(name, names())}; give it again "
+            f"{key}: {name!r} was defined in Python, and this process does not have it{hint_text(name, names())}; give it again "
             "before it is used: agentrl.give(IT), then agentrl.train(resume=RUN); or put it into a file of envs/ or plugins/"
         )
     return found
@@ -92,7 +92,7 @@ def names() -> list[str]:
     return sorted(PREFIX + name for name in _TABLE)
 
 
-def used(table: Any) -> list[str]:
+def used_names(table: Any) -> list[str]:
     """The given names in a config's dump, those that these use (a spec's functions, the reward of an environment's class)
     included; sorted, each once."""
     found: set[str] = set()
@@ -118,12 +118,12 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def packed(used_names: Iterable[str]) -> bytes:
+def pack_given(used_names: Iterable[str]) -> bytes:
     """Pickle these by value, for `unpack` in another process; empty without any. Raises ConfigError if one cannot be sent."""
     found: dict[str, bytes] = {}
     for name in used_names:
         try:
-            found[name.removeprefix(PREFIX)] = cloudpickle.dumps(taken(name, "given"))
+            found[name.removeprefix(PREFIX)] = cloudpickle.dumps(given_object(name, "given"))
         except ConfigError:
             raise
         except Exception as problem:  # whatever its attributes and globals raise when they are pickled
@@ -271,7 +271,7 @@ def load_module(path: Path) -> types.ModuleType:
 def function_named(key: str, target: str) -> Callable[..., Any]:
     """The function that the config key names as "module:function", or "given:NAME". Raises ConfigError for a missing function."""
     if is_given(target):
-        made: Callable[..., Any] = taken(target, key).value
+        made: Callable[..., Any] = given_object(target, key).value
         return made
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute.isidentifier():

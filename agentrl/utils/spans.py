@@ -7,8 +7,7 @@
 
 A trace begins with a span that is a `root`; spans opened inside it, also in tasks and threads that it starts, belong to it.
 Times are those of the machine's monotonic clock, which all its processes share. Who listens (`listen`) gets spans as they end:
-OpenTelemetry, the timeline of a step, or in a rollout worker the connection to the driver.
-"""
+OpenTelemetry, the timeline of a step, or in a rollout worker the connection to the driver."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ _LISTENERS = _Listeners()
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def listen(listener: Callable[[TraceSpan], None], *, all: bool = False) -> Callable[[], None]:
+def add_listener(listener: Callable[[TraceSpan], None], *, all: bool = False) -> Callable[[], None]:
     """Have `listener` called with each span that ends in this process; call the result to end that. `all`: also with those that
     are not sampled."""
     _LISTENERS.each = (*_LISTENERS.each, listener)
@@ -142,7 +141,7 @@ def span(kind: Kind, name: str = "", *, track: str | None = None, root: bool = F
         return _NOTHING
     if kind == "episode" and place.sampled and place.episodes < 1.0 and _share(track or name) >= place.episodes:
         place = replace(place, sampled=False)
-    return _open(kind, name or kind, place, track) if place.sampled or _LISTENERS.all else _inside(place)
+    return _open_span(kind, name or kind, place, track) if place.sampled or _LISTENERS.all else _inside(place)
 
 
 @contextmanager
@@ -156,7 +155,7 @@ def _inside(place: TracePlace) -> Iterator[None]:
 
 
 @contextmanager
-def _open(kind: Kind, name: str, place: TracePlace, track: str | None) -> Iterator[TraceSpan]:
+def _open_span(kind: Kind, name: str, place: TracePlace, track: str | None) -> Iterator[TraceSpan]:
     opened = begin(kind, name, place, track)
     token = _HERE.set(place.within(opened))
     try:
@@ -197,18 +196,18 @@ def note(
         finish(opened)
 
 
-def told(found: TraceSpan) -> None:
+def receive_span(found: TraceSpan) -> None:
     """A span of another process has arrived."""
     for listener in _LISTENERS.each:
         listener(found)
 
 
-def unfinished() -> list[TraceSpan]:
+def open_spans() -> list[TraceSpan]:
     """The spans of this process that are open."""
     return list(_LISTENERS.open.values())
 
 
-def spanned(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
+def traced(kind: Kind, root: bool = False) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Awaitable[R]]]:
     """Decorator: each call of the async function is a span."""
 
     def wrap(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:

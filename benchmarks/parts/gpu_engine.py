@@ -17,7 +17,7 @@ import torch
 from gpu_common import GIB, SHAPES, Shape, model_folder, one_rank, rounded, seconds, trainer, wait
 
 from agentrl.config import VllmConfig, parse_overrides
-from agentrl.config.load import overridden
+from agentrl.config.load import apply_overrides
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.trainer.fsdp import FsdpEngine
@@ -47,7 +47,7 @@ async def _vllm(path: str, shape: Shape, device: torch.device, quick: bool) -> d
 
     cuda, (prompt, length) = device.type == "cuda", (16, 16) if quick else (128, 128)
     os.environ.update(environment(cuda))
-    given = overridden({}, parse_overrides(os.environ.get("KEYS", "").split())).get("vllm", {})
+    given = apply_overrides({}, parse_overrides(os.environ.get("KEYS", "").split())).get("vllm", {})
     cfg = VllmConfig(**{"max_model_len": prompt + length, "kv_cache_mib": 64 if quick else 8192, **given})
     replica = VllmActor({"model": path, **engine_options(cfg, cuda=cuda, dtype="bfloat16")})
     await replica.start()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from agentrl.data.chat_forms import paired
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render import text_calls
 from agentrl.render.text_calls import RESULT, Call, result_names, thoughts
@@ -79,7 +79,7 @@ def _answers(calls: list[dict[str, Json]], parts: list[str], text: str, place: s
         parts = [text] + [""] * (len(calls) - 1)
     names = result_names(parts, [call["name"] for call in calls])
     made = Message("assistant", tool_calls=tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls))
-    _, *results = paired([made, *(Message("tool", part, name=name) for part, name in zip(parts, names, strict=True))])
+    _, *results = pair_results([made, *(Message("tool", part, name=name) for part, name in zip(parts, names, strict=True))])
     return [{"role": "tool", "content": one.content, "tool_call_id": one.tool_call_id, "name": one.name} for one in results]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from agentrl.contrib.offline.layouts import messages_of
-from agentrl.data.chat_forms import paired
+from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message
 
 NO_FUNCTION = "NO FUNCTION"
@@ -62,7 +62,7 @@ class Row:
 
 def history(messages: list[dict[str, Json]]) -> list[Message]:
     """The messages of a row. Raises FormError, which names the key that is not read."""
-    return list(paired(messages_of(messages, "messages").messages, strict=False))
+    return list(pair_results(messages_of(messages, "messages").messages, strict=False))
 
 
 def call_name(call: dict[str, Json]) -> str:

@@ -14,7 +14,7 @@ from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.suites import SuiteEnv, SuiteTask, by_split, checkout_version
 from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox
-from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.sandbox.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.utils.errors import ConfigError, EnvError, ToolError
 
 from .tasks import LONGEST, HarborTask, read_tasks, resolved
@@ -65,7 +65,7 @@ class Harbor(SuiteEnv):
         for name, value, least, most in (("command_s", command_s, 1, 3600), ("output_kb", output_kb, 1, 1024)):
             if not least <= value <= most:
                 raise ConfigError(f"harbor: {name} = {value!r}; expected a number within {least}..{most}")
-        self.sandbox = chosen(sandbox)
+        self.sandbox = sandbox_config(sandbox)
         provider = require(self.sandbox)
         self.images = "images" in SANDBOXES.entry(self.sandbox.provider).traits
         self.command_s, self.output, self.reward_key = command_s, output_kb << 10, reward_key

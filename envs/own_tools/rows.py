@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.contrib.offline.layouts import Chat, messages_of
-from agentrl.data.chat_forms import FormError, declaration, paired, parsed, without_padding
+from agentrl.data.chat_forms import FormError, declaration, pair_results, parse_field, without_padding
 from agentrl.data.trajectory import Json, Message
 from agentrl.env.call_options import Check, compile_validator
 from agentrl.env.taskdata import CALL_SCHEMA, Row
@@ -66,7 +66,7 @@ def settled(row: Any, table: bool) -> Any:
 def _parsed(value: Any) -> Any:
     """A value that a table may keep as JSON text."""
     try:
-        return parsed(value, "") if isinstance(value, str) else value
+        return parse_field(value, "") if isinstance(value, str) else value
     except FormError:
         return value
 
@@ -172,4 +172,4 @@ def messages(items: Sequence[Json]) -> list[Message]:
     read = messages_of(list(items), "messages") if items else Chat((), (), ())
     if read.unread:
         raise BadRowError(f"{', '.join(read.unread)}: no key of a message. Leave it out")
-    return list(paired(read.messages, strict=False))
+    return list(pair_results(read.messages, strict=False))

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.sandbox.base import SANDBOXES, ExecResult, Sandbox, SandboxSpec
-from agentrl.sandbox.sandbox_pool import HeldSandbox, chosen, require
+from agentrl.sandbox.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.utils.errors import ConfigError
 
 from .files import keep_files
@@ -77,7 +77,7 @@ class Python(ToolEnv):
                 "python: isolate_files belongs to the local sandbox; with env.sandbox say env.sandbox.args.isolate_files"
             )
         args = {} if isolate_files else {"isolate_files": False}  # an argument of the local one's
-        self.sandbox = chosen(sandbox if sandbox is not None else {"args": args, "limit": 1 << 20})
+        self.sandbox = sandbox_config(sandbox if sandbox is not None else {"args": args, "limit": 1 << 20})
         require(self.sandbox)
         self.levels = range(low, high + 1)
         self.wall, size = wall_s, int(file_mb * (1 << 20))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from agentrl.data.trajectory import Json
 from agentrl.env import SPLITS, Message, Task, ToolCall, ToolEnv, task_rng, tool
-from agentrl.utils.errors import ConfigError, TaskDataError, ToolError, hinted
+from agentrl.utils.errors import ConfigError, TaskDataError, ToolError, hint_text
 
 from .question import ask
 from .teacher import Teacher
@@ -123,7 +123,7 @@ class Search(ToolEnv):
         """
         found = self.pages.by_id.get(page)
         if found is None:
-            raise ToolError(f"no page {page[:40]!r}{hinted(page, self.pages.by_id)}")
+            raise ToolError(f"no page {page[:40]!r}{hint_text(page, self.pages.by_id)}")
         return f"{found.title}\n{found.text}"
 
     # -- scripted policies -------------------------------------------------------------------------

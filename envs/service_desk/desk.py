@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.utils.errors import ToolError
-from agentrl.utils.parsing import detached
+from agentrl.utils.parsing import deep_copy_json
 
 from .policy import StorePolicy, broken_rules, money
 
@@ -22,7 +22,7 @@ class Desk:
     customer has confirmed the next change, `violations`: rules that changes have broken."""
 
     def __init__(self, data: Mapping[str, Json], policy: StorePolicy) -> None:
-        self.data: dict[str, Json] = detached(dict(data))
+        self.data: dict[str, Json] = deep_copy_json(dict(data))
         self.policy = policy
         self.identified: str | None = None
         self.confirmed: set[str] = set()
@@ -77,7 +77,7 @@ class Desk:
 
     def export(self) -> dict[str, Json]:
         """The parts that can change, sorted so that they do not depend on the order of changes."""
-        keep = {key: detached(self.data[key]) for key in ("orders", "vouchers", "refusals", "transferred")}
+        keep = {key: deep_copy_json(self.data[key]) for key in ("orders", "vouchers", "refusals", "transferred")}
         keep["vouchers"].sort(key=str)
         keep["refusals"].sort(key=str)
         return keep

@@ -11,7 +11,7 @@ from pydantic import Field
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
 from agentrl.utils.errors import ConfigError, TaskDataError
-from agentrl.utils.parsing import detached
+from agentrl.utils.parsing import deep_copy_json
 
 from .desk import Desk
 from .goals import Shares
@@ -113,7 +113,7 @@ class ServiceDesk(ToolEnv):
         return {
             "database": self.now.export(),
             "heard": {"closed": customer.closed, "figures": dict(customer.figures)},
-            "violations": detached(self.now.violations),
+            "violations": deep_copy_json(self.now.violations),
         }
 
     async def user_reply(self, message: Message) -> list[Message] | None:

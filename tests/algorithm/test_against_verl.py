@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import KlConfig
-from agentrl.data.ragged import whiten
+from agentrl.data.ragged import whiten_masked
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
 from agentrl.trainer.algorithms.losses import kl_estimate, value_loss
@@ -71,7 +71,7 @@ def test_multi_reward_but_for_the_last_step() -> None:
     """verl whitens the sum over tokens; here it is over episodes, as the paper writes it."""
     plain = advantages("multi_reward", {**ARGS["multi_reward"], "whitened": False})(BATCH).advantages
     theirs = flat(torch.tensor(FOUND["advantages"]["multi_reward"]["advantages"]))
-    assert torch.allclose(whiten(plain, MASK), theirs, atol=2e-5)
+    assert torch.allclose(whiten_masked(plain, MASK), theirs, atol=2e-5)
     ours = advantages("multi_reward", ARGS["multi_reward"])(BATCH).advantages[OFFSETS[:-1]]
     sums = plain[OFFSETS[:-1]]
     assert torch.allclose(ours, sums / sums.std(), atol=2e-5) and abs(float(sums.mean())) < 1e-6

@@ -64,7 +64,7 @@ def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pyt
     )
     query, scale = torch.randn(4, 4, 8), 0.3
     mask = span.mask(AttentionForm(scale), torch.float32)
-    shared = attention._cascaded(span, span.cascade, query, pool.kv[:, 0], mask, scale)
+    shared = attention._decode_cascade(span, span.cascade, query, pool.kv[:, 0], mask, scale)
     alone = attention._decode(span, query, span.cached(pool.kv[:, 0]), mask, scale)
     wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
     assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
@@ -104,8 +104,8 @@ async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -
     """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
     and how many layers' steps shared a prompt."""
     monkeypatch.setattr(cascade, "WORTH", worth)
-    count, plain = [0], attention._cascaded
-    monkeypatch.setattr(attention, "_cascaded", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
+    count, plain = [0], attention._decode_cascade
+    monkeypatch.setattr(attention, "_decode_cascade", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
     engine = EmbeddedEngine(folder, device="cpu", max_slots=32)
     await engine.start()
 
@@ -123,7 +123,7 @@ async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -
         return list(await asyncio.gather(*(episode(number) for number in range(12)))), count[0]
     finally:
         await engine.close()
-        monkeypatch.setattr(attention, "_cascaded", plain)
+        monkeypatch.setattr(attention, "_decode_cascade", plain)
 
 
 async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession
-from agentrl.engines.chat_format import refused
+from agentrl.engines.chat_format import refusal_of
 
 VALUES = {"text": "odd", "number": 5, "bool": True, "list": [5], "object": {"odd": 5}, "null": None}
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
@@ -91,7 +91,7 @@ def told(wire: Wire, body: Any) -> Any:
     try:
         wire.read(Exchange(session, body, "policy", {"temperature": 1.0, "top_p": 1.0, "top_k": 0}, None))
     except Exception as problem:  # as the server does
-        problem_told = refused(problem)
+        problem_told = refusal_of(problem)
         return problem_told.status, wire.error(problem_told)["error"]
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from agentrl.engines.vllm.replica_calls import Answers, Request, RequestBatcher, answered
+from agentrl.engines.vllm.replica_calls import Answers, Request, RequestBatcher, answer_batches
 from agentrl.rollout.engine import Generation, Sampling, Told
 from agentrl.utils.errors import EngineError
 
@@ -32,7 +32,7 @@ class Local:
 
     async def _parts(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Any]:
         sent = 0
-        async for part in answered(self._one, requests, live):
+        async for part in answer_batches(self._one, requests, live):
             if sent == self.breaks:
                 raise RayActorError
             sent += 1
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_closed_early_ends_its_requests_and_raises_nothin
             raise
         return Generation([7], [-1.0], [0], "stop")
 
-    stream = answered(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2, 3)], [False] * 3)
+    stream = answer_batches(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2, 3)], [False] * 3)
     [(place, answer)] = await anext(stream)
     assert place == 0 and isinstance(answer, Generation)
     await stream.aclose()  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ async def test_an_error_that_nobody_foresaw_ends_the_stream_and_its_other_reques
             ended.append("ended")
         raise AssertionError
 
-    stream = answered(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2)], [False] * 2)
+    stream = answer_batches(generate, [([n], Sampling(4), "", str(n)) for n in (1, 2)], [False] * 2)
     with pytest.raises(ZeroDivisionError):
         await anext(stream)
     assert ended == ["ended"]

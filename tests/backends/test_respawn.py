@@ -17,7 +17,7 @@ from agentrl.config.schema import VllmConfig, WeightsConfig
 from agentrl.engines.vllm import replicas as elastic
 from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.rollout.engine import Sampling
-from agentrl.run.session import fed
+from agentrl.run.session import republish_to_new_replicas
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
 from tests.publishing import Held, Holder, publish
@@ -314,18 +314,18 @@ async def test_a_rollout_that_the_actors_wait_for_gets_the_same_weights_again(mo
             found.append((await engine.generate([5], SHORT, "a")).versions)
         return found
 
-    assert await asyncio.wait_for(fed(session, play()), 5) == [[7, 7]] * 3 and sent == [7, 7]
+    assert await asyncio.wait_for(republish_to_new_replicas(session, play()), 5) == [[7, 7]] * 3 and sent == [7, 7]
 
     async def fail():
         await engine.generate([5], SHORT, "a")
         raise EngineError("from the rollout")
 
     with pytest.raises(EngineError, match="from the rollout"):
-        await asyncio.wait_for(fed(session, fail()), 5)
+        await asyncio.wait_for(republish_to_new_replicas(session, fail()), 5)
     assert told.count("") == 2  # the display says nothing of the engine between rollouts, however they ended
     publisher.send = None  # with staleness the next publish comes by itself
     rollout.max_staleness = 1
-    playing = asyncio.create_task(fed(session, engine.generate([5], SHORT, "a")))
+    playing = asyncio.create_task(republish_to_new_replicas(session, engine.generate([5], SHORT, "a")))
     await publish(engine, 8, parameters(model))
     assert len((await asyncio.wait_for(playing, 5)).versions) == 2
     await engine.close()

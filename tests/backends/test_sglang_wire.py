@@ -12,7 +12,7 @@ from engine_models import VOCAB, build_model, changed, load
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import SglangConfig
-from agentrl.contrib.sglang.engine import SglangEngine, serialized
+from agentrl.contrib.sglang.engine import SglangEngine, serialize_tensors
 from agentrl.contrib.sglang.servers import Facts, TurnRequests, Versions, check_names
 from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
@@ -328,7 +328,7 @@ async def test_bodies_are_held_against_the_packages_request_classes():
         with pytest.raises(BadRequestError, match=name):
             known.build(name, body)
     tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    [(name, read)] = known.tensors(serialized([("a", tensor)]))
+    [(name, read)] = known.tensors(serialize_tensors([("a", tensor)]))
     assert name == "a" and read.dtype == torch.bfloat16 and torch.equal(read, tensor)
     arguments = json.loads(FROZEN.read_text())["server_args"]
     assert set(DEFAULTS) <= set(arguments)

@@ -55,7 +55,7 @@ def test_a_vllm_without_a_call_is_refused_by_the_calls_name(monkeypatch: pytest.
     from vllm.v1.engine.async_llm import AsyncLLM
 
     version.check_calls()
-    assert version.tells_versions() == (tuple(map(int, version.installed().split(".")[:2])) >= (0, 32))  # type: ignore[union-attr]
+    assert version.tells_versions() == (tuple(map(int, version.installed_version().split(".")[:2])) >= (0, 32))  # type: ignore[union-attr]
     monkeypatch.setattr(AsyncLLM, "pause_generation", lambda self, clear_cache: None)
     monkeypatch.delattr(AsyncLLM, "add_lora")
     monkeypatch.setattr("vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info", None)

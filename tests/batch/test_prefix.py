@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.rows import Ragged, build, jagged, pack
+from agentrl.data.rows import Ragged, build, nested_tensor, pack
 from agentrl.data.schedule import Tree, find_trees, share, token_ratio, with_trees
 from agentrl.engines.exact_attention import AttentionForm
 from agentrl.trainer.prefix_attention import attend_into, suffix_blocks
@@ -29,8 +29,8 @@ def visible(spans: torch.Tensor) -> torch.Tensor:
 def group_batch(texts, groups):
     offsets = torch.tensor([0, *torch.tensor([len(text) for text in texts]).cumsum(0).tolist()])
     flat = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
-    sampled = jagged(torch.ones(len(flat), dtype=torch.bool), offsets)
-    columns = {"token_ids": jagged(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}
+    sampled = nested_tensor(torch.ones(len(flat), dtype=torch.bool), offsets)
+    columns = {"token_ids": nested_tensor(flat, offsets), "sampled": sampled, "group": torch.tensor(groups)}
     return Ragged.of(build(columns, len(texts)))
 
 

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.rows import build, concat, deserialize, items_column, jagged, lengths, select, serialize, wide
+from agentrl.data.rows import (
+    build,
+    concat,
+    deserialize,
+    items_column,
+    lengths,
+    nested_tensor,
+    select,
+    serialize,
+    wide,
+)
 
 
 def every_column(sizes):
@@ -17,10 +27,10 @@ def every_column(sizes):
     total = int(offsets[-1])
     return build(
         {
-            "ids": jagged(torch.arange(total), offsets),
-            "half": jagged(torch.arange(total).to(torch.bfloat16), offsets),
-            "flag": jagged(torch.arange(total) % 3 == 0, offsets),
-            "wide": jagged(torch.arange(2.0 * total).view(total, 2), offsets),
+            "ids": nested_tensor(torch.arange(total), offsets),
+            "half": nested_tensor(torch.arange(total).to(torch.bfloat16), offsets),
+            "flag": nested_tensor(torch.arange(total) % 3 == 0, offsets),
+            "wide": nested_tensor(torch.arange(2.0 * total).view(total, 2), offsets),
             "row": torch.arange(len(sizes)),
             "pair": torch.arange(2.0 * len(sizes)).view(-1, 2),
             "name": items_column([{"i": i} for i in range(len(sizes))]),
@@ -88,8 +98,8 @@ def test_what_does_not_fit_is_refused():
         concat([every_column([1]), every_column([1]).exclude("row")])
     with pytest.raises(ValueError, match="at least one"):
         concat([])
-    other = jagged(torch.arange(3), torch.tensor([0, 1, 3]))
-    odd = build({"a": jagged(torch.arange(3), torch.tensor([0, 2, 3])), "b": other}, 2)
+    other = nested_tensor(torch.arange(3), torch.tensor([0, 1, 3]))
+    odd = build({"a": nested_tensor(torch.arange(3), torch.tensor([0, 2, 3])), "b": other}, 2)
     with pytest.raises(ValueError, match="'b' has other row lengths than the first one"):
         serialize(odd)
 

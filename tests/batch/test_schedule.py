@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.rows import Ragged, build, jagged
+from agentrl.data.rows import Ragged, build, nested_tensor
 from agentrl.data.schedule import Tree, assign_ranks, cut_minibatches, plan_micro_batches, trees_of, with_trees
 from agentrl.utils.errors import ConfigError
 
@@ -27,7 +27,7 @@ def view_of(lengths: list[int], group: list[int] | None = None, member: list[int
             flat[start : start + prompt] = torch.arange(prompt)
     rows = len(lengths)
     columns = {
-        "token_ids": jagged(flat, offsets),
+        "token_ids": nested_tensor(flat, offsets),
         "group": torch.tensor(group or [0] * rows),
         "member": torch.tensor(member or list(range(rows))),
     }

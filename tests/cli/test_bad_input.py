@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import load_config
-from agentrl.run.folder import RunFolder, locked
+from agentrl.run.folder import RunFolder, lock_folder
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml")
 
@@ -151,7 +151,7 @@ def test_a_dry_run_refuses_the_folder_that_the_start_refuses_in_its_words(
     run = RunFolder.create(load_config(QUICKSTART, ["out=there", "name=run", *config[:3]]))
     before = sorted(tmp_path.rglob("*"))
     words = [*args, *config[:3]] if args[0] == "--resume" else [QUICKSTART, *args, *config[:3]]
-    with locked(run.path) if "--overwrite" in args or args[0] == "--resume" else nullcontext():
+    with lock_folder(run.path) if "--overwrite" in args or args[0] == "--resume" else nullcontext():
         assert main(["train", *words]) == 2
         refused = capsys.readouterr().err
         assert main(["train", *words, "--dry-run"]) == 2
@@ -209,7 +209,7 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RunFolder, "append_metrics", full)
-    monkeypatch.setattr("agentrl.run.driver.draw_curve", full)  # nor has the figure of what there is any room
+    monkeypatch.setattr("agentrl.run.outcomes.draw_curve", full)  # nor has the figure of what there is any room
     logger = logging.getLogger("agentrl")
     before = [*logger.handlers], logger.propagate
     code = main(["train", QUICKSTART, "cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"])
@@ -238,7 +238,7 @@ def test_a_broken_command_of_a_plug_in_stops_only_that_command(
 
 @pytest.mark.parametrize("words", ["--help", "--version", "env --help", "env list", "config docs"])
 def test_a_full_standard_output_is_one_line(tmp_path: Path, words: str) -> None:
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "agentrl", *words.split()], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
         )

@@ -19,7 +19,7 @@ from agentrl.cli.main import build_parser, main
 from agentrl.contrib.remote_envs import commands
 from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.run.registries import REGISTRIES, registry_of, written_names
-from agentrl.utils.registry import _packaged
+from agentrl.utils.registry import _packaged_entries
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = argparse.Namespace()
@@ -72,7 +72,7 @@ def test_configs_environments_and_runs_are_offered(tmp_path: Path, monkeypatch: 
 def test_names_are_read_off_the_source_as_the_registries_have_them() -> None:
     for key in REGISTRIES:
         registry = registry_of(key)
-        assert registry is not None and written_names(key) == sorted(dict(_packaged(registry.home, registry.symbol))), key
+        assert registry is not None and written_names(key) == sorted(dict(_packaged_entries(registry.home, registry.symbol))), key
 
 
 def test_each_argument_that_has_a_completer_is_one() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from agentrl.data.rows import build, items_column, jagged, wide
+from agentrl.data.rows import build, items_column, nested_tensor, wide
 
 
 def ragged_batch(sizes: Sequence[int]) -> TensorDict:
@@ -16,8 +16,8 @@ def ragged_batch(sizes: Sequence[int]) -> TensorDict:
     flat = [1000 * row + at for row, size in enumerate(sizes) for at in range(size)]
     return build(
         {
-            "token_ids": jagged(torch.tensor(flat, dtype=torch.int64), offsets),
-            "half": jagged(torch.tensor(flat, dtype=torch.bfloat16), offsets),
+            "token_ids": nested_tensor(torch.tensor(flat, dtype=torch.int64), offsets),
+            "half": nested_tensor(torch.tensor(flat, dtype=torch.bfloat16), offsets),
             "id": torch.arange(len(sizes)),
             "name": items_column([f"row{i}" for i in range(len(sizes))]),
             "note": wide({"k": 1}, len(sizes)),

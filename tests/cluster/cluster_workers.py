@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import AllToAll, Broadcast, Direct, RankZero, Strategy, Worker
-from agentrl.data.rows import is_ragged, jagged, lengths, select
+from agentrl.data.rows import is_ragged, lengths, nested_tensor, select
 from agentrl.env.catalog import EnvRef
 from agentrl.utils.errors import ModelError
 
@@ -139,7 +139,7 @@ class Plain(Worker):
         """A million tokens (8 MB) a row."""
         rows = len(batch)
         offsets = torch.arange(rows + 1) * 1_000_000
-        tokens = jagged(torch.full((rows * 1_000_000,), 3), offsets)
+        tokens = nested_tensor(torch.full((rows * 1_000_000,), 3), offsets)
         return TensorDict({"id": batch["id"], "token_ids": tokens}, batch_size=[rows])
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError
 
 from agentrl.cluster import placement as reserve
 from agentrl.cluster.launch import launch_roles
-from agentrl.cluster.placement import ClusterNode, need, place, pools_of_roles
+from agentrl.cluster.placement import ClusterNode, node_need, place, pools_of_roles
 from agentrl.config.schema import (
     ClusterConfig,
     CriticConfig,
@@ -109,7 +109,7 @@ def test_a_place_is_found_exactly_where_one_exists(pools, offers):
 
     def fits(choice):
         for at, one in enumerate(nodes):
-            used = [need(item) for item, where in zip(pools, choice, strict=True) if at in where]
+            used = [node_need(item) for item, where in zip(pools, choice, strict=True) if at in where]
             if sum(cpus for cpus, _ in used) > one.cpus or sum(gpus for _, gpus in used) > one.gpus:
                 return False
         return True

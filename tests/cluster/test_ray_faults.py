@@ -223,7 +223,7 @@ def test_a_sigterm_while_ray_starts_is_for_who_started_it() -> None:
     try:
         runtime.start_ray(ClusterConfig(), object_store_bytes=100 << 20)
         assert began.is_set() and got == [signal.SIGTERM]
-        assert runtime.connected() and runtime.ray_gone() == ""
+        assert runtime.is_connected() and runtime.ray_gone() == ""
     finally:
         over.set()
         striking.join()
@@ -271,7 +271,7 @@ async def test_a_real_ray_that_loses_its_raylet_is_ended_whole(vital: dict[str, 
         await ray_life.while_ray_lives(work())
     assert not ray.is_initialized() and len(refused) == 1
     assert carrying(mark) == []
-    assert [one for one in everyone if not ray_vitals._ended(one)] == []
+    assert [one for one in everyone if not ray_vitals._has_ended(one)] == []
 
 
 @linux
@@ -332,7 +332,7 @@ def test_a_ray_that_is_stopped_after_it_lost_its_gcs_leaves_no_agents(vital: dic
     runtime.stop_ray()
     time.sleep(1)  # what was being forked shows
     assert carrying(mark) == []
-    assert [one for one in everyone if not ray_vitals._ended(one)] == []
+    assert [one for one in everyone if not ray_vitals._has_ended(one)] == []
 
 
 def family(vital: dict[str, psutil.Process], mark: bytes) -> list[psutil.Process]:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from agentrl.cluster.machine import _listeners, listen
+from agentrl.cluster.machine import _listeners, open_rendezvous
 
 
 @pytest.mark.parametrize(("host", "bound", "warned"), [("127.0.0.1", "127.0.0.1", False), ("192.0.2.1", "0.0.0.0", True)])
@@ -15,7 +15,7 @@ def test_it_listens_at_the_announced_address_alone_if_that_is_its_own(
     host: str, bound: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        place = listen(host)
+        place = open_rendezvous(host)
     with socket.socket(fileno=_listeners.pop(place).detach()) as found:
         assert found.getsockname() == (bound, place.port) and place.host == host
     assert any("listens on all interfaces" in row.message for row in caplog.records) is warned

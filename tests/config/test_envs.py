@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig, load_config, to_toml
-from agentrl.config.envs import alone, each, eval_weights, longest_sample, warmed, weight_at, widest
+from agentrl.config.envs import alone, each, eval_weights, longest_sample, warm_start_envs, weight_at, widest
 from agentrl.config.identity import differences, identity_of
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import EnvRef
@@ -212,7 +212,7 @@ def test_the_warm_start_is_of_those_named_or_of_those_with_a_weight() -> None:
     envs = [{"id": "key_value"}, {"id": "sql", "weight": [[0, 0.0], [5, 1.0]]}, {"id": "search", "weight": 0.0}]
 
     def of(sft: dict[str, Any]) -> list[str]:
-        return [env.called for env in warmed(TrainConfig.model_validate({"env": envs, "sft": sft}))]
+        return [env.called for env in warm_start_envs(TrainConfig.model_validate({"env": envs, "sft": sft}))]
 
     assert of({}) == ["key_value"] and of({"envs": ["search", "sql"]}) == ["sql", "search"]
     with pytest.raises(ConfigError, match="no environment takes part"):
@@ -234,13 +234,16 @@ def test_the_identity_names_keys_by_environment_whatever_their_order() -> None:
 
 
 def test_a_refusal_names_the_entry() -> None:
-    from agentrl.config.envs import told
+    from agentrl.config.envs import name_entry_in_errors
 
     config = TrainConfig.model_validate({"env": [{"id": "key_value"}, {"id": "sql"}]})
-    with pytest.raises(ConfigError, match=r"^env\[1\] \(sql\)\.reward: no such spec$"), told(config, config.envs[1]):
+    with (
+        pytest.raises(ConfigError, match=r"^env\[1\] \(sql\)\.reward: no such spec$"),
+        name_entry_in_errors(config, config.envs[1]),
+    ):
         raise ConfigError("env.reward: no such spec")
-    with pytest.raises(ResourceError, match=r"^env\[0\] \(key_value\): too large$"), told(config, config.envs[0]):
+    with pytest.raises(ResourceError, match=r"^env\[0\] \(key_value\): too large$"), name_entry_in_errors(config, config.envs[0]):
         raise ResourceError("too large")
     single = TrainConfig.model_validate({"env": {"id": "sql"}})
-    with pytest.raises(ConfigError, match=r"^env.reward: no such spec$"), told(single, single.envs[0]):
+    with pytest.raises(ConfigError, match=r"^env.reward: no such spec$"), name_entry_in_errors(single, single.envs[0]):
         raise ConfigError("env.reward: no such spec")

@@ -57,7 +57,7 @@ class Poor(Frozen):
 
 
 def test_a_key_that_lacks_them_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_described", lambda: {"Poor": Poor.model_json_schema()})
+    monkeypatch.setattr(keys, "_section_schemas", lambda: {"Poor": Poor.model_json_schema()})
     said, silent, timeout, size = (faults(key) for key in keys._keys_of(Poor, "poor."))
     assert said == [] and len(silent) == 1 and "below the key" in silent[0]
     assert len(timeout) == 2 and "without a unit" in timeout[0] and "its name says seconds" in timeout[1]

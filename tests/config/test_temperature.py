@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import check_temperatures, one_temperature, scheduled, temperature_at
+from agentrl.config.envs import check_temperatures, one_temperature, scheduled_temperature, temperature_at
 from agentrl.utils.errors import ConfigError
 
 POINTS = [[2, 1.3], [8, 0.7]]
@@ -21,9 +21,9 @@ def config_of(temperature: Any, **sections: Any) -> TrainConfig:
 def test_between_points_lies_a_straight_line_and_beyond_them_the_nearest() -> None:
     rollout = config_of(POINTS).rollout
     assert [temperature_at(rollout, step) for step in (0, 2, 5, 8, 99)] == pytest.approx([1.3, 1.3, 1.0, 0.7, 0.7])
-    assert scheduled(rollout, 5) == pytest.approx(1.0)
+    assert scheduled_temperature(rollout, 5) == pytest.approx(1.0)
     plain = config_of(0.9).rollout
-    assert (temperature_at(plain, 5), scheduled(plain, 5), one_temperature(plain, "a rollout")) == (0.9, None, 0.9)
+    assert (temperature_at(plain, 5), scheduled_temperature(plain, 5), one_temperature(plain, "a rollout")) == (0.9, None, 0.9)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image as Pictures
 
 from agentrl.config.schema import DataConfig
-from agentrl.contrib.offline.prepare import Preparation, chat_of, pairs, scored
+from agentrl.contrib.offline.prepare import Preparation, chat_of, filter_episode, pairs
 from agentrl.contrib.offline.store import About, RowPlace, RowStore, rows_of, sources
 from agentrl.data.images import Image, PromptIds
 from agentrl.data.token_ledger import TokenLedger
@@ -107,7 +107,7 @@ def rewarded(whole: Trajectory, *rewards: float, **changed: Any) -> list[dict[st
 
 def sides(folder: Path, rows: list[dict[str, Any]], **data: Any) -> list[tuple[float, float]]:
     """The rewards of each pair's episodes."""
-    found = [scored(RowPlace(folder, n), row, DataConfig(path=["x"], **data), Counter()) for n, row in enumerate(rows)]
+    found = [filter_episode(RowPlace(folder, n), row, DataConfig(path=["x"], **data), Counter()) for n, row in enumerate(rows)]
     made = pairs([one for one in found if one is not None], DataConfig(path=["x"], **data), Counter())
     return [(better.reward, worse.reward) for better, worse in made]
 

@@ -14,7 +14,7 @@ from families import IM, QWEN3, QWEN3_CODER
 from render_tokenizers import build_tokenizer
 
 from agentrl.contrib.offline.layouts import openai_chat, preference, sharegpt_chat
-from agentrl.contrib.offline.prepare import rendered
+from agentrl.contrib.offline.prepare import render_chat
 from agentrl.render import make_renderer
 from agentrl.render.text_calls import bracket_calls
 from agentrl.trainer.pretrained import packaged_tokenizer
@@ -63,7 +63,7 @@ def test_openai_messages_weights_and_the_end_of_a_row() -> None:
 
 def test_the_tokens_of_trained_messages_alone_are_sampled() -> None:
     tokenizer = packaged_tokenizer(512)
-    [ledger] = rendered(openai_chat({"messages": ASKED, "tools": TOOLS}), make_renderer(tokenizer))
+    [ledger] = render_chat(openai_chat({"messages": ASKED, "tools": TOOLS}), make_renderer(tokenizer))
     text = tokenizer.decode(ledger.token_ids[ledger.sampled].tolist())
     assert "add" in text and "yes" in text and "It is 1" not in text and "sure" not in text
     assert "It is 1" in tokenizer.decode(ledger.ids())
@@ -192,7 +192,7 @@ def test_a_template_that_drops_reasoning_writes_a_row_each_time_the_user_speaks(
     tokenizer = build_tokenizer([*IM, "<think>", "</think>"], QWEN3)
     answers = [n for n, message in enumerate(THOUGHT) if message["role"] == "assistant"]
     said = [{**message, "weight": 0} if n in [answers[c] for c in context] else message for n, message in enumerate(THOUGHT)]
-    ledgers = rendered(openai_chat({"messages": said, "tools": TOOLS}), make_renderer(tokenizer))
+    ledgers = render_chat(openai_chat({"messages": said, "tools": TOOLS}), make_renderer(tokenizer))
     rows = [[0], [1, 2], [3]]  # the turns of each row: reasoning is kept while tools answer
     kept = [[turn for turn in row if turn not in context] for row in rows]
     assert [sorted({int(t) for t in ledger.turns[ledger.sampled]}) for ledger in ledgers] == [row for row in kept if row]
@@ -220,10 +220,10 @@ def test_arguments_that_the_templates_syntax_cannot_tell_from_others_are_found_o
         called = {**CALL, "function": {"name": "add", "arguments": {"a": value}}}
         found = openai_chat({"messages": [ASKED[0], {**ASKED[1], "tool_calls": [called]}], "tools": TOOLS})
         if same:
-            assert len(rendered(found, renderer)) == 1
+            assert len(render_chat(found, renderer)) == 1
         else:
             with pytest.raises(BadRowError, match=r"messages\[1\]: its calls, .* are read as others"):
-                rendered(found, renderer)
+                render_chat(found, renderer)
 
 
 def two_calls(*results: dict[str, Any], ids: tuple[str | None, ...] = ("x", "y")) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def test_weights_and_tools_of_a_preference_are_those_of_its_messages() -> None:
 
 def test_a_conversation_that_no_prompt_opens_is_refused() -> None:
     with pytest.raises(BadRowError, match="begins with an assistant's message"):
-        rendered(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))
+        render_chat(openai_chat(chat(messages=[{"role": "assistant", "content": "hi"}])), make_renderer(packaged_tokenizer(512)))
 
 
 def hermes(*said: tuple[str, str]) -> dict[str, Any]:

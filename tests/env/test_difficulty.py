@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.env import Message, ToolCall
-from agentrl.env.difficulty import changed_paths, difficulty, measured
+from agentrl.env.difficulty import changed_paths, difficulty, measure_tasks
 from agentrl.env.users import ScriptedUser
 from tests.env.toyenvs import Notes
 from tests.env.toysuite import write_source, write_suite
@@ -46,7 +46,7 @@ def test_a_task_is_counted_by_hand() -> None:
 
 
 def test_what_has_no_gold_is_named_and_in_no_number() -> None:
-    report = measured(Told(scorer=None), "train", range(3), len)
+    report = measure_tasks(Told(scorer=None), "train", range(3), len)
     assert [task.task for task in report.tasks] == ["train/0", "train/2"]
     assert report.unplayed == {"train/1": "NotImplementedError: no gold for seed 1"}
     assert report.counts() == {"": 2, "all": 2} and report.by_family()["all"]["calls"] == [2.0] * 6

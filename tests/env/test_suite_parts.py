@@ -34,7 +34,7 @@ from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env import Tool
 from agentrl.env.official import groups, in_percent, pass_hat_table, whole_row
-from agentrl.env.suites import Played, found_version, need
+from agentrl.env.suites import Played, found_version, require_files
 from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml, with_json_types
 from agentrl.utils.errors import ConfigError, known_word, members, within
 
@@ -58,9 +58,9 @@ def test_a_version_is_that_of_the_project_then_of_the_installed_package_then_of_
     (folder / "pyproject.toml").write_text("[project")
     with pytest.raises(ConfigError, match=r"pyproject\.toml: "):
         found_version(folder)
-    need(folder, ("pyproject.toml",))
+    require_files(folder, ("pyproject.toml",))
     with pytest.raises(ConfigError, match=r"^data/tasks is missing$"):
-        need(folder, ("pyproject.toml", "data/tasks", "later"))
+        require_files(folder, ("pyproject.toml", "data/tasks", "later"))
 
 
 def test_words_numbers_and_groups_of_a_users_are_named_with_what_was_expected() -> None:

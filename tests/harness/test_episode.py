@@ -18,7 +18,7 @@ from agentrl.data.trajectory import Message, StopReason, Trajectory
 from agentrl.env import tool
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.utils.errors import AgentrlError
-from agentrl.utils.spans import TracePlace, TraceSpan, at, listen
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at
 from tests.harness.parts import (
     FUNCTION,
     LIMITS,
@@ -62,7 +62,7 @@ def test_an_agent_that_does_what_the_built_in_loop_does_has_the_same_episodes_to
 def test_the_spans_of_an_agent_s_episode_are_those_of_the_built_in_loop_but_for_the_turns() -> None:
     """Its requests and calls come in tasks of the servers, and belong to the episode all the same."""
     found: list[TraceSpan] = []
-    leave = listen(found.append)
+    leave = add_listener(found.append)
 
     def spans_of(player: Any, *agent: Any) -> list[tuple[str, str, int]]:
         found.clear()

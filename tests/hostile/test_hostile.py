@@ -19,7 +19,7 @@ from agentrl.contrib.view.terminal import table
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, Trajectory, Turn
 from agentrl.env import Tool
 from agentrl.env.check_tools import CheckFinding
-from agentrl.env.toolbox import Toolbox, shaped
+from agentrl.env.toolbox import Toolbox, shape_result
 from agentrl.render.syntaxes import SYNTAXES
 from agentrl.run.compare import print_official, print_side_by_side
 from agentrl.run.evaluate import print_report, print_reports
@@ -219,11 +219,11 @@ def test_numbers_that_json_lacks_are_null_in_every_file():
 
 
 def test_an_answer_with_an_integer_that_python_does_not_write_is_an_answer():
-    value, text, _ = shaped("add", {"total": 10**5000, "n": 1}, 1000, len)
+    value, text, _ = shape_result("add", {"total": 10**5000, "n": 1}, 1000, len)
     assert value == {"total": "an integer of about 5000 digits", "n": 1} and json.loads(text) == value
     assert sys.get_int_max_str_digits() == 4300
     with pytest.raises(EnvError):
-        shaped("add", object(), 1000, len)
+        shape_result("add", object(), 1000, len)
 
 
 def test_tools_of_from_schema_are_checked_when_they_are_added_and_on_a_loop():

@@ -16,11 +16,11 @@ import pytest
 
 import agentrl
 from agentrl.config.load import load_config
-from agentrl.run.api.base import blocked, config_of
+from agentrl.run.api.base import config_of, run_blocking
 from agentrl.run.checks.size_checks import check_workers
 from agentrl.run.digests import code_of, contents_of
 from agentrl.utils.errors import CallbackError, CatalogError, ConfigError
-from agentrl.utils.search_path import give, packed, unpack
+from agentrl.utils.search_path import give, pack_given, unpack
 from tests.conftest import proof
 from tests.python import Pick, share_of_low_ids, table
 
@@ -108,7 +108,7 @@ def test_ctrl_c_reaches_a_blocking_call_inside_of_asyncio_run() -> None:
         handlers.append(signal.getsignal(signal.SIGINT))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            blocked(work())
+            run_blocking(work())
         finally:
             handlers.append(signal.getsignal(signal.SIGINT))
 
@@ -131,10 +131,10 @@ def test_an_exit_inside_of_the_work_reaches_the_caller() -> None:
 
     def call() -> None:
         try:
-            blocked(_exit(3))
+            run_blocking(_exit(3))
         except SystemExit as left:
             done.append(left.code)
-        done.append(blocked(_one()))
+        done.append(run_blocking(_one()))
 
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
@@ -157,7 +157,7 @@ def test_a_table_becomes_a_config_with_names_for_what_is_python(tmp_path: Path) 
 def test_what_is_sent_by_value_is_there_in_another_process(tmp_path: Path) -> None:
     """A class of a cell (`__main__`), and its reward, in a process that has no such file."""
     code = (
-        "import sys, agentrl\nfrom agentrl.utils.search_path import packed, used\n"
+        "import sys, agentrl\nfrom agentrl.utils.search_path import pack_given, used_names\n"
         "from agentrl.env import Message, Task, ToolEnv\n"
         "class Cell(ToolEnv):\n"
         "    def reward(episode):\n        return len(episode.messages) > LEAST\n"
@@ -165,7 +165,7 @@ def test_what_is_sent_by_value_is_there_in_another_process(tmp_path: Path) -> No
         "    def prompt(self, task): return [Message('user', 'hi')]\n"
         "LEAST = 1\n"
         "agentrl.make(Cell).reset(seed=0)\n"
-        "sys.stdout.buffer.write(packed(used({'env': 'given:Cell'})))\n"
+        "sys.stdout.buffer.write(pack_given(used_names({'env': 'given:Cell'})))\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert out.returncode == 0, out.stderr.decode()
@@ -185,7 +185,7 @@ LOCK = threading.Lock()  # cannot be pickled
 def test_what_cannot_be_sent_is_refused_with_the_way_out() -> None:
     held.__module__ = "__main__"  # as in a notebook: by value
     with pytest.raises(ConfigError, match=r"'given:held' cannot be sent .*rollout.workers = 0"):
-        packed([give(held)])
+        pack_given([give(held)])
     config = config_of(table(**{"env.reward": held, "rollout.workers": 1, "cluster.backend": "ray"}))
     with pytest.raises(ConfigError, match=r"'given:held' cannot be sent"):
         check_workers(config, True)

@@ -227,7 +227,7 @@ def test_another_python_in_the_sandbox_is_said(monkeypatch):
 
 @proof
 def test_the_local_sandbox_keeps_them_apart_too(monkeypatch):
-    monkeypatch.setattr(grading, "chosen", lambda config: SandboxConfig(provider="local"))
+    monkeypatch.setattr(grading, "sandbox_config", lambda config: SandboxConfig(provider="local"))
     assert grade(RICH, GOOD).passed == 9
     assert [name for name, code in FAKES.items() if grade(TESTS, code, limits=GradeLimits(5.0, 20.0)).passed] == []
 
@@ -340,7 +340,7 @@ def test_what_a_grading_took_is_given_back(monkeypatch):
         stopped.append(self)
         await whole(self)
 
-    monkeypatch.setattr(grading, "chosen", lambda config: SandboxConfig(provider="local"))
+    monkeypatch.setattr(grading, "sandbox_config", lambda config: SandboxConfig(provider="local"))
     monkeypatch.setattr(LocalSandbox, "stop", stop)
     assert grade("def test_x(): pass", RIGHT).passed == 1
     assert len(stopped) == 1

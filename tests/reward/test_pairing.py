@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from agentrl.data.trajectory import Message, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import Scorer, bfcl, compile_spec
 from agentrl.reward import call_matching as assign
-from agentrl.reward.call_matching import ARGUMENTS, CallRule, declared, gold_calls, parts
+from agentrl.reward.call_matching import ARGUMENTS, CallRule, gold_calls, parts
+from agentrl.reward.call_matching import declared_gold as declared
 from agentrl.reward.leaves import calls as calls_match
 from agentrl.reward.leaves import calls as toolrl
 from agentrl.reward.values import NORMALIZERS, EqualityRule, same

@@ -25,7 +25,7 @@ from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.rollout.player import Job, LocalPlayer, RunEnv, planted
+from agentrl.rollout.player import Job, LocalPlayer, RunEnv, plant_trees
 from agentrl.run.checks.env_checks import check_branch
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ConfigError, EngineError
@@ -320,8 +320,8 @@ def test_an_environment_that_cannot_be_forked_is_refused_with_what_it_says() -> 
 
 
 def test_branches_are_dealt_out_evenly() -> None:
-    assert planted(range(8), 3) == {0: [3, 6], 1: [4, 7], 2: [5]}
-    assert planted(range(3), 4) == {0: [], 1: [], 2: []}
+    assert plant_trees(range(8), 3) == {0: [3, 6], 1: [4, 7], 2: [5]}
+    assert plant_trees(range(3), 4) == {0: [], 1: [], 2: []}
 
 
 @pytest.mark.parametrize("at", ["entropy", "depth", "failure"])

@@ -187,4 +187,4 @@ def test_memory_of_processes_on_other_machines_is_not_asked_of_this_one(monkeypa
 def test_without_ray_nothing_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that must not be imported is None in `sys.modules`; on a card a plan asks for its memory, in one process too."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert runtime.connected() is False
+    assert runtime.is_connected() is False

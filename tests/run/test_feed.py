@@ -36,6 +36,6 @@ def test_the_display_is_told_what_the_engine_does_and_a_failed_look_ends_nothing
         engine=SimpleNamespace(stats=stats),
         display=SimpleNamespace(engine=said.append),
     )
-    assert asyncio.run(feed.fed(session, work())) == "episodes"
+    assert asyncio.run(feed.republish_to_new_replicas(session, work())) == "episodes"
     assert said[:2] == ["2 running, 1 waiting, KV cache 45.0 %", "3 running, 0 waiting, 0 tokens/s"]
     assert said[-1] == "", "nothing that matters any more"

@@ -14,14 +14,14 @@ import pytest
 from agentrl.config import TrainConfig
 from agentrl.run.config_file import open_folder
 from agentrl.run.driver import execute
-from agentrl.run.folder import LOCK, RunFolder, locked
+from agentrl.run.folder import LOCK, RunFolder, lock_folder
 from agentrl.utils.errors import ConfigError
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from agentrl.run.folder import locked
-with locked(Path(sys.argv[1])):
+from agentrl.run.folder import lock_folder
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -63,7 +63,11 @@ def test_a_second_driver_is_refused_and_touches_nothing(config: TrainConfig, tmp
 
 def test_a_process_without_a_command_line_holds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
-    with locked(tmp_path), pytest.raises(ConfigError, match=r"has been writing this run since .* \(Python\)"), locked(tmp_path):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(ConfigError, match=r"has been writing this run since .* \(Python\)"),
+        lock_folder(tmp_path),
+    ):
         pass
 
 
@@ -75,7 +79,7 @@ def test_a_killed_driver_keeps_nobody_out_and_a_live_one_keeps_out_its_own_proce
         first.kill()
         first.wait()
         assert json.loads((folder.path / LOCK).read_text())["pid"] == first.pid
-        with locked(folder.path), pytest.raises(ConfigError, match="has been writing this run"), locked(folder.path):
+        with lock_folder(folder.path), pytest.raises(ConfigError, match="has been writing this run"), lock_folder(folder.path):
             pass
     again = open_folder(config, overwrite=True)
     assert again.config.is_file() and not (again.path / LOCK).exists()

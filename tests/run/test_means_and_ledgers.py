@@ -22,7 +22,7 @@ from agentrl.render import make_renderer
 from agentrl.rollout.context import ContextPolicy, KeepRecent, Moment, Stop, Truncate
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
-from agentrl.rollout.starts import written
+from agentrl.rollout.starts import scripted_ids
 from agentrl.rollout.warm_start import gold_transcript
 from agentrl.run.checks.env_checks import check_demonstrations
 from agentrl.trainer import learner
@@ -104,7 +104,7 @@ REF = EnvRef("key_value", {"calls": [6, 8]})
 async def played(seed: int, context: ContextPolicy | None = None) -> Trajectory:
     """The gold solution of a task, as a rollout of this run would record it of a policy that says just that."""
     env, renderer = REF.build(), make_renderer(packaged_tokenizer(4096))
-    turns = [ids for said in env.gold_turns(env.make_task(seed, "train")) for ids in written(renderer, said)]
+    turns = [ids for said in env.gold_turns(env.make_task(seed, "train")) for ids in scripted_ids(renderer, said)]
     policy = Policy(Script(turns), renderer, context=context or KeepRecent(turns=TURNS, tokens=TOKENS))
     return await run_episode(env, policy, EpisodeSpec(seed, "train", 0, 0, "k"), LIMITS, None)
 
@@ -127,7 +127,7 @@ def ran(folder: Path, *more: str) -> tuple[Path, Seen]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "step", noted)
-        patch.setattr(learner, "joined", joins)
+        patch.setattr(learner, "join_rows", joins)
         return execute(config_of(folder, "forks", *keys(folder), *more)), seen
 
 

@@ -28,7 +28,7 @@ from agentrl.config.schema import PrometheusConfig
 from agentrl.data.trajectory import Trajectory
 from agentrl.run import prometheus as scrape
 from agentrl.run import tracing as otel
-from agentrl.run.prometheus import MetricsEndpoint, check_prometheus, named
+from agentrl.run.prometheus import MetricsEndpoint, check_prometheus, metric_of_key
 from agentrl.run.run_log import RunLog
 from agentrl.run.tracing import Profile, Timeline, Tracing, attributes_of, check_profile, check_traces, lanes, name_of
 from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker
@@ -370,7 +370,7 @@ def test_a_scrape_says_what_the_rows_say(run: Told) -> None:
     ],
 )
 def test_a_key_of_a_row_is_a_family_with_base_units_and_labels(key: str, name: str, labels: Any, scale: float) -> None:
-    found, given, factor, _ = named(key)
+    found, given, factor, _ = metric_of_key(key)
     assert (found, given, factor) == (f"agentrl_row_{name}", labels, scale)
 
 

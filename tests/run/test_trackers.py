@@ -23,9 +23,9 @@ from agentrl.run.trackers import (
     TrackedRun,
     Tracker,
     check_trackers,
+    is_voided,
     makers,
     sampled_rows,
-    voided,
 )
 from agentrl.utils.errors import ConfigError, DependencyError
 
@@ -140,7 +140,7 @@ def test_one_that_hangs_costs_the_run_no_time_but_the_limit_at_its_end() -> None
 
 
 def test_what_comes_again_after_a_rewind() -> None:
-    again = [(phase, step) for phase in ("sft", "before", "train", "after") for step in (0, 4, 5) if voided(phase, step, 4)]
+    again = [(phase, step) for phase in ("sft", "before", "train", "after") for step in (0, 4, 5) if is_voided(phase, step, 4)]
     assert again == [("before", 5), ("train", 5), ("after", 0), ("after", 4), ("after", 5)]
 
 

@@ -17,7 +17,7 @@ from agentrl.sandbox import bubblewrap, local
 from agentrl.sandbox import sandbox_pool as choice
 from agentrl.sandbox import sandbox_pool as reach
 from agentrl.sandbox.base import SandboxSpec
-from agentrl.sandbox.sandbox_pool import chosen, provider_of, require
+from agentrl.sandbox.sandbox_pool import provider_of, require, sandbox_config
 from agentrl.utils.errors import ResourceError
 
 BWRAP = shutil.which("bwrap")
@@ -28,7 +28,7 @@ real = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REAS
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     def forget() -> None:
-        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred, reach.reach):
+        for cached in (bubblewrap.unavailable, bubblewrap._no_more_namespaces, choice.preferred_provider, reach.reach):
             cached.cache_clear()
 
     forget()
@@ -56,15 +56,17 @@ def test_bubblewrap_is_chosen_where_it_works_by_one_probe_that_is_said_once(
     asked = stand_in(tmp_path, monkeypatch, f'exec {BWRAP} "$@"')
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert [chosen(given).provider for given in (None, {}, {"warm": 1}, SandboxConfig())] == ["bubblewrap"] * 4
+            assert [sandbox_config(given).provider for given in (None, {}, {"warm": 1}, SandboxConfig())] == ["bubblewrap"] * 4
     assert len(said(caplog)) == 1 and 'env.sandbox.provider = "local" chooses the other one' in said(caplog)[0]
     assert len(asked.read_text().splitlines()) == 2, "one that it works, and one that it keeps commands from namespaces"
     assert require(SandboxConfig()).unavailable() is None and type(provider_of(SandboxConfig())).name == "bubblewrap"
 
 
 def test_the_config_forces_either_and_arguments_are_the_local_one_s() -> None:
-    assert [chosen({"provider": name}).provider for name in ("local", "bubblewrap")] == ["local", "bubblewrap"]
-    assert chosen({"args": {"packages": True}}).provider == "local" and provider_of(SandboxConfig(args={"packages": True}))
+    assert [sandbox_config({"provider": name}).provider for name in ("local", "bubblewrap")] == ["local", "bubblewrap"]
+    assert sandbox_config({"args": {"packages": True}}).provider == "local" and provider_of(
+        SandboxConfig(args={"packages": True})
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_one_that_does_not_keep_what_is_promised_is_not_chosen(
     else:
         stand_in(tmp_path, monkeypatch, script)
     with caplog.at_level(logging.INFO):
-        assert [chosen(None).provider for _ in range(2)] == ["local"] * 2
+        assert [sandbox_config(None).provider for _ in range(2)] == ["local"] * 2
     assert len(said(caplog)) == 1 and reason in said(caplog)[0]
 
 
@@ -107,7 +109,7 @@ def test_where_neither_works_code_is_refused_before_the_run(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(local, "require_kernel", without_landlock)
     with pytest.raises(ResourceError, match=r"needs a kernel with Landlock.*bubblewrap"):
-        require(chosen(None))
+        require(sandbox_config(None))
 
 
 @real

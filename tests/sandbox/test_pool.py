@@ -19,7 +19,7 @@ from agentrl.rollout.deadlines import Waits, Watch
 from agentrl.sandbox import sandbox_pool as handle_module
 from agentrl.sandbox import sandbox_pool as pool_module
 from agentrl.sandbox.base import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred
+from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred_provider
 from agentrl.utils.errors import CatalogError, ConfigError, SandboxError
 
 
@@ -306,10 +306,10 @@ def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provi
 
 
 def test_a_config_with_a_wrong_key_or_name_is_refused_with_what_is_near() -> None:
-    from agentrl.sandbox.sandbox_pool import chosen, provider_of
+    from agentrl.sandbox.sandbox_pool import provider_of, sandbox_config
 
     with pytest.raises(ConfigError, match=r"sandbox\.provder.*did you mean 'provider'"):
-        chosen({"provder": "local"})
+        sandbox_config({"provder": "local"})
     with pytest.raises(ConfigError, match=r"env.sandbox.provider: unknown name 'dokcer'; did you mean 'docker'"):
         provider_of(SandboxConfig(provider="dokcer"))
     with pytest.raises(ConfigError, match="unknown argument 'isolate'; did you mean 'isolate_files'"):
@@ -323,7 +323,7 @@ def test_the_config_says_which_sandbox_an_environment_gets() -> None:
     plain, opened = built("python", []), built("python", ["env.sandbox.args={isolate_files=false}", "env.sandbox.limit=3"])
     plain.reset(seed=0)
     opened.reset(seed=0)
-    assert plain.held.config.provider == plain.held.provider.name == preferred()
+    assert plain.held.config.provider == plain.held.provider.name == preferred_provider()
     assert (opened.held.provider.name, opened.held.provider.isolate_files) == ("local", False)
     assert (plain.held.config.limit, opened.held.config.limit) == (1 << 20, 3)
     with pytest.raises(ConfigError, match=r"unknown name 'lokal'; did you mean 'local'"):

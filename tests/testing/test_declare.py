@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.contrib.gpu_tests.declare import Declaration, declared, listed_tests
+from agentrl.contrib.gpu_tests.declare import Declaration, listed_tests, read_declaration
 from agentrl.utils.errors import ConfigError
 
 HEAD = "import torch_that_is_not_there\nimport pytest\nfrom pytest import mark\n"
@@ -15,7 +15,7 @@ HEAD = "import torch_that_is_not_there\nimport pytest\nfrom pytest import mark\n
 def read(tmp_path: Path, text: str) -> Declaration:
     path = tmp_path / "test_x.py"
     path.write_text(HEAD + text)
-    return declared(path, "test_x.py")
+    return read_declaration(path, "test_x.py")
 
 
 @pytest.mark.parametrize(

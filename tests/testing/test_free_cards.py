@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from agentrl.contrib.gpu_tests import cards as simulated
-from agentrl.contrib.gpu_tests.cards import FOLDER, CardLocks, CardMemory, CardPool, NvidiaSmi, SimulatedCards, chosen
+from agentrl.contrib.gpu_tests.cards import (
+    FOLDER,
+    CardLocks,
+    CardMemory,
+    CardPool,
+    NvidiaSmi,
+    SimulatedCards,
+    choose_cards,
+)
 from agentrl.utils.errors import ResourceError
 
 TWO = "0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 4, 81559\n1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 20480, 81559\n"
@@ -70,7 +78,7 @@ CARDS = [CardMemory(number, uuid, "x", 0, 1) for number, uuid in enumerate(("GPU
 def test_the_cards_to_use_are_those_asked_for_among_those_shown(
     asked: list[int] | None, visible: str | None, found: list[int]
 ) -> None:
-    assert chosen(CARDS, asked, visible) == found
+    assert choose_cards(CARDS, asked, visible) == found
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_the_cards_to_use_are_those_asked_for_among_those_shown(
 )
 def test_cards_that_are_not_there_are_an_error(asked: list[int] | None, visible: str | None, told: str) -> None:
     with pytest.raises(ResourceError, match=told):
-        chosen(CARDS, asked, visible)
+        choose_cards(CARDS, asked, visible)
 
 
 def test_a_card_is_locked_once_and_also_by_who_may_only_read_the_file(tmp_path: Path) -> None:

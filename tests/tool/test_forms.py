@@ -18,7 +18,7 @@ from render_tokenizers import build_tokenizer
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession
 from agentrl.contrib.offline.layouts import openai_chat, preference
-from agentrl.contrib.offline.prepare import rendered
+from agentrl.contrib.offline.prepare import render_chat
 from agentrl.data.chat_forms import FormError, calls_of, declaration, declarations, from_annotation, without_padding
 from agentrl.data.trajectory import Message
 from agentrl.env import tool
@@ -169,7 +169,7 @@ def declared(draw: st.DrawFn) -> dict[str, Any]:
 
 def opening(row_tools: Any) -> list[int]:
     """The prompt of a data row with these tools."""
-    [ledger, *_] = rendered(openai_chat({"messages": SAID, "tools": row_tools}), RENDERER)
+    [ledger, *_] = render_chat(openai_chat({"messages": SAID, "tools": row_tools}), RENDERER)
     return ledger.ids()[: int(ledger.sampled.argmax())]
 
 
@@ -437,7 +437,7 @@ THOUGHT = [
 def test_reasoning_is_read_under_each_of_its_names(message: dict[str, Any]) -> None:
     chat = openai_chat({"messages": [SAID[0], {"role": "assistant", **message}]})
     assert chat.messages[1].reasoning == "since" and chat.messages[1].content == "yes"
-    [ledger] = rendered(chat, RENDERER)
+    [ledger] = render_chat(chat, RENDERER)
     assert "since" in RENDERER._text.decode(ledger.token_ids[ledger.sampled].tolist())  # type: ignore[attr-defined]
 
 

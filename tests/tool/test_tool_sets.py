@@ -28,7 +28,7 @@ from agentrl.reward import compile_spec
 from agentrl.run.digests import contents_of
 from agentrl.sandbox import bubblewrap, local
 from agentrl.sandbox.base import SANDBOXES, SandboxProvider
-from agentrl.sandbox.sandbox_pool import chosen, provider_of
+from agentrl.sandbox.sandbox_pool import provider_of, sandbox_config
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ResourceError
 
 STATEFUL = ("files", "http", "notes", "retrieval", "shell", "sqlite")
@@ -467,7 +467,7 @@ class Kept(ToolEnv):
         from agentrl.env.catalog import add_tool_set
 
         super().__init__(**base)
-        for name in ("calculator", "dates", *STATEFUL[: 6 if provider_of(chosen(None)).unavailable() is None else 4]):
+        for name in ("calculator", "dates", *STATEFUL[: 6 if provider_of(sandbox_config(None)).unavailable() is None else 4]):
             if name != "files":  # whose tools the shell has too
                 add_tool_set(self, name, self.arguments.get(name, {}))
 

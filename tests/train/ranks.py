@@ -42,12 +42,12 @@ from agentrl.config.schema import (
 from agentrl.contrib.titan.engine import require_torchtitan
 from agentrl.data.collate import collate
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import jagged, offsets_of, select
+from agentrl.data.rows import nested_tensor, offsets_of, select
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import PACKED, register_packed_attention
 from agentrl.trainer.checkpoint import Checkpoints
-from agentrl.trainer.language_model import Micro, PolicyModule, shared
+from agentrl.trainer.language_model import Micro, PolicyModule, share_tokens
 from agentrl.trainer.parallel import Ulysses
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.roles import Critic, ModelRole, Reference
@@ -387,7 +387,7 @@ def spread(out: Path) -> Body:
                 rows = [torch.cat([ids[:prefix], ids[9 : 9 + n]]) for n in (10, 2, 18)]
                 micro = micro_of(rows, prefix)
                 alone, expected = of_policy(policy, micro)
-                logprobs, grads = of_policy(policy, shared(micro, Ulysses(dist.group.WORLD)))
+                logprobs, grads = of_policy(policy, share_tokens(micro, Ulysses(dist.group.WORLD)))
                 for grad in grads.values():
                     dist.all_reduce(grad)
                 top = max(grad.norm().item() for grad in expected.values())
@@ -447,7 +447,7 @@ def noisy(longest: int = 40) -> Any:
     returns = torch.randn(len(sampled), generator=generator) * sampled
     near = (noise + 0.5 * torch.randn(len(sampled), generator=generator)) * sampled
     columns = {"returns": returns, "old_logprobs": near}
-    return batch.update({name: jagged(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
+    return batch.update({name: nested_tensor(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
 
 
 def of_ledgers() -> Any:
@@ -478,7 +478,7 @@ def routed(experts: int = moe.EXPERTS) -> Any:
     scores = torch.rand(int(offsets[-1]), 2, experts, generator=torch.Generator().manual_seed(7))
     chosen = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
     chosen[offsets[1:] - 1] = FREE[torch.uint8]
-    return batch.update({"experts": jagged(chosen, offsets)})
+    return batch.update({"experts": nested_tensor(chosen, offsets)})
 
 
 def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
@@ -487,7 +487,7 @@ def by_token(batch: Any, routers: int) -> tuple[Any, torch.Tensor]:
     scores = torch.rand(moe.VOCAB, routers, moe.EXPERTS, generator=torch.Generator().manual_seed(9))
     table = scores.topk(moe.CHOSEN).indices.to(torch.uint8)
     ids = batch["token_ids"]
-    return batch.clone().update({"experts": jagged(table[ids.values().long()], offsets_of(ids))}), table
+    return batch.clone().update({"experts": nested_tensor(table[ids.values().long()], offsets_of(ids))}), table
 
 
 def added() -> Any:

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
 from agentrl.data.schedule import assign_ranks, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer import minibatch
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
-from agentrl.trainer.minibatch import counted, counts_of, without_idle_rows
+from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
 from agentrl.trainer.roles import Critic
 from tests.conftest import proof
 from tests.publishing import weights_of
@@ -71,7 +71,7 @@ def several(groups: int = 4, size: int = 4, teaching: int = 1, seed: int = 0, pr
     per_row = per_episode[torch.from_numpy(Ragged.of(batch).episode)]
     tokens = torch.repeat_interleave(per_row, offsets.diff()) * sampled
     near = (batch["logprobs"].values() + 0.2 * torch.from_numpy(rng.standard_normal(len(sampled))).float()) * sampled
-    return batch.update({"advantages": jagged(tokens, offsets), "old_logprobs": jagged(near, offsets)})
+    return batch.update({"advantages": nested_tensor(tokens, offsets), "old_logprobs": nested_tensor(near, offsets)})
 
 
 def both(tiny: str, batch: TensorDict, algorithm: AlgorithmConfig, monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[Any]:
@@ -236,9 +236,9 @@ def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     weight = sampled.float()
     weight[int(offsets[0]) : int(offsets[1])] = 0.0  # the only ledger of the first episode is rejected whole
-    batch["weights"] = jagged(weight, offsets)
+    batch["weights"] = nested_tensor(weight, offsets)
     parts = [np.arange(len(batch))]
-    out = counted(Ragged.of(batch), parts, 10)
+    out = with_counts(Ragged.of(batch), parts, 10)
     (counts,) = counts_of(out)
     per_row = [int((sampled & (weight > 0))[offsets[r] : offsets[r + 1]].sum()) for r in range(len(batch))]
     episode = Ragged.of(batch).episode
@@ -280,7 +280,13 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     returns = torch.randn(len(sampled), generator=torch.Generator().manual_seed(0)) * sampled
     zero = torch.zeros(len(sampled))
-    batch.update({"returns": jagged(returns, offsets), "values": jagged(zero, offsets), "weights": jagged(zero, offsets)})
+    batch.update(
+        {
+            "returns": nested_tensor(returns, offsets),
+            "values": nested_tensor(zero, offsets),
+            "weights": nested_tensor(zero, offsets),
+        }
+    )
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
     plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118

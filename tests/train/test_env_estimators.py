@@ -16,7 +16,7 @@ from agentrl.data.rows import Ragged
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.run.loop import make_batch
-from agentrl.trainer.estimator_inputs import valued, with_advantages
+from agentrl.trainer.estimator_inputs import critic_rows, with_advantages
 from agentrl.trainer.learner import check_learner, fill_length_norm
 from agentrl.trainer.minibatch import broken_rows
 from agentrl.utils.errors import ConfigError
@@ -105,11 +105,11 @@ def test_a_critic_learns_from_the_rows_whose_estimator_reads_its_values() -> Non
     groups = [group(0, "a", 1, 0), group(1, "b", 3, 3)]
     view, found = advantages_of(groups, GRPO, {"b": GAE}, values=1.0)
     assert one(found) == pytest.approx({(0, 0): 0.7071, (0, 1): -0.7071, (1, 0): 2.0, (1, 1): 2.0}, abs=1e-4)
-    part = valued(view.batch, GRPO, {"b": GAE})
+    part = critic_rows(view.batch, GRPO, {"b": GAE})
     assert part["group"].tolist() == [1] * 4 and len(view.batch) == 8
     sampled = part["sampled"].values()
     assert part["returns"].values()[sampled].tolist() == [3.0] * int(sampled.sum()) and int(sampled.sum()) == 2 * (1 + 2)
-    assert valued(view.batch, GAE, {"b": GAE}) is view.batch
+    assert critic_rows(view.batch, GAE, {"b": GAE}) is view.batch
 
 
 def test_inputs_are_there_for_the_estimators_that_read_them() -> None:

@@ -24,12 +24,12 @@ from agentrl.config.schema import (
 )
 from agentrl.data.collate import collate
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.schedule import KEPT, ORIGIN, SHOWN, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.trainer.algorithms.losses import selection_of
-from agentrl.trainer.experience import RARE, Experience, demonstrated, joined, with_rare
+from agentrl.trainer.experience import RARE, Experience, demonstration_rows, join_rows, with_rare
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.minibatch import with_selection
 from agentrl.utils.errors import CheckpointError, ConfigError
@@ -128,7 +128,7 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
         one.member, one.reward = -2, None
     shown = collate(gold, [20, 21], allow_unscored=True)
     keep(learner, old, wanted := [(10, 0), (10, 2), (11, 2)])  # of which two have two ledgers
-    metrics = asyncio.run(learner.step(new, 1, shown=demonstrated(shown)))
+    metrics = asyncio.run(learner.step(new, 1, shown=demonstration_rows(shown)))
 
     model = plain(tiny)
     own = by_episode(new, range(len(new)), lambda row: policy_loss(model, new, row, temperature))
@@ -193,7 +193,7 @@ def test_shared_prefixes_change_nothing_about_what_is_added(tiny: str, groups: s
         keep(learner, long_prompts(1, 10), [(10, 0), (10, 1), (11, 2)])
         gold = long_prompts(2, 20, 2)  # the prompts of the update's own groups
         gold["member"] -= 9
-        found.append(asyncio.run(learner.step(long_prompts(2, 20), 1, shown=demonstrated(gold))))
+        found.append(asyncio.run(learner.step(long_prompts(2, 20), 1, shown=demonstration_rows(gold))))
     off, on = found
     assert off.pop("prefix_ratio") == 1.0 and on.pop("prefix_ratio") > 1.5
     assert off.pop("prefix_ratio_possible") == 1.0 and on.pop("prefix_ratio_possible") > 1.5
@@ -295,7 +295,7 @@ def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
     kept, _ = store.draw(1, 8)
     assert kept is not None
     picked = []
-    for view in (fresh, joined(fresh, [kept], "off")):
+    for view in (fresh, join_rows(fresh, [kept], "off")):
         picked.append(with_selection(view, [np.arange(len(view))], selection, 7).tokens("picked"))
     assert int(picked[0].sum()) > 5
     assert torch.equal(picked[1][: len(picked[0])], picked[0]) and not picked[1][len(picked[0]) :].any()
@@ -304,7 +304,7 @@ def test_tokens_are_picked_among_an_updates_own(tiny: str, loss: str) -> None:
 def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
     def routed(batch: TensorDict) -> TensorDict:
         offsets = offsets_of(batch["sampled"])
-        return batch.update({"experts": jagged(torch.ones(int(offsets[-1]), 2, 3, dtype=torch.uint8), offsets)})
+        return batch.update({"experts": nested_tensor(torch.ones(int(offsets[-1]), 2, 3, dtype=torch.uint8), offsets)})
 
     view = Ragged.of(routed(played(tiny, 2, 20)))
     view = view.with_tokens(advantages=torch.ones(int(view.offsets[-1])))
@@ -312,7 +312,7 @@ def test_experts_that_nobody_recorded_are_free(tiny: str) -> None:
     store.keep(view.with_rows(**{RARE: torch.ones(len(view), dtype=torch.bool)}))
     kept, _ = store.draw(1, 8)
     assert kept is not None
-    whole = joined(view, [kept, demonstrated(collate(trajectories(2, seed=3), [30, 30]))], "off")
+    whole = join_rows(view, [kept, demonstration_rows(collate(trajectories(2, seed=3), [30, 30]))], "off")
     origin, experts = whole.numbers(ORIGIN), whole.batch["experts"]
     for row in range(len(whole)):
         assert (experts[row] == (FREE[torch.uint8] if origin[row] == SHOWN else 1)).all()
@@ -325,7 +325,7 @@ def test_every_other_number_of_the_row_is_of_the_updates_own_episodes(tiny: str)
         learner = opened(tiny, config_of(algorithm=algorithm(entropy_bonus=0.01, **more)))
         if learner.experience is not None:
             keep(learner, played(tiny, 1, 10), [(10, 0), (11, 2)])
-        shown = demonstrated(collate(trajectories(1, seed=3), [30])) if more else None
+        shown = demonstration_rows(collate(trajectories(1, seed=3), [30])) if more else None
         rows.append(asyncio.run(learner.step(played(tiny, 2, 20), 1, shown=shown)))
     without, added = rows
     apart = {"loss", "grad_norm", "prefix_ratio"}
@@ -342,7 +342,7 @@ def test_kept_episodes_change_neither_the_steps_nor_what_else_is_in_one(tiny: st
     store.keep(kept_of(tiny, 10, 0))
     kept, _ = store.draw(1, 8)
     assert kept is not None
-    both = joined(new, [kept], "off")
+    both = join_rows(new, [kept], "off")
     for groups in ("split", "kept"):
         config = algorithm(minibatch=4, groups=groups)
         plain_parts, with_parts = cut_minibatches(new, config, 0, 1), cut_minibatches(both, config, 0, 1)

@@ -26,7 +26,7 @@ from agentrl.config.schema import (
     SftConfig,
 )
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
 from agentrl.data.schedule import cut_minibatches
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
@@ -170,7 +170,7 @@ def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     returns = sampled.float()
     returns[int(sampled.nonzero()[0])] = math.inf
-    batch.update({"returns": jagged(returns, offsets), "values": jagged(torch.zeros(len(sampled)), offsets)})
+    batch.update({"returns": nested_tensor(returns, offsets), "values": nested_tensor(torch.zeros(len(sampled)), offsets)})
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
     metrics = critic.run(Critic.update, batch, AlgorithmConfig(minibatch=4))
@@ -182,7 +182,7 @@ def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
 def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> None:
     """An infinite learning rate: the gradient is finite, the weights after the step are not."""
     batch = make_batch(4)
-    zeros = jagged(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
+    zeros = nested_tensor(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
     batch.update({"returns": batch["advantages"].clone(), "values": zeros})
     with pytest.raises(NonFiniteError, match="the weights are no longer finite"):
         if role == "critic":

@@ -25,7 +25,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.collate import collate
-from agentrl.data.rows import jagged, offsets_of
+from agentrl.data.rows import nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.learner import Learner
@@ -87,7 +87,7 @@ def batches(tiny: str) -> list[TensorDict]:
         flat = torch.zeros(len(batch["sampled"].values()))
         flat[batch["sampled"].values()] = torch.cat(logprobs).float()
         flat += 0.3 * torch.randn(len(flat), generator=noise) * batch["sampled"].values()
-        found.append(batch.update({"logprobs": jagged(flat, offsets_of(batch["sampled"]))}))
+        found.append(batch.update({"logprobs": nested_tensor(flat, offsets_of(batch["sampled"]))}))
     return found
 
 
@@ -236,7 +236,7 @@ def valued(batch: TensorDict, seed: int) -> TensorDict:
     sampled = batch["sampled"].values()
     returns = (1 + 0.3 * torch.randn(len(sampled), generator=torch.Generator().manual_seed(seed))) * sampled
     columns = {"returns": returns, "values": torch.zeros(len(sampled))}
-    return batch.copy().update({name: jagged(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
+    return batch.copy().update({name: nested_tensor(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
 
 
 def critic_by_hand(tiny: str, critic: CriticConfig) -> PlainCritic:

@@ -20,7 +20,7 @@ from agentrl.config.schema import (
     ModelConfig,
 )
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged
+from agentrl.data.rows import Ragged, nested_tensor
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.base import anchors_of
 from agentrl.trainer.algorithms.losses import Selection
@@ -237,7 +237,7 @@ def test_rejected_tokens_leave_every_count(tiny: str) -> None:
     learner = opened(tiny, config_of(algorithm=algorithm))
     batch = own_logprobs(learner)
     proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
-    batch["old_logprobs"] = jagged(proximal, batch["token_ids"].offsets())
+    batch["old_logprobs"] = nested_tensor(proximal, batch["token_ids"].offsets())
     batch["advantages"] = batch["logprobs"].clone()
     metrics = learner.actors.run(Actor.update, batch, algorithm)
     kept = (proximal <= batch["logprobs"].values()) & batch["sampled"].values()
@@ -258,7 +258,7 @@ def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatc
     batch["advantages"].values()[: int(batch["advantages"].offsets()[6])] = 0.0
     sampled, offsets = batch["sampled"].values().numpy(), batch["sampled"].offsets().numpy()
     weights = sampled * (np.arange(len(sampled)) % 5 != 0)
-    batch["weights"] = jagged(torch.from_numpy(weights).float(), batch["sampled"].offsets())
+    batch["weights"] = nested_tensor(torch.from_numpy(weights).float(), batch["sampled"].offsets())
     logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
     parts, view = [np.arange(0, 12, 2), np.arange(1, 12, 2)], Ragged.of(batch)
     largest = with_selection(view, parts, Selection(0.1), seed=0).tokens("picked").numpy()

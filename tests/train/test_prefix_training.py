@@ -24,8 +24,8 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.collate import collate
-from agentrl.data.rows import jagged, offsets_of
-from agentrl.data.schedule import plan_ranks, shuffled
+from agentrl.data.rows import nested_tensor, offsets_of
+from agentrl.data.schedule import plan_ranks, shuffle_parts
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
@@ -64,7 +64,7 @@ def groups_of(sizes: tuple[int, ...], prompt: int = 40, seed: int = 0) -> Tensor
     sampled = batch["sampled"]
     values = torch.from_numpy(rng.standard_normal(len(sampled.values()))).float() * sampled.values()
     columns = {"advantages": values, "ref_logprobs": -6.0 * sampled.values(), "values": values, "returns": 2 * values}
-    return batch.update({name: jagged(column, offsets_of(sampled)) for name, column in columns.items()})
+    return batch.update({name: nested_tensor(column, offsets_of(sampled)) for name, column in columns.items()})
 
 
 def start(
@@ -155,7 +155,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
 def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors', not the driver's, which has none here."""
     for gpus, auto in ((True, "off"), (False, "auto")):
-        monkeypatch.setattr("agentrl.trainer.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
+        monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
         found = [
             Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
             for mode in ("off", "auto", "on")
@@ -177,7 +177,7 @@ def test_groups_are_kept_or_split_and_trees_stay_together(
     """Every row in one minibatch of at most `size` rows and on one rank; kept groups whole in both."""
     lengths, groups = np.asarray([5 + n for n, _ in rows]), np.asarray([g for _, g in rows])
     keep = groups if kept else None
-    parts = shuffled(len(rows), size, 0, 0, keep)
+    parts = shuffle_parts(len(rows), size, 0, 0, keep)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(rows)))
     assert all(len(part) <= size for part in parts)
     if not kept:

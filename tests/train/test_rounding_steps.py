@@ -12,7 +12,7 @@ from train_batches import make_batch, sharing
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.data.rows import jagged, offsets_of
+from agentrl.data.rows import nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from tests.publishing import weights_of
 
@@ -29,7 +29,9 @@ def given(tiny: str, taught: int, moved: float, mode: Literal["off", "on"]) -> t
     own = torch.cat(alone)
     noise = torch.randn(len(own), generator=torch.Generator().manual_seed(0)) * batch["sampled"].values()
     none = taught * batch["advantages"].values()
-    batch = batch.update({"ref_logprobs": jagged(own + moved * noise, offsets), "advantages": jagged(none, offsets)})
+    batch = batch.update(
+        {"ref_logprobs": nested_tensor(own + moved * noise, offsets), "advantages": nested_tensor(none, offsets)}
+    )
     return actor, sharing(batch, mode)
 
 

@@ -17,7 +17,7 @@ from train_batches import make_batch, sharing, toy_optim
 from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.expert_routing import FREE, Routers, RouterWatch, load_metrics
-from agentrl.data.rows import Ragged, jagged, offsets_of, select
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ModelError
@@ -52,7 +52,7 @@ def routed(count: int = 7, seed: int = 0) -> TensorDict:
     chosen = rng.permuted(np.tile(np.arange(moe.EXPERTS), (int(offsets[-1]), 2, 1)), axis=2)[..., : moe.CHOSEN]
     chosen = torch.from_numpy(chosen.astype(np.uint8))
     chosen[offsets[1:] - 1] = FREE[torch.uint8]
-    return batch.update({"experts": jagged(chosen, offsets)})
+    return batch.update({"experts": nested_tensor(chosen, offsets)})
 
 
 def rows_of(batch: TensorDict, name: str) -> Iterator[Tensor]:
@@ -99,7 +99,7 @@ def test_a_shared_prefix_goes_to_the_experts_of_its_first_row(folder: str, plain
     for row in range(8):  # groups of four begin with 20 equal tokens
         start, stop = int(offsets[row]), int(offsets[row + 1])
         values[start : min(start + 20, stop - 1)] = torch.arange(7, 27)[: min(20, stop - 1 - start)] + row // 4
-    batch["token_ids"] = jagged(values, offsets)
+    batch["token_ids"] = nested_tensor(values, offsets)
     batch["experts"] = routed(8, seed=2)["experts"]
     shared = sharing(batch, "on")
     trees = shared["tree"].tolist()
@@ -112,7 +112,7 @@ def test_a_shared_prefix_goes_to_the_experts_of_its_first_row(folder: str, plain
         for row in rows[1:]:
             assert not torch.equal(want[offsets[row] : offsets[row] + length], want[first : first + length])
             want[offsets[row] : offsets[row] + length] = want[first : first + length]
-    plain_rows = batch.clone().update({"experts": jagged(want, offsets)})
+    plain_rows = batch.clone().update({"experts": nested_tensor(want, offsets)})
     planned = mine("compute_logprob", shared)
     assert "prefix" in planned
     assert (logprobs(actor_of(folder), planned) - alone(plain, plain_rows)).abs().max() < 1e-5
@@ -204,7 +204,7 @@ def test_choices_of_another_model_are_refused(folder: str, tiny: str) -> None:
         actor_of(tiny).compute_logprob(batch)
     wide = batch["experts"].values()[:, :1]
     with pytest.raises(ModelError, match="with 2 routers"):
-        actor_of(folder).compute_logprob(batch.clone().update({"experts": jagged(wide, offsets_of(batch["sampled"]))}))
+        actor_of(folder).compute_logprob(batch.clone().update({"experts": nested_tensor(wide, offsets_of(batch["sampled"]))}))
 
 
 def test_a_dense_model_has_no_loads(tiny: str) -> None:

@@ -13,7 +13,7 @@ from train_batches import make_batch, toy_optim
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
-from agentrl.data.rows import jagged, offsets_of
+from agentrl.data.rows import nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter
@@ -35,7 +35,7 @@ def mean_of(group: WorkerGroup[Actor], name: str, batch: object) -> float:
 
 def without_advantages(batch: object) -> object:
     sampled = batch["sampled"]  # type: ignore[index]
-    return batch.update({"advantages": jagged(torch.zeros(len(sampled.values())), offsets_of(sampled))})  # type: ignore[attr-defined]
+    return batch.update({"advantages": nested_tensor(torch.zeros(len(sampled.values())), offsets_of(sampled))})  # type: ignore[attr-defined]
 
 
 def test_an_entropy_bonus_raises_entropy(tiny: str) -> None:
@@ -83,7 +83,7 @@ def test_the_gradient_is_cut_to_its_largest_norm(tiny: str) -> None:
         for step, scale in enumerate((1.0, 100.0)):
             batch = make_batch(8, seed=step)
             sampled = batch["sampled"]
-            batch.update({"advantages": jagged(batch["advantages"].values() * scale, offsets_of(sampled))})
+            batch.update({"advantages": nested_tensor(batch["advantages"].values() * scale, offsets_of(sampled))})
             group.run(Actor.update, batch, REINFORCE, step=step)
     one, two = (_after_adam(tiny, norm) for norm in (1e6, 1e-3))
     assert distance(one, two) > 1e-4
@@ -130,7 +130,7 @@ def test_an_off_policy_correction_weighs_the_loss(tiny: str) -> None:
         batch = make_batch(8)
         sampled = batch["sampled"]
         old = batch["logprobs"].values() + math.log(1.5) * sampled.values()
-        batch.update({"old_logprobs": jagged(old, offsets_of(sampled))})
+        batch.update({"old_logprobs": nested_tensor(old, offsets_of(sampled))})
         found.append(start(tiny).run(Actor.update, batch, algorithm))
     assert found[1]["loss"] == pytest.approx(1.5 * found[0]["loss"], rel=1e-5)
     assert found[1]["grad_norm"] == pytest.approx(1.5 * found[0]["grad_norm"], rel=1e-5)

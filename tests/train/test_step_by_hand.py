@@ -24,7 +24,7 @@ from agentrl.config.schema import (
     RolloutConfig,
 )
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
@@ -189,7 +189,7 @@ def critic_of(tiny: str, total: int | None = None, **optim: Any) -> Any:
 
 def valued(seed: int = 0) -> TensorDict:
     batch = make_batch(6, seed)
-    zeros = jagged(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
+    zeros = nested_tensor(torch.zeros(len(batch["sampled"].values())), offsets_of(batch["sampled"]))
     return batch.update({"returns": batch["advantages"].clone(), "values": zeros})
 
 
@@ -259,7 +259,7 @@ def test_the_kl_in_the_reward_is_k1_of_the_proximal_policy_to_the_reference(tiny
         seen["returns"] = out.tokens("returns")
         return out, metrics
 
-    monkeypatch.setattr("agentrl.trainer.learner.with_advantages", watched)
+    monkeypatch.setattr("agentrl.trainer.estimator_inputs.with_advantages", watched)
     metrics = asyncio.run(learner.step(batch, 1))
     assert metrics["kl_reward"] == pytest.approx(distance.mean().item(), rel=1e-4, abs=1e-7)
     offsets = offsets_of(batch["token_ids"])
@@ -285,7 +285,7 @@ def kl_batch() -> TensorDict:
     batch = collate(made)
     sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
     columns = {"old_logprobs": -1.0 * sampled, "ref_logprobs": -1.5 * sampled}
-    return batch.update({name: jagged(column, offsets) for name, column in columns.items()})
+    return batch.update({name: nested_tensor(column, offsets) for name, column in columns.items()})
 
 
 def test_the_kl_of_all_ledgers_is_taken_off_the_reward_of_an_episode() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from agentrl.config.schema import InitModelConfig, ModelConfig
 from agentrl.data.collate import collate
 from agentrl.data.images import Image, PromptIds
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.render.vision import Vision
@@ -117,7 +117,7 @@ def pictured(model: str) -> TensorDict:
     batch = collate([episode(vision, member, *kinds[member % 4]) for member in range(9)])
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(len(batch["sampled"].values()), generator=draw) * batch["sampled"].values()
-    return batch.update({"advantages": jagged(values, offsets_of(batch["sampled"]))})
+    return batch.update({"advantages": nested_tensor(values, offsets_of(batch["sampled"]))})
 
 
 def alone(reference: Any, vision: Vision, ledger: TokenLedger, temperature: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
-from agentrl.data.rows import jagged, on_device
+from agentrl.data.rows import nested_tensor, on_device
 from agentrl.engines.embedded.embedded_model import EmbeddedModel
 from agentrl.engines.embedded.kv_cache import NAME
 from agentrl.trainer.actor import Actor
@@ -85,7 +85,7 @@ def test_a_policy_step_of_several_micro_batches_reads_nothing(tiny: str, card: N
     batch = make_batch(12)
     algorithm = AlgorithmConfig(loss=Choice(name=loss), aggregate=aggregate, kl=KlConfig(coef=0.1, where="loss"), minibatch=12)
     logprobs = batch["logprobs"]
-    batch["ref_logprobs"] = jagged(logprobs.values() - 0.1, logprobs.offsets())
+    batch["ref_logprobs"] = nested_tensor(logprobs.values() - 0.1, logprobs.offsets())
     metrics = group.run(Actor.update, batch, algorithm)
     assert len(seen) > 1 and metrics["optimizer_steps"] == 1
     assert seen[-1] == {}
@@ -97,7 +97,7 @@ def test_a_critic_step_reads_nothing(tiny: str, card: None) -> None:
     group.run(Critic.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200), toy_critic())
     batch = make_batch(12)
     column = batch["advantages"]
-    batch.update({"values": column, "returns": jagged(column.values() + 1, column.offsets())})
+    batch.update({"values": column, "returns": nested_tensor(column.values() + 1, column.offsets())})
     group.run(Critic.update, batch, AlgorithmConfig(advantage=Choice(name="gae"), minibatch=12))
     assert len(seen) > 1 and seen[-1] == {}
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
 from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, jagged, offsets_of
+from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
@@ -40,7 +40,7 @@ def make_batch(count: int, seed: int = 0, longest: int = 40) -> TensorDict:
     sampled = batch["sampled"]
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(len(sampled.values()), generator=generator) * sampled.values()
-    return batch.update({"advantages": jagged(values, offsets_of(sampled))})
+    return batch.update({"advantages": nested_tensor(values, offsets_of(sampled))})
 
 
 def sharing(batch: TensorDict, mode: Mode) -> TensorDict:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.contrib.view.library import Library
-from agentrl.contrib.view.server import guarded, make_app
+from agentrl.contrib.view.server import guard_app, make_app
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -43,7 +43,7 @@ def serving(*paths: Path) -> Iterator[str]:
     library = Library(paths)
     for one in library.scan():
         library.refresh(one)
-    config = uvicorn.Config(guarded(make_app(library)), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    config = uvicorn.Config(guard_app(make_app(library)), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     library.start()

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from agentrl.contrib.view.library import Library
-from agentrl.contrib.view.server import guarded, make_app
+from agentrl.contrib.view.server import guard_app, make_app
 from tests.view.folders import episode, run_folder, unscored
 
 METRICS = [
@@ -39,7 +39,7 @@ def client(*paths: Path) -> Asking:
     library = Library(paths)
     for one in library.scan():
         library.refresh(one)
-    return Asking(guarded(make_app(library)), base_url="http://127.0.0.1:8300")
+    return Asking(guard_app(make_app(library)), base_url="http://127.0.0.1:8300")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl.contrib.view.library as module
 from agentrl.contrib.view.library import Library
-from agentrl.contrib.view.server import guarded, make_app
+from agentrl.contrib.view.server import guard_app, make_app
 from agentrl.utils.files import atomic_write
 from tests.view.folders import episode, run_folder
 from tests.view.test_api import Asking
@@ -29,7 +29,7 @@ def test_what_a_run_writes_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     runs = tmp_path / "runs"
     runs.mkdir()
     library = Library([runs])
-    asking = Asking(guarded(make_app(library)), base_url="http://localhost")
+    asking = Asking(guard_app(make_app(library)), base_url="http://localhost")
     library.start()
     try:
         assert asking.ask("/runs") == []
@@ -62,7 +62,7 @@ def test_an_episode_of_a_file_that_was_written_anew_since_is_not_mixed_up(tmp_pa
     library = Library([tmp_path])
     [one] = library.scan()
     library.refresh(one)
-    asking = Asking(guarded(make_app(library)), base_url="http://localhost")
+    asking = Asking(guard_app(make_app(library)), base_url="http://localhost")
     folder.write_trajectories("step_000001", [episode(2)])
     found = asking.get("/api/runs/r/episodes/step_000001.0")
     assert found.status_code == 400 and "written anew meanwhile" in found.json()["error"]

@@ -134,11 +134,11 @@ def test_an_engine_on_the_same_gpu_maps_the_trainers_buckets_and_proves_it(cards
 
 def test_every_rank_offers_its_own_gpu_and_one_that_cannot_fails_all(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ipc.pack("GPU-b", "11" * 16, [("other",)])
-    monkeypatch.setattr(ipc, "gathered", lambda mine: [mine, (other, "")])
+    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (other, "")])
     offer = ipc.IpcSender(ROOM, 2).open()
     assert [where.split(" ")[0] for where in offer.where] == ["GPU-a", "GPU-b"]
     assert ipc.handles_for(offer, "GPU-b") == ("11" * 16, [("other",)])
-    monkeypatch.setattr(ipc, "gathered", lambda mine: [mine, (None, "no memory")])
+    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [mine, (None, "no memory")])
     with pytest.raises(ConfigError, match=r"weights.route = ipc: no memory"):
         ipc.IpcSender(ROOM, 2).open()
 
@@ -147,7 +147,7 @@ def test_every_rank_offers_its_own_gpu_and_one_that_cannot_fails_all(cards: Card
 
     told: list[Any] = []
     monkeypatch.setattr(ipc, "reduce_tensor", full)
-    monkeypatch.setattr(ipc, "gathered", lambda mine: [told.append(mine) or mine])
+    monkeypatch.setattr(ipc, "gather_objects", lambda mine: [told.append(mine) or mine])
     with pytest.raises(ConfigError, match="can be shared: full"):
         ipc.IpcSender(ROOM, 1).open()
     assert told == [(None, "no memory of the trainer's GPU can be shared: full")]  # the other ranks wait for it

@@ -6,8 +6,7 @@ of them, is rolled out unchanged, and its tokens are recorded for training.
         client = openai.AsyncOpenAI(base_url=access.openai_url, api_key=access.key)
         ...                                   # the agent runs
         session = await endpoint.take("episode-1")
-        session.ledgers, session.turns, session.messages, session.failure
-"""
+        session.ledgers, session.turns, session.messages, session.failure"""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy
 from agentrl.data.trajectory import Json
-from agentrl.engines.chat_format import RequestError, refused
+from agentrl.engines.chat_format import RequestError, refusal_of
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.utils.errors import DependencyError, ResourceError
@@ -35,6 +34,7 @@ from agentrl.utils.network import exempt, strict_json, uvicorn_config
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
 
 T = TypeVar("T")
 MAX_BODY = 16 << 20
@@ -232,14 +232,14 @@ class Endpoint:
 def _refusal(wire: Wire, problem: Exception) -> Response:
     from starlette.responses import JSONResponse
 
-    told = refused(problem)
+    told = refusal_of(problem)
     return JSONResponse(wire.error(told), status_code=told.status)
 
 
 async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     """The answer. If the client goes away, or the session ends, it is given up: what nobody reads must not be sampled, nor
     trained."""
-    task, gone = asyncio.ensure_future(answer), asyncio.create_task(_disconnected(request))
+    task, gone = asyncio.ensure_future(answer), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -251,7 +251,7 @@ async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     return task.result()
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Returns when the client has gone; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

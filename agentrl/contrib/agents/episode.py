@@ -25,7 +25,14 @@ from agentrl.env import ToolEnv
 from agentrl.reward import Scorer
 from agentrl.rollout.deadlines import CutError, Waits, Watch, whose
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told, derive
-from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, complete, played, sampled
+from agentrl.rollout.episode import (
+    EpisodeSpec,
+    Limits,
+    Policy,
+    complete,
+    play_and_score,
+    sampling_attributes,
+)
 from agentrl.rollout.player import AGENTS
 from agentrl.utils.errors import (
     AgentFaultError,
@@ -267,7 +274,7 @@ class AgentEpisode:
             with self._at_work(), at(self._place), span("generation", "turn") as opened:
                 generation = await self.waits.engine(self.policy.engine, ask(own), key, f"turn {number}")
                 if opened is not None:
-                    opened.set(**sampled(generation, own, len(token_ids)))
+                    opened.set(**sampling_attributes(generation, own, len(token_ids)))
         except asyncio.CancelledError:
             self._gave_up = True
             raise
@@ -459,7 +466,7 @@ class Harness:
         async with self._slots:
             endpoint = await self._open(policy)
             episode = AgentEpisode(env, policy, spec, limits, watch, self._config, self._program, endpoint, self._tools)
-            return await played(episode, env, spec, limits, scorer, watch)
+            return await play_and_score(episode, env, spec, limits, scorer, watch)
 
     async def close(self) -> None:
         """Stop serving; idempotent."""

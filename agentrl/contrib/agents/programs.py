@@ -22,7 +22,7 @@ from agentrl.utils import keeper
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.network import exempt, exempt_own, through_proxy
 from agentrl.utils.parsing import read_json
-from agentrl.utils.redaction import learn, redact, resolved
+from agentrl.utils.redaction import learn, redact, resolve_references
 from agentrl.utils.search_path import function_named
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class Command:
         """Raises ConfigError if there is no such program, or a variable that it should get is not set."""
         learn({"command": config.command, "env": config.env})
         self._command, self._env = list(config.command), dict(config.env)
-        resolved({"command": self._command, "env": self._env}, "agent")  # raises here and not in the first episode
+        resolve_references({"command": self._command, "env": self._env}, "agent")  # raises here and not in the first episode
         if shutil.which(self._command[0]) is None:
             raise ConfigError(f"agent.command: {self._command[0]!r} is neither a program on PATH nor a file that can be executed")
         if missing := [name for name in config.pass_env if name not in os.environ]:
@@ -173,7 +173,9 @@ class Command:
 
     async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True) as folder:
-            process = await AgentProcess.start(resolved(self._command, "agent.command"), self._variables(brief, Path(folder)))
+            process = await AgentProcess.start(
+                resolve_references(self._command, "agent.command"), self._variables(brief, Path(folder))
+            )
             code: int | None = None
             try:
                 code = await process.wait()
@@ -192,7 +194,7 @@ class Command:
         host = httpx.URL(brief.openai_url).host
         fixed = {"AGENTRL_TASK_FILE": str(file), "AGENTRL_FOLDER": str(folder)}
         short = {name: value for name, value in given.items() if len(value.encode()) <= _LONGEST_VARIABLE}
-        found = {**own, **resolved(self._env, "agent.env"), **short, **fixed}
+        found = {**own, **resolve_references(self._env, "agent.env"), **short, **fixed}
         exempt(host, environ=found)
         return found
 
@@ -260,7 +262,7 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for a URL of another form, or a variable that is not set."""
-        if not resolved(url, "agent.url").startswith(("http://", "https://")):
+        if not resolve_references(url, "agent.url").startswith(("http://", "https://")):
             raise ConfigError(f"agent.url = {url!r}: expected http://... or https://...")
         self._url = url  # as it is written, for messages
         learn({"url": url})
@@ -268,14 +270,14 @@ class Remote:
 
     async def run(self, brief: Brief, doors: Doors, record: dict[str, Json]) -> Outcome:
         if self._client is None:
-            exempt_own(resolved(self._url, "agent.url"))
+            exempt_own(resolve_references(self._url, "agent.url"))
             # Without limits of its own: the episode's are kept by who waits for this.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
-            async with self._client.stream("POST", resolved(self._url, "agent.url"), json=brief.to_json()) as answer:
-                data = await _limited(answer)
+            async with self._client.stream("POST", resolve_references(self._url, "agent.url"), json=brief.to_json()) as answer:
+                data = await _read_limited(answer)
         except httpx.HTTPError as fault:
-            why = f"{type(fault).__name__}: {fault}{through_proxy(resolved(self._url, 'agent.url'))}"
+            why = f"{type(fault).__name__}: {fault}{through_proxy(resolve_references(self._url, 'agent.url'))}"
             return Outcome(None, text_of(f"{self._url}: {why}", brief.key), record)
         record["status"] = answer.status_code
         if data is None:
@@ -283,7 +285,7 @@ class Remote:
         words = text_of(data.decode(errors="replace"), brief.key)
         record["body"] = words[:_SHOWN]
         if answer.is_error:
-            proxied = through_proxy(resolved(self._url, "agent.url"))
+            proxied = through_proxy(resolve_references(self._url, "agent.url"))
             return Outcome(None, f"{self._url}: HTTP {answer.status_code}{proxied}{_tail(words)}", record)
         try:
             body = read_json(data)
@@ -300,7 +302,7 @@ class Remote:
             self._client = None
 
 
-async def _limited(answer: httpx.Response) -> bytes | None:
+async def _read_limited(answer: httpx.Response) -> bytes | None:
     """The body; None if it is too long, of which no more is read."""
     data = bytearray()
     async for chunk in answer.aiter_bytes():

@@ -18,19 +18,19 @@ from agentrl.engines.chat_format import (
     RequestError,
     as_dict,
     call_of,
-    chosen,
+    check_types,
     in_order,
     json_schema,
-    listed,
+    list_field,
     number,
     only,
     other_sampling,
     read_messages,
-    refused,
+    refusal_of,
     stops,
     text_of,
     tool,
-    typed,
+    tool_choice,
     write_message,
 )
 
@@ -69,7 +69,7 @@ class Wire:
             async for part in self.stream(exchange, ask, live):
                 yield part
         except Exception as problem:  # the client is told of every failure
-            yield event(self.error(refused(problem)), self.error_event)
+            yield event(self.error(refusal_of(problem)), self.error_event)
 
 
 def event(row: Mapping[str, Json], name: str | None = None) -> str:
@@ -99,10 +99,12 @@ def read_chat(exchange: Exchange) -> Ask:
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs: only 0 is supported; the engine reports only the log probability of the sampled token")
     only(body, _KNOWN, _HARMLESS)
-    typed(body, COMMON)
+    check_types(body, COMMON)
     choice = body.get("tool_choice")
-    tools = [] if choice == "none" else [_tool(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
-    calls, name = chosen(as_dict(choice.get("function"), "tool_choice.function") if isinstance(choice, dict) else choice, tools)
+    tools = [] if choice == "none" else [_tool(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
+    calls, name = tool_choice(
+        as_dict(choice.get("function"), "tool_choice.function") if isinstance(choice, dict) else choice, tools
+    )
     limits = [limit for key in ("max_completion_tokens", "max_tokens") if (limit := number(body, key)) is not None]
     return Ask(
         messages=in_order(read_messages(body.get("messages"))),
@@ -228,12 +230,12 @@ def read_responses(exchange: Exchange) -> Ask:
     """Raises RequestError."""
     body = exchange.body
     only(body, _KNOWN_RESPONSES, _HARMLESS_RESPONSES)
-    typed(body, _TYPES)
+    check_types(body, _TYPES)
     if body.get("truncation") == "auto":
         raise RequestError("truncation: only 'disabled' is supported; the recorded history must be the one that was sent")
-    tools = [_tool_responses(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
+    tools = [_tool_responses(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
     choice = body.get("tool_choice")
-    calls, name = chosen(choice, tools)
+    calls, name = tool_choice(choice, tools)
     return Ask(
         messages=in_order(_conversation(exchange)),
         tools=[] if choice == "none" else tools,
@@ -271,19 +273,19 @@ async def stream_response(exchange: Exchange, ask: Ask, live: Live) -> AsyncIter
     async for heard in live.heard():
         if heard.text and not opened:
             opened = True
-            for kind, row in _opened(item):
+            for kind, row in _opening_events(item):
                 yield told(kind, **row)
         if heard.text:
             yield told("response.output_text.delta", **at, delta=heard.text, logprobs=[])
     ((answer, rest),) = live.answers()
     items = _items(answer.message, item)
     if items[0]["type"] == "message" and not opened:
-        for kind, row in _opened(item):
+        for kind, row in _opening_events(item):
             yield told(kind, **row)
     if rest:
         yield told("response.output_text.delta", **at, delta=rest, logprobs=[])
     for index, row in enumerate(items):
-        for kind, part in _ended(row, index):
+        for kind, part in _closing_events(row, index):
             yield told(kind, **part)
     response = _response(exchange, ask, answer, number, items)
     yield told(f"response.{response['status']}", response=response)
@@ -301,7 +303,7 @@ def _conversation(exchange: Exchange) -> list[Message]:
             raise RequestError(f"previous_response_id: no response {name!r} in this session", code="previous_response_not_found")
         before = kept[name]
     given = body.get("input")
-    rows = [{"role": "user", "content": given}] if isinstance(given, str) else listed(body, "input")
+    rows = [{"role": "user", "content": given}] if isinstance(given, str) else list_field(body, "input")
     if not rows:
         raise RequestError("input: expected text or a non-empty list")
     instructions = text_of(body.get("instructions"), "instructions")
@@ -315,7 +317,7 @@ def _messages(rows: Sequence[Json]) -> list[Message]:
     turn: list[ToolCall] | None = None  # of the assistant's turn that may go on
     for index, item in enumerate(rows):
         where = f"input[{index}]"
-        row = typed(item, {"type": "text", "role": "text", "call_id": "text"}, where)
+        row = check_types(item, {"type": "text", "role": "text", "call_id": "text"}, where)
         kind = row.get("type", "message")
         if kind == "reasoning":
             thought += thought_of({key: row[key] for key in ("content", "summary") if row.get(key)})
@@ -368,14 +370,14 @@ def _part(text: str) -> dict[str, Json]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _opened(item: str) -> Iterator[tuple[str, dict[str, Json]]]:
+def _opening_events(item: str) -> Iterator[tuple[str, dict[str, Json]]]:
     """The events before a message's text."""
     row = {"id": item, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
     yield "response.output_item.added", {"output_index": 0, "item": row}
     yield "response.content_part.added", {"item_id": item, "output_index": 0, "content_index": 0, "part": _part("")}
 
 
-def _ended(item: Mapping[str, Json], index: int) -> Iterator[tuple[str, dict[str, Json]]]:
+def _closing_events(item: Mapping[str, Json], index: int) -> Iterator[tuple[str, dict[str, Json]]]:
     """The events after a message's text, or of a whole call."""
     at: dict[str, Json] = {"item_id": item["id"], "output_index": index}
     if item["type"] == "message":
@@ -450,14 +452,14 @@ def read_anthropic(exchange: Exchange) -> Ask:
     """Raises RequestError."""
     body = exchange.body
     only(body, _KNOWN_ANTHROPIC, _HARMLESS_ANTHROPIC)
-    typed(body, _TYPES_ANTHROPIC)
-    tools = [_tool_anthropic(row, f"tools[{i}]") for i, row in enumerate(listed(body, "tools"))]
+    check_types(body, _TYPES_ANTHROPIC)
+    tools = [_tool_anthropic(row, f"tools[{i}]") for i, row in enumerate(list_field(body, "tools"))]
     choice = as_dict(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
-    kind = typed(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")
-    calls, name = chosen({"any": "required", "tool": choice}.get(str(kind), kind), tools)
+    kind = check_types(choice, {"disable_parallel_tool_use": "true or false"}, "tool_choice").get("type")
+    calls, name = tool_choice({"any": "required", "tool": choice}.get(str(kind), kind), tools)
     system = text_of(body.get("system"), "system")
     return Ask(
-        messages=in_order([*([Message("system", system)] if system else []), *_messages_anthropic(listed(body, "messages"))]),
+        messages=in_order([*([Message("system", system)] if system else []), *_messages_anthropic(list_field(body, "messages"))]),
         tools=[] if kind == "none" else tools,
         max_tokens=number(body, "max_tokens"),
         stop=stops(body.get("stop_sequences"), "stop_sequences"),
@@ -531,7 +533,7 @@ def _messages_anthropic(rows: Sequence[Json]) -> list[Message]:
         role, content = as_dict(row, where).get("role"), row.get("content")
         if role not in ("user", "assistant", "system"):
             raise RequestError(f"{where}: expected the role 'user' or 'assistant'")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(row, "content", where)
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list_field(row, "content", where)
         found += _assistant(blocks, where) if role == "assistant" else _user(blocks, where, role)
     if not found or found[-1].role == "assistant":
         raise RequestError("messages: the last one must be the user's; a turn that the client begins cannot be continued")
@@ -545,7 +547,7 @@ def _user(blocks: Sequence[Json], where: str, role: str) -> list[Message]:
         block = as_dict(item, here)
         if block.get("type") == "tool_result":
             said = text_of(block.get("content"), f"{here}.content")
-            typed(block, {"tool_use_id": "text", "is_error": "true or false"}, here)
+            check_types(block, {"tool_use_id": "text", "is_error": "true or false"}, here)
             if block.get("tool_use_id") is None:
                 raise RequestError(f"{here}.tool_use_id: expected text")
             answers.append(Message("tool", said, tool_call_id=block["tool_use_id"]))

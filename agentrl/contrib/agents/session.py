@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Json, Message, Turn
-from agentrl.engines.chat_format import Ask, RequestError, cut, identity, numbered, seen
+from agentrl.engines.chat_format import Ask, RequestError, client_message, cut, identity, number_calls
 from agentrl.render.base import Renderer, TurnReader
 from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
 from agentrl.utils.errors import EngineError, PromptTooLongError, RenderError
@@ -258,8 +258,8 @@ class AgentSession:
 
     def _record(self, ask: Ask, position: Position, key: str, generation: Generation, parsed: Message, seconds: float) -> Answer:
         turn = len(self.turns)
-        message = numbered(parsed, turn)
-        shown = seen(message, tools=bool(ask.tools))
+        message = number_calls(parsed, turn)
+        shown = client_message(message, tools=bool(ask.tools))
         stopped = None
         if generation.finish == "stop_string" and ask.stop:
             shown, stopped = cut(shown, ask.stop)
@@ -303,7 +303,7 @@ class AgentSession:
             raise RequestError("logprobs: not supported by this server: it was made without a tokenizer (decode=...)")
         if ask.stop:
             sampling = await self._able(replace(sampling, stop=ask.stop), ask.stop_field)
-        if (grammar := constrained(ask, renderer)) is not None:
+        if (grammar := grammar_of_turn(ask, renderer)) is not None:
             sampling = await self._able(replace(sampling, grammar=grammar), "tool_choice" if ask.calls else ask.schema_field)
         elif ask.single and ask.tools:
             if not renderer.call_end:
@@ -335,7 +335,7 @@ class AgentSession:
                 log.warning("an agent asks for %s = %s; its turns are sampled as the run says (said once)", name, value)
 
 
-def constrained(ask: Ask, renderer: Renderer) -> str | None:
+def grammar_of_turn(ask: Ask, renderer: Renderer) -> str | None:
     """The grammar of the turn that is asked for; None if any will do. Raises RequestError if there is none for it."""
     if ask.schema is None and not ask.calls:
         return None

@@ -95,13 +95,13 @@ class NvidiaSmi:
         return CardMemory(int(parts[0]), parts[1], parts[2], int(parts[3]), int(parts[4]))
 
 
-def chosen(cards: Sequence[CardMemory], asked: Sequence[int] | None, visible: str | None) -> list[int]:
+def choose_cards(cards: Sequence[CardMemory], asked: Sequence[int] | None, visible: str | None) -> list[int]:
     """The numbers of the cards to use: those that `asked` names (None: all) among those that `visible`, the value of
     CUDA_VISIBLE_DEVICES (None: not set), leaves.
 
     Raises ResourceError for a card that is not there or hidden, and for a part of one (MIG), whose memory is not known by itself.
     """
-    seen = [card.number for card in cards] if visible is None else _seen(cards, visible)
+    seen = [card.number for card in cards] if visible is None else _visible_cards(cards, visible)
     if asked is None:
         return seen
     for number in asked:
@@ -112,7 +112,7 @@ def chosen(cards: Sequence[CardMemory], asked: Sequence[int] | None, visible: st
     return list(dict.fromkeys(asked))
 
 
-def _seen(cards: Sequence[CardMemory], visible: str) -> list[int]:
+def _visible_cards(cards: Sequence[CardMemory], visible: str) -> list[int]:
     """As CUDA reads the variable: numbers or the beginnings of UUIDs; the first that names no card hides the rest."""
     found = []
     for word in (part.strip() for part in visible.split(",")):
@@ -177,7 +177,7 @@ class SimulatedCards:
         for card in range(count):
             (self._folder / str(card)).mkdir(parents=True, exist_ok=True)
             for path, _, pid, started in self._entries(card):
-                if _started(pid) != started:
+                if _start_time(pid) != started:
                     path.unlink(missing_ok=True)
         self.env: Mapping[str, str] = {FOLDER: str(self._folder)}
         self.locks = self._folder
@@ -193,7 +193,8 @@ class SimulatedCards:
     def holders(self, card: int) -> list[str]:
         """Processes that hold the card's memory."""
         return [
-            f"pid {pid}" + ("" if _started(pid) == started else ", which has ended") for _, _, pid, started in self._entries(card)
+            f"pid {pid}" + ("" if _start_time(pid) == started else ", which has ended")
+            for _, _, pid, started in self._entries(card)
         ]
 
     def _entries(self, card: int) -> list[tuple[Path, int, int, str]]:
@@ -203,7 +204,7 @@ class SimulatedCards:
                 entry = json.loads(path.read_text())
             except (FileNotFoundError, ValueError):  # it is being removed, or written
                 continue
-            if entry["leak"] or _started(entry["pid"]) == entry["started"]:
+            if entry["leak"] or _start_time(entry["pid"]) == entry["started"]:
                 found.append((path, entry["mib"], entry["pid"], entry["started"]))
         return found
 
@@ -234,12 +235,12 @@ def _entry(mib: int, card: int, leak: bool) -> Path:
     pid = os.getpid()
     path = Path(folder) / visible[card] / f"{pid}.{next(_numbers)}.json"
     hidden = path.with_suffix(".new")
-    hidden.write_text(json.dumps({"pid": pid, "started": _started(pid), "mib": mib, "leak": leak}))
+    hidden.write_text(json.dumps({"pid": pid, "started": _start_time(pid), "mib": mib, "leak": leak}))
     hidden.rename(path)
     return path
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Start time of a process, in the kernel's ticks; None if it has ended. Its number alone may be another one's by now."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

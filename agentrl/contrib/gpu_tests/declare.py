@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from agentrl.contrib.gpu_tests.verdict import FileResult
-from agentrl.utils.errors import ConfigError, ResourceError, RunFolderError, UserError, did_you_mean, hinted
+from agentrl.utils.errors import ConfigError, ResourceError, RunFolderError, UserError, did_you_mean, hint_text
 from agentrl.utils.files import atomic_write
 from agentrl.utils.parsing import module_of
 
@@ -40,9 +40,9 @@ def find_files(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _files(path: Path) -> Iterator[str]:
     if path.is_file():
-        yield _shown(path)
+        yield _display_path(path)
     elif path.is_dir():
-        yield from (_shown(file) for file in _below(path))
+        yield from (_display_path(file) for file in _below(path))
     else:
         near = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path}: there is no such file or folder; {did_you_mean(str(path), near, 'name test files or folders')}")
@@ -57,7 +57,7 @@ def _below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _shown(path: Path) -> str:
+def _display_path(path: Path) -> str:
     """Below the working directory as pytest shows it."""
     whole, here = path.resolve(), Path.cwd()
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
@@ -76,7 +76,7 @@ class Declaration:
     tests: tuple[str, ...] = ()
 
 
-def declared(path: Path, shown: str | None = None) -> Declaration:
+def read_declaration(path: Path, shown: str | None = None) -> Declaration:
     """Read the mark `gpus` of a file: `pytestmark = pytest.mark.gpus(N)`, also in a list or tuple of marks. N is a whole number
     or the name of one that the file assigns at its top level.
 
@@ -150,7 +150,7 @@ def _arguments(call: ast.Call, constants: dict[str, ast.expr], shown: str) -> tu
         raise ConfigError(f"{at}: gpus takes one number of cards, and `timeout=SECONDS`")
     for keyword in call.keywords:
         if keyword.arg not in ("count", "timeout") or keyword.arg in given:
-            raise ConfigError(f"{at}: gpus has no argument {keyword.arg!r}{hinted(keyword.arg, ['count', 'timeout'])}")
+            raise ConfigError(f"{at}: gpus has no argument {keyword.arg!r}{hint_text(keyword.arg, ['count', 'timeout'])}")
         given[keyword.arg] = keyword.value
     if "count" not in given:
         raise ConfigError(f"{at}: gpus needs a number of cards: {HOW}")
@@ -219,7 +219,7 @@ def remember(folder: Path, results: Sequence[FileResult]) -> None:
     known = recall(folder)
     for result in results:
         earlier = known.get(result.file, Earlier())
-        known[result.file] = Earlier(_seconds(result, earlier), _left(result, earlier))
+        known[result.file] = Earlier(_seconds(result, earlier), _remaining_marks(result, earlier))
     atomic_write(folder / NAME, json.dumps({file: asdict(one) for file, one in sorted(known.items())}, indent=1))
 
 
@@ -228,7 +228,7 @@ def _seconds(result: FileResult, earlier: Earlier) -> float | None:
     return result.seconds if whole else earlier.seconds
 
 
-def _left(result: FileResult, earlier: Earlier) -> tuple[str, ...] | None:
+def _remaining_marks(result: FileResult, earlier: Earlier) -> tuple[str, ...] | None:
     left = [case.name for case in result.cases if case.outcome in ("failed", "interrupted", "not run")]
     if result.problem is not None or (left and not result.collected):
         return None  # names that were read from the file's text may not be pytest's

@@ -54,7 +54,7 @@ def _suite(result: FileResult, began: datetime) -> ET.Element:
 
 
 def _case(file: str, case: Case) -> ET.Element:
-    above, _, name = case.name.rpartition("::") if "[" not in case.name else _parametrized(case.name)
+    above, _, name = case.name.rpartition("::") if "[" not in case.name else _split_node(case.name)
     found = ET.Element("testcase", classname=_class(file, above), name=_xml(name), file=_xml(file), time=f"{case.seconds:.3f}")
     if case.properties:
         properties = ET.SubElement(found, "properties")
@@ -73,7 +73,7 @@ def _case(file: str, case: Case) -> ET.Element:
     return found
 
 
-def _parametrized(name: str) -> tuple[str, str, str]:
+def _split_node(name: str) -> tuple[str, str, str]:
     """Split before the last "::" that is not a parameter's."""
     head, bracket, parameters = name.partition("[")
     above, colons, own = head.rpartition("::")
@@ -117,7 +117,7 @@ class Lines:
     def ended(self, result: FileResult, now: float) -> None:
         """A file has its result."""
         took = f", {clock(result.seconds)}" if result.seconds is not None else ""
-        self._line(now, f"{verdict(result):<7} {result.file}: {counted(result.counts)}{took}")
+        self._line(now, f"{verdict(result):<7} {result.file}: {count_text(result.counts)}{took}")
         if result.problem is not None:
             self._line(now, f"        {result.problem}")
 
@@ -185,12 +185,14 @@ def report(results: Sequence[FileResult], out: Mapping[int, str], seconds: float
     for result in sorted(results, key=lambda one: one.file):
         if not _worth(result):
             continue
-        lines.append(f"{result.file}{_on(result.cards)}: {counted(result.counts)}" + (f"  ({result.log})" if result.log else ""))
+        lines.append(
+            f"{result.file}{_on(result.cards)}: {count_text(result.counts)}" + (f"  ({result.log})" if result.log else "")
+        )
         lines += [f"    {result.problem}"] if result.problem is not None else []
         lines += _cases([case for case in result.cases if case.outcome in _LISTED], result.problem)
     lines += [f"card {card} is out of service: {why}" for card, why in out.items()]
     files = f"{len(results)} file{'s' if len(results) != 1 else ''}"
-    lines.append(f"== {files} in {clock(seconds)}: {counted(totals(results))} ==")
+    lines.append(f"== {files} in {clock(seconds)}: {count_text(totals(results))} ==")
     return "\n".join(lines)
 
 
@@ -223,7 +225,7 @@ def as_json(results: Sequence[FileResult], out: Mapping[int, str], seconds: floa
     return {"exit_code": code, "seconds": seconds, "counts": totals(results), "out_of_service": cards, "files": files}
 
 
-def counted(counts: Mapping[str, int]) -> str:
+def count_text(counts: Mapping[str, int]) -> str:
     """ "3 passed, 1 failed" """
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts.get(outcome)) or "no tests"
 

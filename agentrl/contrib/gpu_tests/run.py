@@ -24,16 +24,16 @@ from agentrl.contrib.gpu_tests.cards import (
     CardReader,
     NvidiaSmi,
     SimulatedCards,
-    chosen,
+    choose_cards,
 )
 from agentrl.contrib.gpu_tests.declare import (
     Earlier,
     FolderLock,
-    declared,
     failed_before,
     find_files,
     listed_tests,
     local_folder,
+    read_declaration,
     recall,
     remember,
 )
@@ -108,7 +108,7 @@ def read_jobs(
     jobs, unreadable = [], []
     for file, targets in found.items():
         try:
-            said = declared(Path(file), file)
+            said = read_declaration(Path(file), file)
         except ConfigError as error:
             cases = tuple(Case(name, "not run", reason=str(error)) for name in listed_tests(Path(file)))
             unreadable.append(FileResult(file, cases, problem=f"not run: {error}"))
@@ -129,7 +129,7 @@ def make_pool(reader: CardReader, options: TestRun, lines: Lines, needed: bool) 
         visible = os.environ.get(VISIBLE) if options.simulate is None else None
         try:
             cards = reader.read()
-            numbers, uuids = chosen(cards, options.cards, visible), {card.number: card.uuid for card in cards}
+            numbers, uuids = choose_cards(cards, options.cards, visible), {card.number: card.uuid for card in cards}
             missing = f"{VISIBLE}={visible} hides all" if cards and not numbers else ""
         except ResourceError as error:
             if options.cards is not None:

@@ -156,14 +156,14 @@ def conclude(
     """
     how = _how(ending)
     if not said.collected or (not said.cases and (said.failures or said.skipped or ending.why != "by itself")):
-        problem, reason = _uncollected(said, ending, how, stacks, log_tail)
+        problem, reason = _collection_problem(said, ending, how, stacks, log_tail)
         outcome: Outcome = "not run" if problem or ending.why == "interrupted" else "skipped"
         return [Case(name, outcome, reason=reason) for name in listed], problem
     cases, stopped_in = [], None
     for name, case in said.cases.items():
         if name in said.running:
             stopped_in = name
-            cases.append(_stopped(case or Case(name, "passed"), ending, how, stacks))
+            cases.append(_stopped_case(case or Case(name, "passed"), ending, how, stacks))
         elif case is not None:
             cases.append(case)
         else:
@@ -188,7 +188,7 @@ def _how(ending: Ending) -> str:
     return f"ended with exit code {ending.code}"
 
 
-def _stopped(case: Case, ending: Ending, how: str, stacks: Stacks) -> Case:
+def _stopped_case(case: Case, ending: Ending, how: str, stacks: Stacks) -> Case:
     """The test that ran when its session was stopped."""
     if ending.why == "interrupted":
         return replace(case, outcome="interrupted", reason="Ctrl-C")
@@ -196,7 +196,7 @@ def _stopped(case: Case, ending: Ending, how: str, stacks: Stacks) -> Case:
     return replace(case, outcome="failed", phase="call", reason=reason, text=stacks.text)
 
 
-def _uncollected(said: JournalReader, ending: Ending, how: str, stacks: Stacks, log_tail: str) -> tuple[str | None, str]:
+def _collection_problem(said: JournalReader, ending: Ending, how: str, stacks: Stacks, log_tail: str) -> tuple[str | None, str]:
     """The problem of a file whose tests are not known, and why they were not run."""
     if ending.why == "interrupted":
         return None, "interrupted (Ctrl-C) while its file was collected"

@@ -24,7 +24,7 @@ from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import RepositoryError, ResourceError
 from agentrl.utils.files import open_plain, read_plain
 from agentrl.utils.parsing import read_json
-from agentrl.utils.redaction import known, learn, redact_said, redacted
+from agentrl.utils.redaction import known, learn, redact_json, redact_said
 
 HUB = "hf:"
 """Optional prefix of a repository's name."""
@@ -105,7 +105,7 @@ def _stage_run(folder: RunFolder, which: str, adapter: bool, staged: Path) -> No
         _stage_files(Path(model_of(folder, which).path), "model", staged)
     dumped = config.model_dump(mode="json", exclude_none=True)
     learn(dumped)
-    (staged / "config.toml").write_text(tomli_w.dumps(redacted(dumped, said=True)), encoding="utf-8")
+    (staged / "config.toml").write_text(tomli_w.dumps(redact_json(dumped, said=True)), encoding="utf-8")
     summary = folder.read_summary() or {}
     kept = {key: summary[key] for key in _FIGURES if key in summary}
     (staged / "figures.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -62,12 +62,12 @@ def write_data(config: TrainConfig, folder: Path, display: Display) -> About:
     display.phase("data", 1)
     with display.doing("reading the data", made.said):
         about = made.write(folder, config.seed)
-    for line in _described(about):
+    for line in _describe_store(about):
         display.say(line)
     return about
 
 
-def _described(about: About) -> Iterator[str]:
+def _describe_store(about: About) -> Iterator[str]:
     what = "pairs" if about.each == 2 else "examples"
     yield (
         f"data: {about.examples:,} {what} of {about.tasks:,} tasks in {about.rows:,} rows, {about.tokens:,} tokens, "

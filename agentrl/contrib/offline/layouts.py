@@ -18,8 +18,8 @@ from agentrl.data.chat_forms import (
     calls_of,
     declarations,
     is_thought,
-    paired,
-    parsed,
+    pair_results,
+    parse_field,
     reasoning_of,
     result_of,
     thought_of,
@@ -78,13 +78,13 @@ def openai_chat(row: Mapping[str, Any], *, table: bool = False) -> Chat:
                 raise BadRowError(
                     f"messages[{number}]: {len(message.tool_calls)} calls at once, and parallel_tool_calls is false"
                 )
-    return checked(chat)
+    return check_chat(chat)
 
 
 def messages_of(given: Any, key: str, tools: tuple[Declaration, ...] = (), *, table: bool = False) -> Chat:
     """Messages of OpenAI's layout as a chat that is not checked yet. Raises BadRowError."""
     if isinstance(given, str):  # tables often keep them as text, which has only the nulls that were written
-        given, table = parsed(given, key), False
+        given, table = parse_field(given, key), False
     if not isinstance(given, list) or not given:
         raise FormError(key, "expected a list of messages")
     messages, trained, unread = list[Message](), list[bool](), Counter[str]()
@@ -138,7 +138,7 @@ def _text(content: Any, at: str) -> tuple[str, str]:
     raise FormError(f"{at}.content", f"only text can be trained on, got {', '.join(sorted(kinds - {'text'}))}")
 
 
-def checked(chat: Chat) -> Chat:
+def check_chat(chat: Chat) -> Chat:
     """The chat with ids of calls and names of results filled in, results in the order of their calls, and without what follows
     its last trained message.
 
@@ -154,7 +154,7 @@ def checked(chat: Chat) -> Chat:
         for call in message.tool_calls:
             if call.name not in names:
                 raise BadRowError(f"messages[{number}]: a call of {call.name!r}, which its tools do not have")
-    return replace(chat, messages=paired(chat.messages[:end]), trained=chat.trained[:end])
+    return replace(chat, messages=pair_results(chat.messages[:end]), trained=chat.trained[:end])
 
 
 # Pairs of conversations of which one is preferred, in two layouts.
@@ -205,7 +205,7 @@ def preference(row: Mapping[str, Any], *, table: bool = False) -> tuple[Chat, Ch
 
 def _side(chat: Chat, name: str) -> Chat:
     try:
-        return checked(chat)
+        return check_chat(chat)
     except BadRowError as problem:
         raise BadRowError(f"{name}: {problem}") from None
 
@@ -242,7 +242,7 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     """A row of either layout. Raises BadRowError, which names the fault."""
     turns = row.get("conversations")
     if isinstance(turns, str):
-        turns = parsed(turns, "conversations")
+        turns = parse_field(turns, "conversations")
     if not isinstance(turns, list) or not turns:
         raise BadRowError("conversations: expected a list of messages")
     said = [_said(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
@@ -261,8 +261,8 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     else:
         messages = [part for role, text in said for part in _toolace(role, text)]
     opening = [Message("system", kept)] if kept else []
-    every = tuple(_without_padding(message, tools) for message in (*opening, *_paired(messages)))
-    return checked(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
+    every = tuple(_without_padding(message, tools) for message in (*opening, *_pair_results(messages)))
+    return check_chat(Chat(every, tuple(message.role == "assistant" for message in every), tools, unread))
 
 
 def _without_padding(message: Message, tools: tuple[Declaration, ...]) -> Message:
@@ -337,7 +337,7 @@ def _read(read: Callable[[str], T], text: str, what: str) -> T:
         raise BadRowError(f"{what}: {problem}"[:200]) from None
 
 
-def _paired(messages: list[Message]) -> list[Message]:
+def _pair_results(messages: list[Message]) -> list[Message]:
     """Results one a call: if one message answers several calls, or several answer one, they are joined."""
     found, at = list[Message](), 0
     while at < len(messages):

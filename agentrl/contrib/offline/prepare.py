@@ -50,7 +50,7 @@ def episode_of(row: Mapping[str, Any]) -> Trajectory:
         raise BadRowError(f"not an episode of this version of agentrl: {type(problem).__name__}: {problem}"[:200]) from None
 
 
-def scored(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Counter[str]) -> Scored | None:
+def filter_episode(place: RowPlace, row: Mapping[str, Any], data: DataConfig, passed: Counter[str]) -> Scored | None:
     """The episode in a row if the config's filters let it through; else None, and `passed` counts why. Raises BadRowError."""
     try:
         task, reward = row["task"], row["reward"]
@@ -117,19 +117,19 @@ def _said(task: Mapping[str, Any]) -> str:
     return sha256(json.dumps([task.get("data"), task.get("gold")], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def rendered(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
+def render_chat(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
     """The ledgers of a chat: `sampled` marks the tokens of trained messages (logprob 0, version 0). There are several if the
     model's chat template rewrites earlier turns.
 
     Raises BadRowError if the template cannot write it, or writes calls that are then read as others.
     """
     try:
-        return _rendered(chat, renderer.with_tools(chat.tools))
+        return _render_ledgers(chat, renderer.with_tools(chat.tools))
     except RenderError as problem:
         raise BadRowError(f"the model's chat template cannot write it: {problem}") from None
 
 
-def _rendered(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
+def _render_ledgers(chat: Chat, renderer: Renderer) -> list[TokenLedger]:
     messages, places = chat.messages, [n for n, message in enumerate(chat.messages) if message.role == "assistant"]
     if places[0] == 0:
         raise BadRowError("it begins with an assistant's message, which no prompt precedes")
@@ -262,7 +262,7 @@ class Preparation:
                 raise BadRowError(
                     "episodes are read from JSON lines alone, as runs write them; name the run, or its .jsonl files"
                 )
-            if (one := scored(place, row, self.data, self.passed)) is not None:
+            if (one := filter_episode(place, row, self.data, self.passed)) is not None:
                 found.append(one)
         else:
             self._chats(row, writer, table=place.offset < 0)
@@ -282,7 +282,7 @@ class Preparation:
             chats = preference(row, table=table)
         else:
             chats = (openai_chat(row, table=table) if "messages" in keys else sharegpt_chat(row),)
-        ledgers = [rendered(chat, self.renderer) for chat in chats]
+        ledgers = [render_chat(chat, self.renderer) for chat in chats]
         for chat in chats:
             self.unread += chat.unread
         # By what is said: a conversation that stands twice must not be trained on and held out.
@@ -299,7 +299,7 @@ class Preparation:
 
     def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:
         if self.data.rerender:
-            return rendered(chat_of(episode), self.renderer)
+            return render_chat(chat_of(episode), self.renderer)
         if any(ledger.images for ledger in episode.ledgers):
             raise BadRowError(
                 "its tokens were sampled with images, and data has tokens alone; data.rerender=true renders its messages anew, "

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason, Task, Trajectory
-from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, DependencyError, hinted
-from agentrl.utils.files import atomic_write, decoded, open_plain
+from agentrl.utils.errors import BadRowError, CheckpointError, ConfigError, DependencyError, hint_text
+from agentrl.utils.files import atomic_write, decode_text, open_plain
 from agentrl.utils.parsing import read_json
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -60,7 +60,7 @@ def _of_path(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         near = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"data.path: {path}: there is no such file or folder{hinted(path.name, near)}")
+        raise ConfigError(f"data.path: {path}: there is no such file or folder{hint_text(path.name, near)}")
     if (path / "trajectories").is_dir():  # a run: what it played before, between and after its updates are evaluations
         found = sorted((path / "trajectories").glob("step_*.jsonl"))
         if not found:
@@ -68,13 +68,13 @@ def _of_path(path: Path) -> list[Path]:
         return found
     if (path / "trajectories.jsonl").is_file():  # an evaluation or a rollout
         return [path / "trajectories.jsonl"]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not _hidden(file.relative_to(path)))
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and not _is_hidden(file.relative_to(path)))
     if not found:
         raise ConfigError(f"data.path: {path}: no file ending in {' or '.join(SUFFIXES)} in this folder")
     return found
 
 
-def _hidden(file: Path) -> bool:
+def _is_hidden(file: Path) -> bool:
     """Return True if it is hidden, or in a hidden folder: caches and what version control keeps."""
     return any(part.startswith(".") for part in file.parts)
 
@@ -107,7 +107,7 @@ def _lines(file: Path) -> Iterator[tuple[RowPlace, dict[str, Any] | BadRowError]
 
 def _row(line: bytes) -> dict[str, Any] | BadRowError:
     try:
-        row = read_json(decoded(line))
+        row = read_json(decode_text(line))
     except (ValueError, RecursionError) as problem:
         return BadRowError(f"not JSON: {problem}"[:200])
     return row if isinstance(row, dict) else BadRowError(f"expected a JSON object, got {type(row).__name__}")
@@ -249,8 +249,8 @@ class RowStore:
             self.about = About(**{**found, "left_out": [(str(a), str(b)) for a, b in found["left_out"]]})
             ledgers = np.load(folder / "ledgers.npy")
             tasks = np.load(folder / "tasks.npy")
-            self._ids = _mapped(folder / "token_ids.bin", "<i4", self.about.tokens)
-            self._sampled = _mapped(folder / "sampled.bin", "?", self.about.tokens)
+            self._ids = _map_array(folder / "token_ids.bin", "<i4", self.about.tokens)
+            self._sampled = _map_array(folder / "sampled.bin", "?", self.about.tokens)
         except (OSError, ValueError, TypeError, KeyError) as problem:
             raise CheckpointError(
                 f"{folder}: the data of this run is missing or damaged: {problem}; start over: --overwrite"
@@ -298,7 +298,7 @@ class RowStore:
         return ledger
 
 
-def _mapped(file: Path, kind: str, count: int) -> npt.NDArray[Any]:
+def _map_array(file: Path, kind: str, count: int) -> npt.NDArray[Any]:
     if file.stat().st_size != count * np.dtype(kind).itemsize:
         raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
     return np.memmap(file, dtype=kind, mode="r", shape=(count,)) if count else np.empty(0, dtype=kind)

@@ -13,7 +13,7 @@ from agentrl.data.trajectory import Json
 from agentrl.env import Task, ToolEnv
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
-from agentrl.utils.errors import CatalogError, hinted
+from agentrl.utils.errors import CatalogError, hint_text
 from agentrl.utils.redaction import references
 
 
@@ -55,7 +55,7 @@ class EnvOffer:
         entry = self.ref.entry
         if asked.id not in (entry.id, entry.name):
             raise CatalogError(
-                f"this server has {entry.id} ({entry.name}), not {asked.id!r}{hinted(asked.id, (entry.id, entry.name))}"
+                f"this server has {entry.id} ({entry.name}), not {asked.id!r}{hint_text(asked.id, (entry.id, entry.name))}"
             )
         # Kept, so that an episode does not look its class up again.
         key = wire.dumps(asked.row())

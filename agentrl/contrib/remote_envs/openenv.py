@@ -317,7 +317,7 @@ class OpenEnv(ToolEnv):
         result = await self._ask("reset", {"seed": task.data["seed"]})
         for made in await self._made_tools(schema):
             self.toolbox.add(made)
-        self.first = _shown(result.get("observation", {})) or "Begin."
+        self.first = _show_fields(result.get("observation", {})) or "Begin."
 
     async def teardown(self) -> None:
         socket, self.socket = self.socket, None
@@ -344,7 +344,7 @@ class OpenEnv(ToolEnv):
         observation = result.get("observation", {})
         if isinstance(observation.get("error"), dict) and "error_type" in observation["error"]:
             raise ToolError(str(observation["error"].get("message", observation["error"])))
-        return _shown(observation) if "tool_name" not in observation else _result(observation.get("result"))
+        return _show_fields(observation) if "tool_name" not in observation else _result(observation.get("result"))
 
     async def _ask(self, kind: str, data: Json) -> dict[str, Json]:
         """The data of the answer. Raises RemoteEnvError if the server is gone, ToolError if it says that the action is invalid,
@@ -420,7 +420,7 @@ def _first(errors: Json) -> str:
     return f": {'.'.join(map(str, errors[0].get('loc', ())))}: {errors[0].get('msg', '')}"
 
 
-def _shown(observation: Mapping[str, Json]) -> str:
+def _show_fields(observation: Mapping[str, Json]) -> str:
     kept = {key: value for key, value in observation.items() if key not in ("done", "reward", "metadata")}
     only = list(kept.values())
     return only[0] if len(only) == 1 and isinstance(only[0], str) else as_text("act", kept)

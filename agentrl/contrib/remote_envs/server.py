@@ -186,7 +186,7 @@ class HttpServer:
             raise DependencyError("agentrl env serve --http needs websockets: pip install 'agentrl[server]'")
         import uvicorn
 
-        self.app, self._listener = app, _listen(host, port)
+        self.app, self._listener = app, _open_socket(host, port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._listener.getsockname()[1]}"
         config = uvicorn_config(
@@ -238,7 +238,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EA
 """Error numbers of an address of no interface, and of a name that is not found."""
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _open_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=4096)

@@ -1,8 +1,7 @@
 """Sandboxes that are containers of Docker or Podman, through their command lines.
 
 A container lives as long as the client process that started it holds its input open: if this process dies, however it
-dies, the container's first process reads the end of its input, and the container is gone.
-"""
+dies, the container's first process reads the end of its input, and the container is gone."""
 
 from __future__ import annotations
 
@@ -189,7 +188,7 @@ class ContainerSandbox(Sandbox):
 
     async def entries(self, path: str = ".") -> list[FileInfo]:
         place = self.spec.place(path)
-        listing = f"cd {_quoted(place)} 2>/dev/null && find . ! -type d -exec stat -c '%s %f %n' {{}} +"
+        listing = f"cd {_quote_word(place)} 2>/dev/null && find . ! -type d -exec stat -c '%s %f %n' {{}} +"
         done = await self.exec(listing, max_output=1 << 24)
         found = []
         for line in done.stdout.splitlines():
@@ -313,7 +312,7 @@ def packed_files(files: Mapping[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def _quoted(path: str) -> str:
+def _quote_word(path: str) -> str:
     return "'" + path.replace("'", "'\\''") + "'"
 
 

@@ -139,7 +139,7 @@ class E2bSandbox(Sandbox):
 
     async def restore(self, snapshot: str) -> None:
         async with self._turn, faults():
-            old, self._remote = self._remote, await _created(self.spec, snapshot)
+            old, self._remote = self._remote, await _create_sandbox(self.spec, snapshot)
             await old.kill()
 
     async def stop(self) -> None:
@@ -178,7 +178,7 @@ class E2bProvider(SandboxProvider):
         if find_spec("e2b") is None:
             raise DependencyError("the sandbox provider e2b needs its SDK: pip install 'agentrl[e2b]'")
         async with faults():
-            remote = await _created(spec, snapshot or spec.image)
+            remote = await _create_sandbox(spec, snapshot or spec.image)
         made = E2bSandbox(spec, remote, self._user)
         try:
             # Also without files: the working folder must be there.
@@ -221,7 +221,7 @@ class _Output:
         return out, err
 
 
-async def _created(spec: SandboxSpec, template: str | None) -> Any:
+async def _create_sandbox(spec: SandboxSpec, template: str | None) -> Any:
     from e2b import AsyncSandbox
 
     return await AsyncSandbox.create(

@@ -221,7 +221,7 @@ class HttpUpdate(Update):
 
     async def add(self, tensors: list[Named]) -> None:
         before = self._last
-        self._last = await in_thread("weights", serialized, tensors)
+        self._last = await in_thread("weights", serialize_tensors, tensors)
         if before is not None:
             await self._send(before, None)
 
@@ -242,7 +242,7 @@ class HttpUpdate(Update):
             await self._servers.post([server for server in some if server.cause is None], FROM_TENSOR, body, self._seconds)
 
 
-def serialized(tensors: list[Named]) -> str:
+def serialize_tensors(tensors: list[Named]) -> str:
     """Tensors as SGLang's MultiprocessingSerializer reads them, in base64 as JSON must have it."""
     # Copies: a view would be pickled with all of the storage that it is in.
     return base64.b64encode(pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in tensors])).decode()

@@ -182,13 +182,13 @@ class Facts:
                 replicas=int(server["dp_size"]),
                 incremental=bool(server["incremental_streaming_output"]),
                 seeds=bool(server["enable_deterministic_inference"]),
-                refused=tuple(_refused(model, server)),
+                refused=tuple(_refusals(model, server)),
             )
         except KeyError as missing:
             raise EngineError(f"{address}{MODEL} and {SERVER} do not give {missing}: is it SGLang 0.5.23 or newer?") from missing
 
 
-def _refused(model: Json, server: Json) -> Iterator[str]:
+def _refusals(model: Json, server: Json) -> Iterator[str]:
     if not model["is_generation"]:
         yield "it serves a model that does not generate"
     if server["allow_auto_truncate"]:

@@ -46,7 +46,7 @@ from agentrl.data.expert_routing import FREE, Load, Routers
 from agentrl.trainer.attention import PackedSequences, packed_attention
 from agentrl.trainer.language_model import Micro, shares, token_logprobs
 from agentrl.trainer.layers import Routing
-from agentrl.trainer.parallel import Ulysses, divided
+from agentrl.trainer.parallel import Ulysses, compute_divided
 from agentrl.utils.errors import ModelError
 
 # Parts that are agentrl's
@@ -133,7 +133,7 @@ class LogprobHead(Linear):
         def compute(hidden: Tensor, head: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
             return token_logprobs(hidden, head.weight.to(hidden.dtype), targets, temperature, entropy=entropy)
 
-        return divided(compute, input, self, targets, self.tensor)
+        return compute_divided(compute, input, self, targets, self.tensor)
 
 
 def local(tensor: Tensor) -> Tensor:

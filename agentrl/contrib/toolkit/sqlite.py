@@ -4,8 +4,7 @@ Four things confine a query: the connection is opened on a copy in memory; `quer
 authorizer allows SELECT, reading and a list of functions, and nothing else (no PRAGMA, no ATTACH, no
 recursion, no temporary tables); SQLite's own limits bound strings and statements, and a progress handler stops
 a query after a number of virtual machine steps, or of seconds. A change (`change`) has the same limits; it may also
-insert, update, delete, and create, alter and drop tables, indexes and views, of a database that may not outgrow a size.
-"""
+insert, update, delete, and create, alter and drop tables, indexes and views, of a database that may not outgrow a size."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[byte
     try:
         (page,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
-        computed = _computed(connection)
+        computed = _count_generated(connection)
         clock = _lock(connection, limits, changes=True)
         try:
             cursor = connection.execute(sql)
@@ -129,7 +128,7 @@ def change(image: bytes, sql: str, limits: QueryLimits, most: int) -> tuple[byte
         if cursor.description is not None:
             raise ToolError("this changes nothing: it is a query")
         connection.set_authorizer(None)
-        if _computed(connection) > computed:  # worked out when they are read, which has no limit
+        if _count_generated(connection) > computed:  # worked out when they are read, which has no limit
             raise ToolError("generated columns are not allowed")
         return connection.serialize(), max(cursor.rowcount, 0)
     finally:
@@ -144,7 +143,7 @@ def _copy(image: bytes) -> sqlite3.Connection:
     return connection
 
 
-def _computed(connection: sqlite3.Connection) -> int:
+def _count_generated(connection: sqlite3.Connection) -> int:
     """The number of generated columns."""
     asked = "SELECT count(*) FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c WHERE t.type = 'table' AND c.hidden > 1"
     return int(connection.execute(asked).fetchone()[0])

@@ -25,7 +25,7 @@ from agentrl.utils.parsing import json_text, read_json
 # Packages
 
 
-def need(tracker: str, extra: str, *packages: str) -> None:
+def require_packages(tracker: str, extra: str, *packages: str) -> None:
     """Raise DependencyError, with the line that installs them, if one of these is missing."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
@@ -106,7 +106,7 @@ class WeightsAndBiases(Tracker):
 
     @classmethod
     def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
-        need('trackers "wandb"', "wandb", "wandb")
+        require_packages('trackers "wandb"', "wandb", "wandb")
         if _mode(args["mode"]) == "online" and not _logged_in():
             raise ConfigError(
                 'trackers "wandb": there is no login: run `wandb login` or set WANDB_API_KEY; or set args.mode = "offline" '
@@ -197,7 +197,7 @@ class MLflow(Tracker):
     def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
         uri = _uri(args["uri"])
         database = uri.partition(":")[0].startswith(("sqlite", "postgresql", "mysql", "mssql"))
-        need('trackers "mlflow"', "mlflow", "mlflow", *(("sqlalchemy", "alembic") if database else ()))
+        require_packages('trackers "mlflow"', "mlflow", "mlflow", *(("sqlalchemy", "alembic") if database else ()))
         if not uri:
             raise ConfigError(
                 'trackers "mlflow": set args.uri or MLFLOW_TRACKING_URI to the address of your server; without a network use '
@@ -289,7 +289,7 @@ class Trackio(Tracker):
 
     @classmethod
     def check(cls, config: TrainConfig, args: Mapping[str, Any]) -> None:
-        need('trackers "trackio"', "trackio", "trackio")
+        require_packages('trackers "trackio"', "trackio", "trackio")
         space = args["space"] or os.environ.get("TRACKIO_SPACE_ID")
         if space:
             from huggingface_hub import get_token

@@ -23,7 +23,7 @@ from agentrl.run.metrics import metrics_table
 from agentrl.run.reader import RunRecord
 from agentrl.utils.errors import AgentrlError, UserError
 from agentrl.utils.parsing import read_json, toml_table
-from agentrl.utils.redaction import learn, redact_said, redacted
+from agentrl.utils.redaction import learn, redact_json, redact_said
 
 # The state that an episode began with, and what it changed.
 #
@@ -116,7 +116,7 @@ FIRST_S = 0.5
 """Seconds that the first question about a run's episodes waits for its index, which suffices for a small run."""
 
 
-def _shown(text: str) -> str:
+def _redacted_config(text: str) -> str:
     """A config's text without what it holds of secrets by its names and addresses."""
     with suppress(ValueError):
         learn(toml_table(text))
@@ -155,8 +155,14 @@ class Api:
             )
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
-        config = _shown(fresh.text)
-        return {**row, "config": config, "summary": redacted(summary, said=True), "metric_table": metric_table(), "steps": steps}
+        config = _redacted_config(fresh.text)
+        return {
+            **row,
+            "config": config,
+            "summary": redact_json(summary, said=True),
+            "metric_table": metric_table(),
+            "steps": steps,
+        }
 
     def metrics(self, ident: str, asked: Asked) -> Json:
         one = self.library.get(ident)
@@ -184,7 +190,7 @@ class Api:
         one = self.library.get(ident)
         with self._index(one) as db:
             row = episodes_of.find(db, episode)
-            found = episodes_of.stored(one.run, row)
+            found = episodes_of.stored_row(one.run, row)
             out = {**queries.episode_row(row, self._high(db, ident)), **episodes_of.detail(found, row, db)}
         out["signs"] = {name: row[name] for name in ("gold_answer", "gold_calls", "repeated", "judge")}
         return out | state_diff(RunRecord(one.run.path), found, self._envs)
@@ -196,7 +202,7 @@ class Api:
         limit = queries.whole(asked, "limit", 4000, 1, tokens.MOST)
         with self._index(one) as db:
             row = episodes_of.find(db, episode)
-        return tokens.columns(RunRecord(one.run.path), row, episodes_of.stored(one.run, row), ledger, offset, limit)
+        return tokens.columns(RunRecord(one.run.path), row, episodes_of.stored_row(one.run, row), ledger, offset, limit)
 
     def groups(self, ident: str, asked: Asked) -> Json:
         _only(asked, "step", "limit", "offset")
@@ -221,7 +227,7 @@ class Api:
 
     def compare(self, asked: Asked) -> Json:
         _only(asked, "a", "b")
-        return queries.compared(*(self._tasks(asked.get(side, ""), side) for side in ("a", "b")))
+        return queries.compare_episodes(*(self._tasks(asked.get(side, ""), side) for side in ("a", "b")))
 
     def _tasks(self, given: str, side: str) -> Json:
         ident, colon, step = given.rpartition(":")

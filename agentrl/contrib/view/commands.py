@@ -157,7 +157,9 @@ def run_failures(args: argparse.Namespace) -> int:
         rows = queries.failures(db, args.step)
         counts = dict(db.execute("SELECT step, count(*) FROM episodes GROUP BY step").fetchall())
     if args.step is not None and args.step not in counts:
-        raise queries.NotFoundError(f"--step {args.step}: no episodes are of it; there are episodes of {queries.listed(counts)}")
+        raise queries.NotFoundError(
+            f"--step {args.step}: no episodes are of it; there are episodes of {queries.list_steps(counts)}"
+        )
     count = sum(counts.values()) if args.step is None else counts[args.step]
     if args.json:
         print_json(rows)
@@ -237,7 +239,7 @@ def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:
 
 
 def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.contrib.view.queries import NotFoundError, listed
+    from agentrl.contrib.view.queries import NotFoundError, list_steps
     from agentrl.contrib.view.terminal import console, episodes_table, print_json, table
 
     step = str(args.step)
@@ -249,7 +251,7 @@ def _step(api: Api, ident: str, args: argparse.Namespace) -> int:
         wrong = [f"{file['file']}.jsonl: {file['problem'] or 'it has no row'}" for file in files if file["step"] == args.step]
         steps = sorted({file["step"] for file in files if file["episodes"]})
         said = "; ".join(wrong) or "the run has no such step"
-        raise NotFoundError(f"--step {step}: {said}; there are episodes of {listed(steps)}")
+        raise NotFoundError(f"--step {step}: {said}; there are episodes of {list_steps(steps)}")
     if args.json:
         print_json({"metrics": metrics, "groups": groups, "episodes": page["rows"], "total": page["total"]})
         return 0

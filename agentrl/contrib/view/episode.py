@@ -33,7 +33,7 @@ def columns(run: RunRecord, row: sqlite3.Row, found: Mapping[str, Json], at: int
         raise UserError(f"ledger={at}: the episode has {len(ledgers)} ledgers")
     ledger, part = ledgers[at], slice(offset, offset + limit)
     sampled = ledger.sampled
-    trained = _trained(run, row, ledgers, at)
+    trained = _trained_tokens(run, row, ledgers, at)
     ids = ledger.token_ids[part].tolist()
     texts, why = _texts(run, ids)
     out = {
@@ -63,7 +63,7 @@ def _on(sampled: Any, values: Any) -> list[float | int | None]:
     return out
 
 
-def _trained(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> Any:
+def _trained_tokens(run: RunRecord, row: sqlite3.Row, ledgers: Sequence[TokenLedger], at: int) -> Any:
     """Advantages and ratios, if the run wrote them of this episode."""
     path = run.folder.tokens / f"{row['id'].rpartition('.')[0]}.jsonl"
     try:
@@ -185,7 +185,7 @@ def find(db: sqlite3.Connection, ident: str) -> sqlite3.Row:
     return row
 
 
-def stored(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
+def stored_row(run: RunRecord, row: sqlite3.Row) -> dict[str, Json]:
     """The episode's row in its file, as JSON. Raises RunFolderError if the file was written anew since it was indexed."""
     file = file_of(run, row["id"].rpartition(".")[0])
     try:
@@ -221,7 +221,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
                 "index": turn.get("index"),
                 "message": message,
                 "calls": message.get("tool_calls") or [],
-                "results": [_pictured(result, images) for result in turn["results"]],
+                "results": [_with_pictures(result, images) for result in turn["results"]],
                 "tokens": turn.get("sampled_tokens"),
                 "prompt_tokens": turn.get("prompt_tokens"),
                 "seconds": turn.get("seconds"),
@@ -236,7 +236,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
         )
     kept = {name: found.get(name) for name in _KEPT}
     # Messages of tools are shown as results of their turns.
-    kept["messages"] = [m if m["role"] == "tool" else _pictured(m, images) for m in found["messages"]]
+    kept["messages"] = [m if m["role"] == "tool" else _with_pictures(m, images) for m in found["messages"]]
     return {
         **kept,
         "task_seed": task.get("seed"),
@@ -253,7 +253,7 @@ def _ledger(ledger: Mapping[str, Json]) -> dict[str, int]:
     return {"tokens": sum(span[0] for span in spans), "sampled": sum(span[0] for span in spans if span[2] >= 0)}
 
 
-def _pictured(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:
+def _with_pictures(item: Mapping[str, Json], images: Mapping[str, Json]) -> Mapping[str, Json]:
     """A message or result with its images as the page shows them; one whose bytes are not those of its digest as the reason."""
     if not item.get("images"):
         return item

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.contrib.view.signs import gold_distances, judge_gap, judged, made_calls, missed, repetition
+from agentrl.contrib.view.signs import (
+    gold_distances,
+    judge_gap,
+    judge_value,
+    made_calls,
+    missed_leaves,
+    repetition,
+)
 from agentrl.utils.parsing import read_json
 
 Json = Any
@@ -79,8 +86,8 @@ def features_of(row: Mapping[str, Json]) -> Features:
             "gold_calls": calls,
             "repeated": repetition(row),
             "judge": judge_gap(row),
-            "judged": judged(row)[0],
-            "did": judged(row)[1],
+            "judged": judge_value(row)[0],
+            "did": judge_value(row)[1],
         },
         (env, str(task["id"]), task.get("seed")),
         Counter(clean(str(call.get("name"))) for call in made_calls(row)),
@@ -131,12 +138,15 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
                 yield "call", f"malformed call: {normal(str(call['error']))}"
         for result in turn["results"]:
             if result.get("error") not in (None, "malformed_call"):  # which the call has told already
-                yield "tool", f"{result.get('name') or '?'}: {result['error']}: {normal(_told(str(result.get('content') or '')))}"
+                yield (
+                    "tool",
+                    f"{result.get('name') or '?'}: {result['error']}: {normal(_error_text(str(result.get('content') or '')))}",
+                )
     evidence = row.get("evidence")
     if isinstance(evidence, Mapping):
         decided = evidence.get("success")
-        found = list(missed(evidence.get("root")))
-        deciding = list(missed(decided.get("node") if isinstance(decided, Mapping) else None))
+        found = list(missed_leaves(evidence.get("root")))
+        deciding = list(missed_leaves(decided.get("node") if isinstance(decided, Mapping) else None))
         # A success by id is a gate between 1 and 0: its 0 says nothing beside what the reward itself missed.
         for leaf in [*found, *(leaf for leaf in deciding if not found or leaf["node"] != "constant")]:
             yield _miss(leaf)
@@ -149,7 +159,7 @@ def _miss(leaf: Mapping[str, Json]) -> tuple[str, str]:
     return "unscored", f"{name}: {normal(str(leaf.get('unscored') or 'no value'))}"
 
 
-def _told(content: str) -> str:
+def _error_text(content: str) -> str:
     """Text of a tool's error: the message in it, if it is agentrl's own form."""
     try:
         found = read_json(content[:4000])

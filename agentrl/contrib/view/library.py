@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.contrib.view.index import Index
 from agentrl.contrib.view.queries import NotFoundError
 from agentrl.run.reader import RunRecord, find_runs, is_run, load_run, overview
-from agentrl.utils.errors import RunFolderError, hinted
+from agentrl.utils.errors import RunFolderError, hint_text
 from agentrl.utils.files import open_plain
 from agentrl.utils.parsing import read_json
 
@@ -129,7 +129,7 @@ class Library:
             self.scan()
             found = self._by_id.get(ident)
         if found is None or not found.run.path.is_dir():
-            raise NotFoundError(f"there is no run {ident!r}{hinted(ident, self._by_id)}")
+            raise NotFoundError(f"there is no run {ident!r}{hint_text(ident, self._by_id)}")
         # What is cached of the config must not outlive it: `--overwrite` puts another run into the folder.
         return found
 

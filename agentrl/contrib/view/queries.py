@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.utils.errors import UserError, hinted
+from agentrl.utils.errors import UserError, hint_text
 
 
 def finite(value: Any) -> Any:
@@ -52,7 +52,7 @@ class NotFoundError(UserError):
     """A page asks for a run, a step or an episode that there is not."""
 
 
-def listed(steps: Iterable[int]) -> str:
+def list_steps(steps: Iterable[int]) -> str:
     """Steps in order for a message, the first twelve of them."""
     found = sorted(steps)
     return ", ".join(map(str, found[:12])) + (" ..." if len(found) > 12 else "") if found else "none"
@@ -74,7 +74,7 @@ def page_of(asked: Mapping[str, str]) -> Page:
     known = (*_EQUAL, *_BESIDE, *_OTHERS, *_PAGE)
     for name in asked:
         if name not in known:
-            raise UserError(f"there is no filter {name!r}{hinted(name, known)}")
+            raise UserError(f"there is no filter {name!r}{hint_text(name, known)}")
     parts: list[str] = []
     values: list[Any] = []
     for name, given in asked.items():
@@ -132,7 +132,7 @@ def _term(given: str) -> tuple[str, list[Any]]:
 
 def _order(sort: str, order: str) -> str:
     if sort and sort not in _SORTS:
-        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hinted(sort, _SORTS)}")
+        raise UserError(f"sort={sort!r}: expected one of {', '.join(_SORTS)}{hint_text(sort, _SORTS)}")
     if order not in ("", "asc", "desc"):
         raise UserError(f"order={order!r}: expected asc or desc")
     if not sort:
@@ -304,7 +304,7 @@ def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, str
     return out
 
 
-def compared(one: Mapping[Any, Json], other: Mapping[Any, Json]) -> dict[str, Json]:
+def compare_episodes(one: Mapping[Any, Json], other: Mapping[Any, Json]) -> dict[str, Json]:
     """Episodes of the same tasks side by side: first where success differs most, then where the reward does."""
     pairs = [{"task": key[2], "env": key[0], "split": key[1], "a": one[key], "b": other[key]} for key in one if key in other]
     pairs.sort(key=lambda pair: [-abs(_mean(pair["a"], name) - _mean(pair["b"], name)) for name in ("success", "reward")])
@@ -326,7 +326,7 @@ GROWTH, GAIN = 1.3, 0.02
 
 def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
     """Each kind that has episodes, with its worst ones. `rows`: the run's metrics."""
-    found = [_gold_far(db), _repeated(db), _judges(db), *_growth(db, rows)]
+    found = [_gold_far(db), _find_repeats(db), _judges(db), *_growth(db, rows)]
     return [one for one in found if one is not None]
 
 
@@ -336,7 +336,7 @@ def _gold_far(db: sqlite3.Connection) -> dict[str, Json] | None:
     if not high:
         return None
     values = [part for pair in high.items() for part in pair]
-    return _listed(
+    return _suspicion_row(
         db,
         f"({where}) AND {GOLD} >= {GOLD_FAR}",
         values,
@@ -358,8 +358,8 @@ def _far(row: sqlite3.Row) -> str:
     return f"reward {row['reward']:.3g}: {', '.join(said)}"
 
 
-def _repeated(db: sqlite3.Connection) -> dict[str, Json] | None:
-    return _listed(
+def _find_repeats(db: sqlite3.Connection) -> dict[str, Json] | None:
+    return _suspicion_row(
         db,
         f"e.repeated >= {REPEATED}",
         [],
@@ -376,12 +376,12 @@ def _judges(db: sqlite3.Connection) -> dict[str, Json] | None:
         "SELECT env, task, did FROM episodes WHERE judged IS NOT NULL GROUP BY env, task, did "
         f"HAVING max(judged) - min(judged) >= {JUDGE_GAP}"
     )
-    return _listed(
+    return _suspicion_row(
         db,
         f"e.judge >= {JUDGE_GAP} OR (e.judged IS NOT NULL AND (e.env, e.task, e.did) IN ({unlike}))",
         [],
         "coalesce(e.judge, 0) DESC, e.id DESC",
-        _judged,
+        _judge_text,
         "judge_disagreement",
         "The judge disagrees",
         f"a judge's value is {JUDGE_GAP:g} or more from the mean of the terms that are computed, from another judge's, or from "
@@ -389,13 +389,13 @@ def _judges(db: sqlite3.Connection) -> dict[str, Json] | None:
     )
 
 
-def _judged(row: sqlite3.Row) -> str:
+def _judge_text(row: sqlite3.Row) -> str:
     if (row["judge"] or 0) >= JUDGE_GAP:
         return f"the judge is {row['judge']:.2g} from the other terms"
     return f"judged {row['judged']:.2g}, and an equal episode of the task otherwise"
 
 
-def _listed(
+def _suspicion_row(
     db: sqlite3.Connection, where: str, values: Sequence[Any], order: str, say: Any, kind: str, title: str, why: str
 ) -> dict[str, Json] | None:
     """A suspicion with its count as `value` and its worst episodes, later steps first among equals."""

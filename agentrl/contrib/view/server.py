@@ -2,8 +2,7 @@
 
 What a policy or a tool wrote is hostile, and so may be any page in the same browser: requests must name a loopback host (against
 DNS rebinding), there is no CORS, nothing is ever written, files are named by a closed list, and the page may load and connect to
-nothing but this server.
-"""
+nothing but this server."""
 
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
@@ -79,7 +79,7 @@ def make_app(library: Library, envs: bool = True) -> Starlette:
     return Starlette(routes=[*found, Route("/api/{rest:path}", _unknown), Route("/{path:path}", _asset, methods=["GET"])])
 
 
-def guarded(app: Any) -> Any:
+def guard_app(app: Any) -> Any:
     """The app behind the check of the Host header and of the method, with the headers that every answer has."""
     # Plain ASGI, outside of all routes: an answer that a framework gives by itself (404, 405) has the headers, too.
     static = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -180,10 +180,10 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
     """Serve until Ctrl-C; `say` is told the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
     import uvicorn
 
-    listener = _listen(port)
+    listener = _open_socket(port)
     server = uvicorn.Server(
         uvicorn.Config(
-            guarded(make_app(library, envs)),
+            guard_app(make_app(library, envs)),
             log_level="warning",
             lifespan="off",
             access_log=False,
@@ -201,7 +201,7 @@ def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = 
         library.close()
 
 
-def _listen(port: int) -> socket.socket:
+def _open_socket(port: int) -> socket.socket:
     try:
         return socket.create_server((HOST, port))
     except (OSError, OverflowError) as problem:

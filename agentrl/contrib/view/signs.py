@@ -1,8 +1,7 @@
 """Signs of reward hacking in one episode, as numbers: how far it is from the gold, how much it repeats itself, and how far a
 judge is from the other terms. They are hints for whoever looks, never part of a reward.
 
-All of it reads a row of a trajectory file as plain JSON, and takes any shape: what is not there gives None.
-"""
+All of it reads a row of a trajectory file as plain JSON, and takes any shape: what is not there gives None."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ def leaves_of(evidence: Json) -> Iterator[Mapping[str, Json]]:
             yield node
 
 
-def missed(evidence: Json) -> Iterator[Mapping[str, Json]]:
+def missed_leaves(evidence: Json) -> Iterator[Mapping[str, Json]]:
     """The leaves because of which a node is below 0.5 or unknown: not those under a node that is above it (one of several that
     suffice), nor the conditions of gates, nor what the spec skips."""
     if isinstance(evidence, list):
         for item in evidence:
-            yield from missed(item)
+            yield from missed_leaves(item)
     elif isinstance(evidence, Mapping) and isinstance(evidence.get("node"), str) and "value" in evidence:
         value, weight = evidence["value"], evidence.get("weight", 1)
         if "skipped" in evidence:
@@ -55,7 +54,7 @@ def missed(evidence: Json) -> Iterator[Mapping[str, Json]]:
         if not below:
             yield evidence
         for part in below:
-            yield from missed(part)
+            yield from missed_leaves(part)
 
 
 def gold_distances(row: Mapping[str, Json]) -> tuple[float | None, float | None]:
@@ -98,7 +97,7 @@ def _words(text: str) -> list[str]:
 
 def _calls_distance(gold: Json, made: Sequence[Mapping[str, Json]]) -> float | None:
     wanted = [call for item in gold for call in (item if isinstance(item, list) else [item])] if isinstance(gold, list) else []
-    named = [_named(call) for call in wanted]
+    named = [_named_call(call) for call in wanted]
     if not named or None in named:
         return None
     left = list(made)
@@ -112,7 +111,7 @@ def _calls_distance(gold: Json, made: Sequence[Mapping[str, Json]]) -> float | N
     return missing / len(named)
 
 
-def _named(call: Json) -> tuple[str, Mapping[str, Json]] | None:
+def _named_call(call: Json) -> tuple[str, Mapping[str, Json]] | None:
     """Name and arguments of a gold call, also in the form {name: arguments}."""
     if not isinstance(call, Mapping):
         return None
@@ -136,7 +135,7 @@ def repetition(row: Mapping[str, Json]) -> float:
     """Share of the policy's text that repeats itself, from 0 to 1: the larger of the share of repeated 4-grams of words within
     a turn (turns of at least 24 words), and the share of turns that say what an earlier turn said (of at least 4 turns)."""
     texts = [_said(turn) for turn in row.get("turns") or []]
-    within = max((_repeated(_words(text)) for text in texts), default=0.0)
+    within = max((_repeated_share(_words(text)) for text in texts), default=0.0)
     again = 1 - len(set(texts)) / len(texts) if len(texts) >= 4 else 0.0
     return max(within, again)
 
@@ -147,14 +146,14 @@ def _said(turn: Mapping[str, Json]) -> str:
     return " ".join([str(message.get("reasoning") or ""), str(message.get("content") or ""), *calls])
 
 
-def _repeated(words: Sequence[str]) -> float:
+def _repeated_share(words: Sequence[str]) -> float:
     if len(words) < _LEAST_WORDS:
         return 0.0
     grams = Counter(zip(*(words[start:] for start in range(_GRAM)), strict=False))
     return 1 - len(grams) / grams.total()
 
 
-def judged(row: Mapping[str, Json]) -> tuple[float | None, str]:
+def judge_value(row: Mapping[str, Json]) -> tuple[float | None, str]:
     """The mean value of the episode's judges (None without one), and a digest of what it did and said: equal for episodes that a
     judge should judge alike."""
     evidence = row.get("evidence")

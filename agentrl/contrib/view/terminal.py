@@ -168,7 +168,7 @@ def episode_text(row: Mapping[str, Json]) -> RenderableType:
     if row.get("parting"):
         parts.append(_panel("user, leaving", row["parting"]))
     if isinstance(row["evidence"], dict):
-        parts.append(Panel(Text(safe(_explained(row))), title="reward", title_align="left"))
+        parts.append(Panel(Text(safe(_explain_value(row))), title="reward", title_align="left"))
     times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in (row["timings"] or {}).items())
     parts.append(Text(safe(times), style="dim"))
     return Group(*parts)
@@ -178,7 +178,7 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     """The opening, the policy's turns, and between them what the user did and said."""
     found: list[RenderableType] = []
     turns = list(row["turns"])
-    opening, later = _parted(row["messages"] or [], turns)
+    opening, later = _split_opening(row["messages"] or [], turns)
     users = [place for place, message in enumerate(opening) if message["role"] == "user"]
     first = users[-1] if users else len(opening)  # what the user did before its first words
     found += [_message(message) for message in opening[:first]]
@@ -193,7 +193,7 @@ def _script(row: Mapping[str, Json]) -> list[RenderableType]:
     return found + [part for turn in turns for part in (*_turn(turn), *_user_calls(row, turn["index"]))]
 
 
-def _parted(messages: Sequence[Json], turns: Sequence[Json]) -> tuple[list[Json], Sequence[Json]]:
+def _split_opening(messages: Sequence[Json], turns: Sequence[Json]) -> tuple[list[Json], Sequence[Json]]:
     """The messages of the opening without answers of tools, and the rest, from the first turn on."""
     places = (at for at, one in enumerate(messages) if turns and one["role"] == "assistant" and _same(one, turns[0]["message"]))
     first = next(places, len(messages))
@@ -246,7 +246,7 @@ def _panel(title: str, text: Json) -> Panel:
     return Panel(Text(safe(text, 4000)), title=Text(safe(title)), title_align="left")
 
 
-def _explained(row: Mapping[str, Json]) -> str:
+def _explain_value(row: Mapping[str, Json]) -> str:
     turns = {turn["index"]: turn["reward"] for turn in row["turns"] if turn["reward"] is not None}
     try:
         return explain_text(Score(row["reward"], turns, row["evidence"], row["metrics"] or {}, row["success"]))

@@ -20,7 +20,7 @@ from agentrl.engines.embedded import kv_cache as attention
 from agentrl.engines.embedded.kv_cache import AttentionPlan, KvShape, Slots, Span
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Arrivals, apply_adapter, expected_parameters
-from agentrl.render.vision import Vision, auto_class, embedded, features_of, placeholders, seen_of, takes_images
+from agentrl.render.vision import Vision, auto_class, embed_images, features_of, placeholders, seen_of, takes_images
 from agentrl.utils.errors import EngineError, ImageError, ModelError
 
 # With cache slots
@@ -76,7 +76,7 @@ class EmbeddedModel:
     def forward(self, token_ids: list[int], plan: AttentionPlan, last: list[int]) -> Tensor:
         """Float32 logits [len(last), V] after the flat tokens at the indices `last`."""
         positions = torch.cat([span.positions for span in plan.spans])
-        with attention.planned(plan), nullcontext() if self._watch is None else self._watch.watching():
+        with attention.attend_by_plan(plan), nullcontext() if self._watch is None else self._watch.watching():
             output = self.module(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=positions.unsqueeze(0),
@@ -321,7 +321,7 @@ class VisionModel(RecomputedModel):
         model = self.module.model
         at = placeholders(places).to(self.device) if places else None
         parts = zip(*(self._features_of(number) for _, number in shown), strict=True)
-        inputs = embedded(model, plain, at, [torch.cat(part) for part in parts])
+        inputs = embed_images(model, plain, at, [torch.cat(part) for part in parts])
         where = self.vision.positions(len(ids), places).to(self.device)
         hidden = model.language_model(**inputs, position_ids=where[:, None], use_cache=False)
         logits: Tensor = self.module.lm_head(hidden.last_hidden_state[0, -1])

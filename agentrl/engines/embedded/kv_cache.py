@@ -521,7 +521,7 @@ _PLAN: ContextVar[AttentionPlan] = ContextVar("the plan of the step under way")
 
 
 @contextmanager
-def planned(plan: AttentionPlan) -> Iterator[None]:
+def attend_by_plan(plan: AttentionPlan) -> Iterator[None]:
     """In this context a model's layers attend by `plan`. Not by an argument: not every family hands those on to its layers."""
     token = _PLAN.set(plan)
     try:
@@ -566,7 +566,7 @@ def attend(
         mask = span.mask(form, query.dtype)
         cascade = span.cascade if plain and form.window is None and form.chunk is None else None
         if cascade is not None:
-            outputs.append(_cascaded(span, cascade, q, kv, mask, form.scale))
+            outputs.append(_decode_cascade(span, cascade, q, kv, mask, form.scale))
         elif plain:
             attend_span = _decode if span.width == 1 else _prefill
             outputs.append(attend_span(span, q, span.cached(kv), mask, form.scale))
@@ -586,7 +586,7 @@ def _exact(span: Span, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, 
     return out if span.scatter is None else out.index_select(0, span.scatter)
 
 
-def _cascaded(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _decode_cascade(span: Span, cascade: Cascade, query: Tensor, kv: Tensor, mask: Tensor, scale: float) -> Tensor:
     """As `_decode`, from a layer's whole cache."""
     if span.scatter is not None:
         query = query.new_zeros(len(span.starts), *query.shape[1:]).index_copy_(0, span.scatter, query)

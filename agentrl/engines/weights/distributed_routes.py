@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.engines.weights.base import PACKED, ROUTES, SLOTS, Bucket, Named, Offer, Receiver, Route, Sender
-from agentrl.engines.weights.host_routes import gathered
+from agentrl.engines.weights.host_routes import gather_objects
 from agentrl.utils.errors import ConfigError, EngineError
 from agentrl.utils.network import bind_at
 
@@ -207,7 +207,7 @@ class IpcSender(Sender):
             mine = self._make(torch.cuda.current_device())
         except RuntimeError as failure:  # told to the other ranks too, which wait in the call below
             problem = f"no memory of the trainer's GPU can be shared: {failure}"
-        found = gathered((mine, problem))
+        found = gather_objects((mine, problem))
         if reasons := [each for _, each in found if each]:
             self.close()
             raise ConfigError(f"weights.route = ipc: {reasons[0]}")

@@ -239,15 +239,15 @@ def join(shards: Sequence[RowShard], number: int, count: int) -> Joined:
     """Move the shards of `count` ranks, of which this is `number`, into one segment; a collective of all ranks of the process
     group. Raises ConfigError on every rank, and nothing is moved, if one of them cannot reach it."""
     starts, size = _places(shards, count)
-    made, problem = _made(size) if number == 0 else ("", "")
-    [(file, token), *_] = [each.split(" ") for each in gathered(made or "- -")]  # the first rank's
+    made, problem = _make_segment(size) if number == 0 else ("", "")
+    [(file, token), *_] = [each.split(" ") for each in gather_objects(made or "- -")]  # the first rank's
     flat = torch.empty(0, dtype=torch.uint8)
     try:
         if number > 0 and file != "-":
             problem = _unlike(file, token, size)
         if not problem and file != "-":
-            flat = _mapped(file, size)
-        refused = [each for each in gathered(problem) if each]
+            flat = _map_segment(file, size)
+        refused = [each for each in gather_objects(problem) if each]
     finally:
         if number == 0 and file != "-":
             Path(file).unlink(missing_ok=True)  # each has mapped it, or will not: a kill from here on leaves nothing
@@ -264,11 +264,11 @@ def join(shards: Sequence[RowShard], number: int, count: int) -> Joined:
         elements = torch.Size(shard.shape).numel()
         every = flat[start:][: elements * shard.padded.itemsize].view(shard.padded.dtype)
         whole[shard.name] = every.view(shard.shape)
-    gathered("")  # what rank 0 sends is there
+    gather_objects("")  # what rank 0 sends is there
     return Joined(flat, whole)
 
 
-def gathered(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """Parts of all ranks, in their order; a collective."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
@@ -286,7 +286,7 @@ def _places(shards: Sequence[RowShard], count: int) -> tuple[list[int], int]:
     return starts, at
 
 
-def _made(size: int) -> tuple[str, str]:
+def _make_segment(size: int) -> tuple[str, str]:
     """A file in shared memory with its token, as "FILE TOKEN"; or why there can be none."""
     if not FOLDER.is_dir():
         return "", f"this machine has no {FOLDER}"
@@ -312,7 +312,7 @@ def _unlike(file: str, token: str, size: int) -> str:
         return "" if found.read(JOINED_TOKEN_BYTES).hex() == token else "the trainer's ranks do not share memory (another file)"
 
 
-def _mapped(file: str, size: int) -> Tensor:
+def _map_segment(file: str, size: int) -> Tensor:
     """The segment, uint8, with a descriptor that stays open: another process finds it by that."""
     descriptor, storages = os.open(file, os.O_RDWR), cast(Any, torch.UntypedStorage)
     try:
@@ -348,7 +348,7 @@ class InPlaceSender(SharedSender):
         self.lent = Lent(whole)
         # Storages are swapped in place: parameters, FSDP's views of them and the optimizer's state stay the same objects. Their
         # addresses change, hence the second look.
-        files = [_shared(region) for region in self.lent.regions]
+        files = [_share_region(region) for region in self.lent.regions]
         by_start = dict(zip((region.data_ptr() for region in self.lent.regions), files, strict=True))
         self.lent = Lent(self.lent.regions)
         offer = super().open()
@@ -376,7 +376,7 @@ def _check_room(tensors: Sequence[Tensor]) -> None:
         raise ConfigError(f"weights.route = in_place: {len(fresh)} weights need a file each, of {most} that the process may open")
 
 
-def _shared(region: Tensor) -> str:
+def _share_region(region: Tensor) -> str:
     """Put the region's storage into shared memory, where it is not yet; how another process finds it: its file, device and inode,
     where it begins and how long it is, in bytes."""
     storage = region.untyped_storage()

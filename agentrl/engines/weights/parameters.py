@@ -74,11 +74,11 @@ def loading_conversions(model: Any, wanted: dict[str, Any], stored: Iterable[str
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import rename_source_key
 
-    renamings, converters = _parted(get_model_conversion_mapping(model))
+    renamings, converters = _partition_pair(get_model_conversion_mapping(model))
     prefix = model.base_model_prefix
     conversions: dict[str, Conversion] = {}
     unknown = []
-    for key in _ordered(stored):
+    for key in _natural_order(stored):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # a rule for an older name matched one that is right as it is
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
@@ -98,9 +98,9 @@ def saving_conversions(model: Any, held: Iterable[str]) -> list[Conversion]:
     # A prefix that a checkpoint may or may not have had is not put back.
     kept = [transform for transform in found if not isinstance(transform, PrefixChange)]
     # Undone from the last to the first, as they build on each other.
-    renamings, converters = _parted([transform.reverse_transform() for transform in reversed(kept)])
+    renamings, converters = _partition_pair([transform.reverse_transform() for transform in reversed(kept)])
     conversions: dict[str, Conversion] = {}
-    for key in _ordered(held):
+    for key in _natural_order(held):
         name, pattern = rename_source_key(key, renamings, converters, reverse=True)
         _add(conversions, name, key, pattern, converters)
     return list(conversions.values())
@@ -145,14 +145,14 @@ class Saving:
                 yield from conversion.make(waiting.pop, self._model).items()
 
 
-def _parted(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
+def _partition_pair(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     return renamings, [transform for transform in transforms if isinstance(transform, WeightConverter)]
 
 
-def _ordered(names: Iterable[str]) -> list[str]:
+def _natural_order(names: Iterable[str]) -> list[str]:
     """As transformers orders them, so that expert 2 is before expert 10."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -198,13 +198,13 @@ def positions_of(config: Any) -> int | None:
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None
-    return longest if "gemma3" in text.model_type else int(longest * _stretched(getattr(text, "rope_parameters", None) or {}))
+    return longest if "gemma3" in text.model_type else int(longest * _rope_stretch(getattr(text, "rope_parameters", None) or {}))
 
 
-def _stretched(rope: dict[str, Any]) -> float:
+def _rope_stretch(rope: dict[str, Any]) -> float:
     """The factor by which rotary positions reach beyond `max_position_embeddings`; `rope` may hold them by kind of layer."""
     if "rope_type" not in rope:
-        return max((_stretched(part) for part in rope.values() if isinstance(part, dict)), default=1.0)
+        return max((_rope_stretch(part) for part in rope.values() if isinstance(part, dict)), default=1.0)
     return 1.0 if rope["rope_type"] in COUNTED else float(rope.get("factor") or 1.0)
 
 

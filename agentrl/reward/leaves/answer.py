@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from agentrl.data.trajectory import Json, StopReason
 from agentrl.reward.equality import equal, fault_of, places, require_math
 from agentrl.reward.leaf import LEAVES, Args, Context, Leaf, Reading, View, object_schema, or_ref
-from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close, shown
+from agentrl.reward.values import NORMALIZERS, UnscorableError, as_number, brief, numbers_close
+from agentrl.reward.values import show_number as shown
 from agentrl.utils.errors import did_you_mean
 from agentrl.utils.parsing import Numeral, is_letter, numeral, numerals
 from agentrl.utils.schemas import TextTooLongError, compile_pattern, within_seconds
@@ -23,7 +24,7 @@ _TEXTS = or_ref({"type": ["string", "number", "array"], "items": {"type": ["stri
 _STRINGS = {"enum": list(NORMALIZERS)}
 
 
-def spoken(view: View, where: str) -> str | None:
+def spoken_text(view: View, where: str) -> str | None:
     """The text that a leaf reads: the final answer, the turns without a call, all text, or all reasoning.
 
     None if there is no final answer (the last turn is a call, or there is no turn).
@@ -72,7 +73,7 @@ class TextContains(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         wanted = wanted_texts(args["expect"])
-        text = spoken(view, args.get("where", "answer"))
+        text = spoken_text(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
         found = texts_found([text], wanted, args)
@@ -135,7 +136,7 @@ class TextEquals(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         wanted = wanted_texts(args["expect"])
-        text = spoken(view, args.get("where", "answer"))
+        text = spoken_text(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
         fold = NORMALIZERS[args.get("strings", "exact")]
@@ -166,7 +167,7 @@ class NumberClose(Leaf):
         wanted = as_number(args["expect"])
         if wanted is None:
             raise UnscorableError(f"the expected answer must be a number, not {brief(args['expect'], 80)!r}")
-        text = spoken(view, args.get("where", "answer"))
+        text = spoken_text(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"expected": shown(wanted), "why": "no final answer"})
         said = list(numerals(text))
@@ -208,7 +209,7 @@ class FormatRegex(Leaf):
         self.seconds = float(args.get("seconds", 0.1))
 
     def read(self, view: View, args: Args) -> Reading:
-        text = spoken(view, args.get("where", "answer"))
+        text = spoken_text(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"pattern": args["pattern"], "why": "no final answer"})
         look = self.pattern.fullmatch if args.get("match", "full") == "full" else self.pattern.search
@@ -267,7 +268,7 @@ class MathEqual(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         wanted = _gold(args["expect"])
-        text = spoken(view, args.get("where", "answer"))
+        text = spoken_text(view, args.get("where", "answer"))
         if text is None:
             return Reading(0.0, {"expected": brief(wanted), "why": "no final answer"})
         found = equal(wanted, text, self.seconds, bool(args.get("strict", True)), bool(args.get("boxed")))

@@ -20,7 +20,7 @@ from agentrl.reward.call_matching import (
     CallRule,
     GoldCall,
     call_key,
-    declared,
+    declared_gold,
     equal_pairs,
     gold_calls,
     overlap,
@@ -136,7 +136,7 @@ def _validator(schema: Json) -> Any:
 # The graded call reward of ToolRL (Qian et al. 2025, arXiv 2504.13958, section 3.3), scaled to [0, 1]
 
 
-def graded(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> Reading:
+def grade_calls(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule, how: str) -> Reading:
     """R_max / S_max of the paper; with `scale: [-3, 3]` it is the paper's R_correct = 6 R_max / S_max - 3.
 
     r_name = |names made and expected| / |names made or expected| (as multisets), r_param = sum over the
@@ -328,9 +328,9 @@ class CallsMatch(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         gold = self._gold(view, args["expect"], args.get("declared"))
-        made = _written(args["made"], view) if "made" in args else view.made(self.by)
+        made = _calls_from_data(args["made"], view) if "made" in args else view.made(self.by)
         if self.credit == "toolrl":
-            return graded([item.call for item in made], gold, self.rule.values, self.assign)
+            return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
         pairs, credit = self._pair(made, gold, self._rule(args))
         credits = [credit(i, j) for i, j in pairs]
         value = _ratio(sum(credits), len(made), len(gold), self.compare)
@@ -353,7 +353,7 @@ class CallsMatch(Leaf):
         key = (self.form, self.by, id(expect), id(functions))
         if key not in view.memo:
             gold = [call for call in gold_calls(expect, self.form) if self.by in ("both", call.by or self.by)]
-            known = declared(gold, functions or view.trajectory.tools) if self.form == "bfcl" else gold
+            known = declared_gold(gold, functions or view.trajectory.tools) if self.form == "bfcl" else gold
             view.memo[key] = (known, expect, functions)
         calls: list[GoldCall] = view.memo[key][0]
         return calls
@@ -393,7 +393,7 @@ class CallsMatch(Leaf):
         return assign.maximum(match, choices), match
 
 
-def _written(value: Json, view: View) -> Sequence[Made]:
+def _calls_from_data(value: Json, view: View) -> Sequence[Made]:
     """Calls that are data (an answer's, say) as if they had been made: [{"name", "arguments"}, ...], or null for none."""
     items = value or []
     if not isinstance(items, list) or not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in items):

@@ -30,7 +30,7 @@ from agentrl.reward.values import (
     same,
 )
 from agentrl.utils.errors import RewardSpecError
-from agentrl.utils.parsing import detached
+from agentrl.utils.parsing import deep_copy_json
 
 # Replays of made and expected calls
 
@@ -46,7 +46,7 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
     if view.scope == "episode":
         return FrozenState(view.trajectory.state), _state(_gold_end(context, view, gold))
     wanted = _state(_gold_end(context, view, gold))
-    return _state(_made(context, view).end(view.round)), wanted
+    return _state(_own_pass(context, view).end(view.round)), wanted
 
 
 def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
@@ -128,11 +128,11 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
 
 def _gold_turn(gold: GoldCall, number: int) -> Message | ToolCall:
     """A gold call as a turn of the policy's, or as a call of the user's own."""
-    call = ToolCall(gold.name, detached(dict(gold.arguments)), id=f"gold-{number}")
+    call = ToolCall(gold.name, deep_copy_json(dict(gold.arguments)), id=f"gold-{number}")
     return call if gold.by == "user" else Message("assistant", "", (call,))
 
 
-def _made(context: Context, view: View) -> TwinPass:
+def _own_pass(context: Context, view: View) -> TwinPass:
     """The pass over the record's own turns; one for all leaves and all rounds."""
     if "made" not in view.memo:
         assert context.replay_env is not None
@@ -143,7 +143,7 @@ def _made(context: Context, view: View) -> TwinPass:
 
 
 def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
-    turns = _answered(record)
+    turns = _answered_turns(record)
     found = [RoundTurns([]) for _ in range(course.rounds[-1] + 1 if course.rounds else 0)]
     for number in range(len(found)):
         here = [turn for turn, place in zip(turns, course.rounds, strict=False) if place == number]
@@ -152,7 +152,7 @@ def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
     return found
 
 
-def _answered(record: Trajectory) -> Sequence[Turn]:
+def _answered_turns(record: Trajectory) -> Sequence[Turn]:
     """The turns; of the last one of an episode that was cut only the calls that got an answer: another may have used up the time,
     and would again."""
     turns = record.turns
@@ -168,7 +168,7 @@ def _answered(record: Trajectory) -> Sequence[Turn]:
 def _again(turn: Turn) -> Message:
     """The turn's message with arguments of its own: what a twin does to them is not done to the record."""
     said = turn.message
-    calls = tuple(ToolCall(c.name, detached(c.arguments), c.id, c.raw, c.error) for c in said.tool_calls)
+    calls = tuple(ToolCall(c.name, deep_copy_json(c.arguments), c.id, c.raw, c.error) for c in said.tool_calls)
     return Message(said.role, said.content, calls, said.tool_call_id, said.name, said.reasoning)
 
 

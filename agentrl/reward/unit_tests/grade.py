@@ -22,7 +22,7 @@ from agentrl.reward.leaf import LEAVES, REF, Args, Context, Leaf, Reading, View,
 from agentrl.reward.unit_tests.runner import BEGUN
 from agentrl.reward.values import UnscorableError, brief
 from agentrl.sandbox.base import ExecResult, SandboxSpec
-from agentrl.sandbox.sandbox_pool import chosen, require
+from agentrl.sandbox.sandbox_pool import require, sandbox_config
 from agentrl.utils.errors import DependencyError, SandboxError
 from agentrl.utils.parsing import module_of, read_json
 
@@ -73,7 +73,7 @@ def require_tests() -> None:
     """Raises DependencyError without pytest, ResourceError without a sandbox on this machine."""
     if importlib.util.find_spec("pytest") is None:
         raise DependencyError("the leaf code.tests runs pytest: pip install 'agentrl[testing]'")
-    require(chosen(None))
+    require(sandbox_config(None))
 
 
 def grade(tests: str, code: str, module: str = "solution", limits: GradeLimits | None = None) -> Graded:
@@ -88,7 +88,7 @@ def grade(tests: str, code: str, module: str = "solution", limits: GradeLimits |
 
 
 async def _grade(tests: str, code: str, module: str, limits: GradeLimits) -> Graded:
-    provider = require(chosen(None))
+    provider = require(sandbox_config(None))
     seconds = int(limits.total + GRACE)
     spec = SandboxSpec(memory=limits.memory, cpu_s=seconds, pids=64, file_size=1 << 24, disk=1 << 25)
     request = {"tests": tests, "code": code, "module": module, "seconds": limits.seconds, "total": limits.total}

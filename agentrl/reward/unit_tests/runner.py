@@ -2,8 +2,7 @@
 
 A program of the standard library, run inside of a sandbox (`grade.py` starts it). The code never runs here and cannot reach this
 process, so that it can patch no pytest, read no test and write no report: the file with the tests is gone before it starts, this
-process cannot be traced by others, and nothing that others write is imported.
-"""
+process cannot be traced by others, and nothing that others write is imported."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ class Code:
         finally:
             changed = self.changed
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            self.sound(lambda: [_kept(given[place], one) for place, one in changed])
+            self.sound(lambda: [_keep_container(given[place], one) for place, one in changed])
         if reply.get("stop"):
             raise StopIteration
         return self.sound(lambda: self.decode(reply["value"]))
@@ -285,13 +284,13 @@ def _others(item: str | float | bytes) -> list[Any]:
     return [*near, *(type(item)(draw.randint(10**6, 10**9)) for _ in range(6))]
 
 
-def _kept(old: Any, new: Any) -> Any:
+def _keep_container(old: Any, new: Any) -> Any:
     """The test's own container, made what the code has made of it, down to those in it; for all else what it is now."""
     kinds = (list, dict, set, bytearray, tuple)
     if type(new) not in kinds or not isinstance(old, type(new)):
         return new
     if isinstance(new, dict):
-        now = {key: _kept(old[key], one) if key in old else one for key, one in new.items()}
+        now = {key: _keep_container(old[key], one) if key in old else one for key, one in new.items()}
         old.clear()
         old.update(now)
         return old
@@ -302,7 +301,7 @@ def _kept(old: Any, new: Any) -> Any:
     if isinstance(new, bytearray):
         old[:] = new
         return old
-    whole = [_kept(mine, one) for mine, one in zip(old, new, strict=False)] + list(new[len(old) :])
+    whole = [_keep_container(mine, one) for mine, one in zip(old, new, strict=False)] + list(new[len(old) :])
     if isinstance(new, list):
         old[:] = whole
         return old

@@ -248,7 +248,7 @@ def trajectory_frame(trajectory: Trajectory, record: str) -> tuple[Fields, bytes
         ledgers.append({"tokens": len(ledger)} | ({} if experts is None else {"experts": _shape(experts)}))
         parts += [state[name] for name in columns.KINDS]
         parts += [] if experts is None else [experts]
-    return {"ledgers": ledgers}, _joined(parts) + record.encode()
+    return {"ledgers": ledgers}, _join_frames(parts) + record.encode()
 
 
 def trajectory_of(fields: Mapping[str, Any], blob: memoryview) -> Trajectory:
@@ -316,7 +316,7 @@ def generation_frame(generation: Generation) -> tuple[Fields, bytes]:
     if generation.experts is not None:
         fields["experts"] = _shape(generation.experts)
         parts.append(generation.experts)
-    return fields, _joined(parts)
+    return fields, _join_frames(parts)
 
 
 def generation_of(fields: Mapping[str, Any], blob: memoryview) -> Generation:
@@ -368,7 +368,7 @@ def _shape(array: npt.NDArray[Any]) -> Fields:
     return {"shape": list(array.shape), "type": array.dtype.str}
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]]) -> bytes:
+def _join_frames(parts: Sequence[npt.NDArray[Any]]) -> bytes:
     return b"".join(np.ascontiguousarray(part).data.cast("B") for part in parts if part.size)
 
 

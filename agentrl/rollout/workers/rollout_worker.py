@@ -40,7 +40,21 @@ from agentrl.rollout.workers.channel import (
 )
 from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import LoopWatchdog
-from agentrl.utils.spans import TracePlace, TraceSpan, at, from_json, here, listen, listens_to_all, machine, now, to_json, told
+from agentrl.utils.spans import (
+    TracePlace,
+    TraceSpan,
+    add_listener,
+    at,
+    from_json,
+    here,
+    listens_to_all,
+    machine,
+    now,
+    to_json,
+)
+from agentrl.utils.spans import (
+    receive_span as told,
+)
 from agentrl.utils.threads import in_thread
 
 # Spans
@@ -48,7 +62,7 @@ from agentrl.utils.threads import in_thread
 SpanFields = dict[str, Any]
 
 
-def asked() -> SpanFields | None:
+def span_fields() -> SpanFields | None:
     """For a job: where in a trace its episode lies; None if nobody listens."""
     place = here()
     if place is None or not (place.sampled or listens_to_all()):
@@ -75,7 +89,7 @@ class Outbox:
         if fields["all"] is not self._all:
             self._leave()
             self._all = fields["all"]
-            self._leave = listen(self._found.append, all=fields["all"])
+            self._leave = add_listener(self._found.append, all=fields["all"])
         numbers = {key: int(fields[key], 16) for key in ("trace", "id", "home")}
         return TracePlace(**{**{key: value for key, value in fields.items() if key not in ("all", "sent")}, **numbers})
 

@@ -20,7 +20,7 @@ from agentrl.rollout.engine import Engine, Need, RequestRouter
 from agentrl.rollout.episode import score_episode
 from agentrl.rollout.player import Job, Player, RunEnv
 from agentrl.rollout.workers.channel import Channel, Door, Fields, Hub, fault_of, job_fields, trajectories_of
-from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, Rows, asked, leave
+from agentrl.rollout.workers.rollout_worker import EngineService, Inbox, Rows, leave, span_fields
 from agentrl.utils.errors import WorkerDiedError
 from agentrl.utils.event_loop import OwnedTasks
 
@@ -183,7 +183,7 @@ class RemoteWorker:
         answer: asyncio.Future[tuple[Fields, memoryview]] = asyncio.get_running_loop().create_future()
         self._answers[number], self.running[number] = answer, watched
         self._known.setdefault(watched, watch.moves)
-        self._channel.send("play", id=number, job=fields, watch=watched, look=watch.look, keep=keep, trace=asked())
+        self._channel.send("play", id=number, job=fields, watch=watched, look=watch.look, keep=keep, trace=span_fields())
         try:
             try:
                 await asyncio.wait([answer])

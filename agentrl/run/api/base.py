@@ -43,11 +43,11 @@ class Both(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Wait for the result. Ctrl-C cancels the work, and waits until it has ended."""
-        return blocked(self._work(*args, **kwargs))
+        return run_blocking(self._work(*args, **kwargs))
 
     async def aio(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The same, awaited, in any event loop."""
-        return await awaited(self._work(*args, **kwargs))
+        return await run_awaited(self._work(*args, **kwargs))
 
 
 class BothMethod(Generic[S, P, R]):
@@ -65,7 +65,7 @@ class BothMethod(Generic[S, P, R]):
         return self if instance is None else Both(MethodType(self._work, instance))
 
 
-def blocked(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, in the background loop. Raises what it raises, and RuntimeError if it is called there."""
     held = background()
     if held.here:
@@ -129,7 +129,7 @@ def _cancel(loop: asyncio.AbstractEventLoop, begun: list[asyncio.Task[Any]], end
             continue
 
 
-async def awaited(work: Coroutine[Any, Any, T]) -> T:
+async def run_awaited(work: Coroutine[Any, Any, T]) -> T:
     """The same for a caller with an event loop of its own, or in the background loop itself. If the caller is cancelled, so is
     the work, and its end is waited for."""
     held = background()

@@ -213,7 +213,7 @@ async def _train(
     if accept is not None:
         unnamed = getattr(accept, "__name__", "") == "<lambda>"
         top["rollout.accept"] = {"name": give(accept, "accept")} if unnamed else accept
-    made, folder, notes, resumed = await in_thread("load", _prepared, config, top, resume, overwrite)
+    made, folder, notes, resumed = await in_thread("load", _prepare_run, config, top, resume, overwrite)
     watching = [*callbacks, *([Functions(on_step, on_group)] if on_step or on_group else [])]
     interrupt = Interrupt(say)
     work = partial(execute, made, folder, resumed=resumed, notes=notes, callbacks=watching, interrupt=interrupt)
@@ -241,7 +241,7 @@ async def _train(
 train = Both(_train)
 
 
-def _prepared(
+def _prepare_run(
     config: Config | None, top: Mapping[str, Any], resume: str | Path | None, overwrite: bool
 ) -> tuple[TrainConfig, RunFolder, Sequence[str], bool]:
     """The config with everything checked, and its folder."""

@@ -27,7 +27,7 @@ from agentrl.run.display import Display
 from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.run_log import RunLog
-from agentrl.run.session import Session, fed, open_session
+from agentrl.run.session import Session, open_session, republish_to_new_replicas
 from agentrl.run.sft import warm_start
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.trainer.families import with_packing
@@ -168,7 +168,7 @@ class LivePolicy:
                 "policy.collect: an update was published without groups of policy.collect, which counts them; use policy.play "
                 "for all updates of a session, or policy.collect for all"
             )
-        groups = await fed(self._session, self._session.collector.collect())
+        groups = await republish_to_new_replicas(self._session, self._session.collector.collect())
         self._trainer.collected = groups
         return groups
 
@@ -204,7 +204,7 @@ class LivePolicy:
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
         numbers = numbers or [next(self._numbers) for _ in seeds]
-        episodes = await fed(
+        episodes = await republish_to_new_replicas(
             self._session,
             run_tasks(
                 self._session.player,
@@ -242,7 +242,7 @@ class LivePolicy:
             split=split or own.split,
             temperature=own.temperature,
         )
-        found = summarize(await fed(self._session, playing))
+        found = summarize(await republish_to_new_replicas(self._session, playing))
         if config.rollout.max_staleness == 0:
             await self._session.engine.forget()
             await self._session.judges.forget()

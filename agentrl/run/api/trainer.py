@@ -28,7 +28,7 @@ from agentrl.trainer.roles import Critic
 from agentrl.trainer.train_engine import rests
 from agentrl.trainer.update import check_algorithm
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
-from agentrl.utils.search_path import give, packed, unpack
+from agentrl.utils.search_path import give, pack_given, unpack
 from agentrl.utils.threads import in_thread
 
 LossFunction = Callable[..., LossOutput]
@@ -353,7 +353,7 @@ class Trainer:
     async def _sent_loss(self, loss: LossFunction) -> Choice:
         name = give(loss)
         if self._sent.get(name) is not loss:  # a cell that is run again has another function under the name
-            await self._session.actors.in_processes(unpack, packed([name]))
+            await self._session.actors.in_processes(unpack, pack_given([name]))
             self._sent[name] = loss
         return Choice(name=name)
 

@@ -10,7 +10,7 @@ before the last check. The checks are in the files of this folder (`agent`, `bra
 from __future__ import annotations
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, told, trained, warmed
+from agentrl.config.envs import alone, name_entry_in_errors, trained_envs, warm_start_envs
 from agentrl.config.identity import check_references
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
@@ -109,12 +109,12 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     # checked in the config of each, as if it were alone.
     scorers: dict[str, Scorer] = {}
     for env in config.envs:
-        with told(config, env):
+        with name_entry_in_errors(config, env):
             one = alone(config, env)
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
             check_agent(one, ref)
-            if trained(one):
+            if trained_envs(one):
                 check_trainable(one)
             check_start(one, ref)
             check_branch(one, ref)
@@ -129,9 +129,9 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     packing_of(config)
     engine = resolve_engine(config)
     for env in config.envs:
-        with told(config, env):
+        with name_entry_in_errors(config, env):
             one = alone(config, env)
-            if trained(one):
+            if trained_envs(one):
                 check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
             check_prompts(one, engine, EnvRef.of(one))
@@ -143,16 +143,16 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     check_preflight(config, scorers, planned)
     notes += suite_notes(config)
     for env in config.envs:
-        with told(config, env):
+        with name_entry_in_errors(config, env):
             one = alone(config, env)
             check_gold(one, EnvRef.of(one), scorers[env.called])
             check_success(one, EnvRef.of(one), scorers[env.called])
             check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            if trained(one):  # a reward that teaches the wrong thing, of what teaches nothing
+            if trained_envs(one):  # a reward that teaches the wrong thing, of what teaches nothing
                 notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
-    for env in [] if config.sft is None else warmed(config):
-        with told(config, env):
+    for env in [] if config.sft is None else warm_start_envs(config):
+        with name_entry_in_errors(config, env):
             one = alone(config, env)
             check_warm_start(one, EnvRef.of(one))
     return notes
@@ -167,7 +167,7 @@ def check_eval(config: TrainConfig, purpose: Purpose = "eval") -> None:
     check_workers(config, False)
     scorers: dict[str, Scorer] = {}
     for env in config.envs:
-        with told(config, env):
+        with name_entry_in_errors(config, env):
             one = alone(config, env)
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)

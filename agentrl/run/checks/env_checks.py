@@ -10,7 +10,7 @@ from contextlib import closing
 import httpx
 
 from agentrl.config import RolloutConfig, TrainConfig
-from agentrl.config.envs import alone, each, entry_name, trained_at_all, warmed
+from agentrl.config.envs import alone, each, entry_name, trained_at_all, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
 from agentrl.config.schema import BranchConfig, EnvConfig
 from agentrl.data.trajectory import Message, Trajectory
@@ -25,7 +25,7 @@ from agentrl.rollout.context import CONTEXTS
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
-from agentrl.rollout.player import planted
+from agentrl.rollout.player import plant_trees
 from agentrl.rollout.samplers import fresh_seed, make_sampler
 from agentrl.rollout.starts import places
 from agentrl.run.assembly import agents_of, read_inputs, renderer_of, scorer_of
@@ -34,7 +34,7 @@ from agentrl.run.engine_choice import engine_of
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import AgentrlError, CatalogError, ConfigError, ResourceError
 from agentrl.utils.network import exempt_own, through_proxy
-from agentrl.utils.redaction import resolved
+from agentrl.utils.redaction import resolve_references
 
 # Names
 
@@ -46,7 +46,7 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
     Reads: env, sft.params, sft.gate_params, sft.envs.
     """
     check_played(config, origins)
-    for env in [] if config.sft is None else warmed(config):
+    for env in [] if config.sft is None else warm_start_envs(config):
         sft, number = alone(config, env).sft, config.envs.index(env)
         assert sft is not None
         for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):
@@ -55,7 +55,7 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
             try:
                 check_ref(EnvRef.of(alone(config, env)).with_params(params))
             except ParameterError as problem:
-                raise _told(config, problem, (*keys, problem.name or ""), number, origins) from problem
+                raise _with_key(config, problem, (*keys, problem.name or ""), number, origins) from problem
 
 
 def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, only: Collection[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def check_played(config: TrainConfig, origins: Callable[[], Origins] = Origins, 
             try:
                 check_ref(EnvRef.of(alone(config, env)))
             except CatalogError as problem:
-                raise _told(config, problem, (*_at(config, number), *_key_of(problem, env)), number, origins) from problem
+                raise _with_key(config, problem, (*_at(config, number), *_key_of(problem, env)), number, origins) from problem
 
 
 def _at(config: TrainConfig, number: int) -> Keys:
@@ -79,7 +79,9 @@ def _key_of(problem: CatalogError, env: EnvConfig) -> Keys:
     return ("sandbox",) if problem.name == "sandbox" and "sandbox" not in env.params else ("params", problem.name)
 
 
-def _told(config: TrainConfig, problem: CatalogError, keys: Keys, number: int, origins: Callable[[], Origins]) -> CatalogError:
+def _with_key(
+    config: TrainConfig, problem: CatalogError, keys: Keys, number: int, origins: Callable[[], Origins]
+) -> CatalogError:
     """The error with the key and its place in front; as it is, if it is of a name that was typed as such."""
     place = origins().of(keys)
     if place == COMMAND_LINE:
@@ -166,7 +168,7 @@ def _sizes(one: TrainConfig) -> str | None:
             f"roots = {branch.roots} of rollout.group_size = {size} members begin at the beginning, so none would branch; set "
             f"roots below {size}"
         )
-    most = max(map(len, planted(range(size), branch.roots).values()))
+    most = max(map(len, plant_trees(range(size), branch.roots).values()))
     if 1 + most > one.rollout.max_episodes:
         return (
             f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {one.rollout.max_episodes}; "
@@ -232,13 +234,13 @@ def _branch_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
         if env.user_models():
             return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
         try:
-            run_sync(_forked(env, one.seed))
+            run_sync(_check_forked(env, one.seed))
         except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
             return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
     return None
 
 
-async def _forked(env: ToolEnv, seed: int) -> None:
+async def _check_forked(env: ToolEnv, seed: int) -> None:
     await env.areset(seed=fresh_seed(seed, 0), options={"split": "train"})
     try:
         await env.fork().aclose()
@@ -441,7 +443,7 @@ class Scripted(Engine):
 
 
 def _check_url(url: str) -> None:
-    address = resolved(url, "agent.url")
+    address = resolve_references(url, "agent.url")
     exempt_own(address)
     try:
         httpx.get(address, timeout=_ANSWERS_WITHIN)  # whatever it answers: only a POST is an episode

@@ -47,7 +47,7 @@ def check_models(config: TrainConfig, trains: bool = True, planned: bool = False
     path = config.model.path
     if path is None or "messages" in engine_of(config).traits:
         return
-    with _told("model.path", path):
+    with _name_model_in_errors("model.path", path):
         computed = trains or "transformers" in engine_of(config).traits
         _check_files(config, path, planned, classifier=_scores(config, path), computed=computed)
         check_tokenizer(config.model)
@@ -65,7 +65,7 @@ def check_other_models(config: TrainConfig, planned: bool = False) -> None:
     Reads: model, critic, reward_model, algorithm.distillation.
     """
     for key, path in other_models(config).items():
-        with _told(key, path):
+        with _name_model_in_errors(key, path):
             _check_files(config, path, planned, classifier=key == "reward_model.path")
             if key == "algorithm.distillation.path":
                 _check_ids(config, path)
@@ -78,7 +78,7 @@ def check_judge_model(config: TrainConfig, key: str, planned: bool = False) -> N
     Reads: model, engine.
     """
     path = str(config.model.path)
-    with _told(key, path):
+    with _name_model_in_errors(key, path):
         _check_files(config, path, planned, computed="transformers" in ENGINES.entry(config.engine).traits)
         check_tokenizer(config.model)
 
@@ -261,7 +261,7 @@ def _check_text(found: Any) -> None:
 
 
 @contextmanager
-def _told(key: str, path: str) -> Iterator[None]:
+def _name_model_in_errors(key: str, path: str) -> Iterator[None]:
     """Begins a ModelError with the key and the model."""
     try:
         yield
@@ -285,7 +285,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     if "messages" in engine_of(config).traits:
         return
     for key, path in other_models(config).items() if trains else ():
-        if _pictured(path, config.model.trust_remote_code):
+        if _takes_pictures(path, config.model.trust_remote_code):
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
@@ -297,7 +297,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
 
 
-def _pictured(path: str, trust: bool) -> bool:
+def _takes_pictures(path: str, trust: bool) -> bool:
     try:
         return takes_images(load_model_config(path, trust))
     except ModelError:  # the check of that model says what is wrong with it

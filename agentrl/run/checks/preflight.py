@@ -3,8 +3,7 @@
 Every MCP server is started and lists its tools; every model behind an API is asked for a word, without retries, with the very
 parameters that the run's calls have: the policy,
 the writer of summaries, judges (of a benchmark, if one of its tasks asks them), and those that play users, as far as the
-environment names them (`ToolEnv.user_models`).
-"""
+environment names them (`ToolEnv.user_models`)."""
 
 from __future__ import annotations
 
@@ -39,6 +38,7 @@ from agentrl.utils.parsing import json_text
 
 if TYPE_CHECKING:
     import openai
+
 
 QUESTION = {"role": "user", "content": "Answer with the word: ready"}
 Purpose = Literal["eval", "rollout"]
@@ -170,7 +170,7 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
 
     def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> None:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and _asked(whens, tasks):
+        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and _must_ask(whens, tasks):
             found.append(node.leaf)
         for child in node.children():
             visit(child, whens)
@@ -180,7 +180,7 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
     return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
 
 
-def _asked(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) -> bool:
+def _must_ask(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) -> bool:
     return tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks)
 
 
@@ -258,14 +258,14 @@ def _ask(asked: ApiModel, seconds: float) -> None:
         ) from problem
     except openai.APIError as problem:
         # Others come from a server that is there and busy, or has an outage of the moment: runs have retries for that.
-        if _unreached(problem):
+        if _is_unreached(problem):
             raise ResourceError(
                 f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {seconds:g} s "
                 f"(health.preflight_timeout): {said(problem)}"
             ) from problem
 
 
-def _unreached(problem: BaseException) -> bool:
+def _is_unreached(problem: BaseException) -> bool:
     """Return True if no answer came at all; litellm says so only in what its error was raised from."""
     import openai
 

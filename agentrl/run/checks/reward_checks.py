@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from agentrl.config import TrainConfig
-from agentrl.config.envs import alone, each, the_env, trained, weight_at
+from agentrl.config.envs import alone, each, the_env, trained_envs, weight_at
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef, spec_word
 from agentrl.env.wrappers import WRAPPERS
@@ -90,7 +90,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
     try:
-        split = "train" if trained(config) else config.eval.split
+        split = "train" if trained_envs(config) else config.eval.split
         fault = _first_fault(_tasks(config, sound), split, scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
@@ -290,7 +290,7 @@ def check_gold(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         return
     seen: set[str] = set()
     until = time.monotonic() + GOLD_SECONDS
-    splits = dict.fromkeys((*(["train"] if trained(config) else []), config.eval.split))
+    splits = dict.fromkeys((*(["train"] if trained_envs(config) else []), config.eval.split))
     for looked, task in enumerate(_gold_tasks(env, splits), start=1):
         view = episode_view(Trajectory(env.id, task))
         for node in nodes:
@@ -376,7 +376,7 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     if why is not None:
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     try:
-        probed = _probed(config, env, scorer)
+        probed = _probe_findings(config, env, scorer)
     except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
     _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
@@ -391,7 +391,7 @@ def _not_probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> str | None:
     return None
 
 
-def _probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
+def _probe_findings(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
     # A script cannot try again if a tool fails at random, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound, until = replace(env, wrappers=kept).scripted(), time.monotonic() + LINT_SECONDS

@@ -16,7 +16,8 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from agentrl.config import EnvConfig, TrainConfig
-from agentrl.config.envs import alone, check_temperatures, each, the_env, trained, warmed
+from agentrl.config.envs import alone, check_temperatures, each, the_env, warm_start_envs
+from agentrl.config.envs import trained_envs as trained
 from agentrl.config.load import load_config
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.env import ToolEnv
@@ -85,7 +86,7 @@ def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
     ref = EnvRef.of(one)
     sampler = make_sampler(one.rollout.sampler)
     drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one) else []
-    return [*drawn, ref.with_params(one.sft.params)] if one.sft is not None and env in warmed(config) else drawn
+    return [*drawn, ref.with_params(one.sft.params)] if one.sft is not None and env in warm_start_envs(config) else drawn
 
 
 def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:
@@ -361,13 +362,13 @@ def survey_of(one: TrainConfig) -> Survey:
     if key not in _surveys:
         while len(_surveys) >= 16:
             _surveys.pop(next(iter(_surveys)))
-        _surveys[key] = _made(one)
+        _surveys[key] = _make_survey(one)
     return _surveys[key]
 
 
-def _made(one: TrainConfig) -> Survey:
+def _make_survey(one: TrainConfig) -> Survey:
     called = one.envs[0].called
-    if (why := _skipped(one)) is not None:
+    if (why := _skip_reason(one)) is not None:
         return Survey(called, {}, [], skipped=why)
     limits = limits_of(one)
     renderer, began = renderer_of(one.model, tokenizer_of(one)), time.monotonic()
@@ -386,7 +387,7 @@ def _made(one: TrainConfig) -> Survey:
     return Survey(called, limits, parts, time.monotonic() - began)
 
 
-def _skipped(one: TrainConfig) -> str | None:
+def _skip_reason(one: TrainConfig) -> str | None:
     if os.environ.get(OFF) == "0":
         return f"{OFF} = 0"
     if one.envs[0].url is not None:

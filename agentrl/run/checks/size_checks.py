@@ -30,8 +30,8 @@ from agentrl.run.judges import (
     judge_config,
     judge_makers,
     judge_processes,
+    name_judge_in_errors,
     own_leaves,
-    told,
 )
 from agentrl.run.judges import (
     ROLE as JUDGE,
@@ -43,7 +43,7 @@ from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_co
 from agentrl.trainer.train_engine import check_on_host, mesh_of
 from agentrl.utils.errors import ConfigError, ModelError, RenderError, ResourceError
 from agentrl.utils.processor import usable_cpus, usable_memory
-from agentrl.utils.search_path import packed, used
+from agentrl.utils.search_path import pack_given, used_names
 
 # Free resources
 
@@ -454,7 +454,7 @@ def check_workers(config: TrainConfig, trains: bool) -> None:
     """
     workers, table = config.rollout.workers, config.model_dump(mode="json", exclude_none=True)
     if workers or config.cluster.backend == "ray":  # actors need a loss, workers also environments and rewards
-        packed(used(table if workers else table["algorithm"]))
+        pack_given(used_names(table if workers else table["algorithm"]))
     if not workers:
         return
     if config.cluster.backend != "ray":
@@ -504,7 +504,7 @@ def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[
     check_judge_model(own, f"{key}.path", planned)
     if takes_images(load_model_config(path, trust)):
         raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
-    with told(key):
+    with name_judge_in_errors(key):
         maker.check_installed()
         maker.check()
         check_heads(own, own.engine)

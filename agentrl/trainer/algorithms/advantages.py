@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.data.ragged import discounted, following, on_mask, spread, whiten, zscores
+from agentrl.data.ragged import discounted_sums, following, on_mask, spread, whiten_masked, zscores
 from agentrl.trainer.algorithms.base import (
     AdvantageInput,
     AdvantageOutput,
@@ -24,10 +24,10 @@ from agentrl.trainer.algorithms.base import (
     deviation,
     episode_tokens,
     episodes,
-    normalized,
+    normalize_by_key,
     row_advantages,
     scored_mask,
-    standardized,
+    standardize_in_groups,
     turns_of,
 )
 from agentrl.utils.errors import ConfigError
@@ -185,7 +185,7 @@ def multi_reward(
     def rule(e: Episodes) -> Tensor:
         total = torch.zeros_like(e.reward)
         for number, factor in enumerate(scale):
-            total = total + factor * _normalized(e, columns[e.first, number].double(), eps)
+            total = total + factor * _normalize_rewards(e, columns[e.first, number].double(), eps)
         if not whitened:
             return total
         std = deviation(total, torch.zeros_like(e.group), 1) + eps  # all episodes as one group
@@ -194,10 +194,10 @@ def multi_reward(
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
 
 
-def _normalized(e: Episodes, values: Tensor, eps: float) -> Tensor:
+def _normalize_rewards(e: Episodes, values: Tensor, eps: float) -> Tensor:
     known = ~torch.isnan(values)
     out = torch.zeros_like(values)
-    out[known] = standardized(values[known], e.group[known], e.groups, eps)
+    out[known] = standardize_in_groups(values[known], e.group[known], e.groups, eps)
     return out
 
 
@@ -222,7 +222,7 @@ def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, l
     subtracts beta times the k1 estimate of the KL from each token's reward: `algorithm.kl.where = "reward"`.
     """
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
-    returns = discounted(tokens.earned(batch.token_rewards), tokens.compact, gamma)
+    returns = discounted_sums(tokens.earned(batch.token_rewards), tokens.compact, gamma)
     return AdvantageOutput(tokens.put(zscores(returns), dtype), tokens.put(returns, dtype))
 
 
@@ -233,7 +233,7 @@ def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
     A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
     """
     rows = row_advantages(batch, Episodes.centered)
-    return AdvantageOutput(whiten(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))
+    return AdvantageOutput(whiten_masked(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))
 
 
 # Critics
@@ -259,7 +259,7 @@ def gae(
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
     values = batch.values[tokens.indices].double()
     delta = tokens.earned(batch.token_rewards) + gamma * following(values, tokens.compact) - values
-    raw = discounted(delta, tokens.compact, gamma * lam)
+    raw = discounted_sums(delta, tokens.compact, gamma * lam)
     returns = batch.values.to(dtype) * batch.mask
     returns[tokens.indices] = (raw + values).to(dtype)
     return AdvantageOutput(tokens.put(zscores(raw) if whitened else raw, dtype), returns)
@@ -286,7 +286,7 @@ def gae_turns(
     turns, dtype = turns_of(batch), batch.reward.dtype
     values = batch.values[turns.first].double()
     delta = turns.reward + gamma * following(values, turns.offsets) - values
-    raw = discounted(delta, turns.offsets, gamma * lam)
+    raw = discounted_sums(delta, turns.offsets, gamma * lam)
     returns = batch.values.to(dtype) * batch.mask
     returns[turns.tokens.indices] = (raw + values)[turns.segment].to(dtype)
     per_token = raw[turns.segment]
@@ -305,7 +305,7 @@ def turn_returns(
     member reached gets 0."""
     turns = turns_of(batch)
     returns = turns.returns(gamma)
-    advantages = normalized(returns, torch.stack([turns.group, turns.index], dim=1), divide)
+    advantages = normalize_by_key(returns, torch.stack([turns.group, turns.index], dim=1), divide)
     dtype = batch.reward.dtype
     return AdvantageOutput(turns.put(advantages, dtype), turns.put(returns, dtype))
 
@@ -332,7 +332,7 @@ def gigpo(
         raise ConfigError('algorithm.advantage "gigpo" needs the states of turns (column `anchors`)')
     turns = turns_of(batch)
     keys = torch.stack([turns.group, batch.anchors[turns.first].to(torch.int64)], 1)
-    steps = turns.put(normalized(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
+    steps = turns.put(normalize_by_key(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
 
     def rule(e: Episodes) -> Tensor:
         return e.standardized(EPS) if divide else e.centered()

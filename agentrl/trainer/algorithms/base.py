@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from agentrl.data.ragged import credit, discounted, row_counts, row_ids, row_sum, sampled_offsets, spread
+from agentrl.data.ragged import credit, discounted_sums, row_counts, row_ids, row_sum, sampled_offsets, spread
 from agentrl.utils.errors import ConfigError
 
 Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
@@ -181,7 +181,7 @@ def group_total(values: Tensor, group: Tensor, groups: int) -> Tensor:
     return values.new_zeros(groups).index_add(0, group, values)
 
 
-def centered(values: Tensor, group: Tensor, groups: int, weights: Tensor | None = None) -> Tensor:
+def center_in_groups(values: Tensor, group: Tensor, groups: int, weights: Tensor | None = None) -> Tensor:
     """Values minus the (weighted) mean of their group, float64 [S]; exactly 0 if all values of the group are equal."""
     values = values.double()
     least = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
@@ -195,14 +195,14 @@ def centered(values: Tensor, group: Tensor, groups: int, weights: Tensor | None 
 def deviation(values: Tensor, group: Tensor, groups: int) -> Tensor:
     """Unbiased standard deviation of the group of each value, float64 [S]; 0 in a group of one."""
     count = group_total(torch.ones_like(values, dtype=torch.float64), group, groups)
-    squares = group_total(centered(values, group, groups).square(), group, groups)
+    squares = group_total(center_in_groups(values, group, groups).square(), group, groups)
     return (squares / (count - 1).clamp(min=1)).sqrt()[group]
 
 
-def standardized(values: Tensor, group: Tensor, groups: int, eps: float) -> Tensor:
+def standardize_in_groups(values: Tensor, group: Tensor, groups: int, eps: float) -> Tensor:
     """(value - mean) / (std + eps) within each group, float64 [S]; exactly 0 if all are equal, even with eps = 0."""
     scale = deviation(values, group, groups) + eps
-    return centered(values, group, groups) / torch.where(scale > 0, scale, 1.0)
+    return center_in_groups(values, group, groups) / torch.where(scale > 0, scale, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +222,11 @@ class Episodes:
 
     def centered(self, weights: Tensor | None = None) -> Tensor:
         """Rewards minus their group's (weighted) mean, [U]."""
-        return centered(self.reward, self.group, self.groups, weights)
+        return center_in_groups(self.reward, self.group, self.groups, weights)
 
     def standardized(self, eps: float) -> Tensor:
         """(reward - mean) / (std + eps) within each group, [U]."""
-        return standardized(self.reward, self.group, self.groups, eps)
+        return standardize_in_groups(self.reward, self.group, self.groups, eps)
 
     def std(self) -> Tensor:
         """Unbiased standard deviation of the rewards in the group of each episode, [U]; 0 in a group of one."""
@@ -341,7 +341,7 @@ class Turns:
 
     def returns(self, gamma: float) -> Tensor:
         """Reward-to-go from turn to turn, over all ledgers of the episode, float64 [S]."""
-        return discounted(self.reward, self.offsets, gamma)
+        return discounted_sums(self.reward, self.offsets, gamma)
 
     def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A turn's value on each of its sampled tokens: [S] -> [T], 0 elsewhere."""
@@ -374,14 +374,14 @@ def turns_of(batch: AdvantageInput) -> Turns:
     return Turns(group, turns[fresh], reward, first, offsets, segment, tokens)
 
 
-def normalized(values: Tensor, keys: Tensor, divide: bool, eps: float = 1e-6) -> Tensor:
+def normalize_by_key(values: Tensor, keys: Tensor, divide: bool, eps: float = 1e-6) -> Tensor:
     """Values [S] minus the mean of those with the same key, with `divide` in unbiased standard deviations, float64.
 
     `keys` int64 [S, K]. A value that is the only one of its key, or equal to all others, becomes exactly 0.
     """
     _, group = torch.unique(keys, dim=0, return_inverse=True)
     size = int(group.max()) + 1 if len(group) else 0
-    return standardized(values, group, size, eps) if divide else centered(values, group, size)
+    return standardize_in_groups(values, group, size, eps) if divide else center_in_groups(values, group, size)
 
 
 # States

@@ -28,10 +28,10 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 
     No paper has this bound; beyond it the gradient is 0.
     """
-    return bounded(new - old)
+    return clamp_exponent(new - old)
 
 
-def bounded(exponent: Tensor) -> Tensor:
+def clamp_exponent(exponent: Tensor) -> Tensor:
     """An exponent clamped to +-20. Sums and means over a row are clamped after they are taken, not token by token."""
     return torch.clamp(exponent, -LIMIT, LIMIT)
 
@@ -128,7 +128,7 @@ def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> 
     """
     mean = row_mean(batch.logprobs.detach() - batch.old_logprobs, batch.mask, batch.offsets)
     # The detached mean gives the value; the difference, 0 up to rounding, gives the gradient.
-    ratio = torch.exp(bounded(spread(mean, batch.offsets, len(batch.mask)) + batch.logprobs - batch.logprobs.detach()))
+    ratio = torch.exp(clamp_exponent(spread(mean, batch.offsets, len(batch.mask)) + batch.logprobs - batch.logprobs.detach()))
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, None)
 
 
@@ -147,7 +147,7 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
     clamped = torch.clamp(delta, -clip_low, clip_high)
     # One side only, as PPO's minimum does it: a token that moved the wrong way must keep its gradient.
     chosen = torch.where(advantage > 0, torch.minimum(delta, clamped), torch.maximum(delta, clamped))
-    ratio = torch.exp(bounded(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
+    ratio = torch.exp(clamp_exponent(spread(row_mean(chosen, batch.mask, batch.offsets), batch.offsets, tokens)))
     metrics = {"ratio": ratio.detach(), "clip_fraction": (chosen != delta).float()}
     return LossOutput(-advantage * ratio, metrics)
 
@@ -192,7 +192,7 @@ def clip_cov(
     """PPO clip, without the loss of the picked tokens."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     out = clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, dual_clip)
-    picked = _picked(batch)
+    picked = _picked_mask(batch)
     # Their loss is dropped, not their place in the mean: the denominators were settled before anything was picked.
     loss = torch.where(picked, torch.zeros_like(out.loss), out.loss)
     return LossOutput(loss, {**out.metrics, "picked": picked.float()})
@@ -203,7 +203,7 @@ def kl_cov(batch: LossInput, *, share: Share = 2e-3, coefficient: Coefficient = 
     """-A r, plus coefficient * |log r| on the picked tokens."""
     delta = log_ratio(batch.logprobs, batch.old_logprobs)
     ratio = torch.exp(delta)
-    picked = _picked(batch)
+    picked = _picked_mask(batch)
     penalty = torch.where(picked, coefficient * delta.abs(), torch.zeros_like(delta))
     return LossOutput(-batch.advantages * ratio + penalty, {"ratio": ratio.detach(), "picked": picked.float()})
 
@@ -216,7 +216,7 @@ def selection_of(name: str, args: Mapping[str, Any]) -> Selection | None:
     return Selection(given["share"], given.get("low"), given.get("high"))
 
 
-def _picked(batch: LossInput) -> torch.Tensor:
+def _picked_mask(batch: LossInput) -> torch.Tensor:
     if batch.picked is None:
         raise ConfigError("clip_cov and kl_cov need the picked tokens of the minibatch")
     return batch.picked
@@ -295,7 +295,7 @@ def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: 
 @CORRECTIONS.register("reject_sequence")
 def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01) -> Tensor:
     """Reject rows whose geometric mean ratio is outside [low, high]; the others keep weight 1."""
-    mean = torch.exp(spread(bounded(row_mean(prox - behave, mask, offsets)), offsets))
+    mean = torch.exp(spread(clamp_exponent(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
 
 
@@ -310,7 +310,7 @@ def correction(name: str, args: Mapping[str, Any]) -> Correction:
 def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     # Clamped once, as a sum: clamping each token first would change the product of a long row.
     delta = torch.where(mask, prox - behave, torch.zeros_like(prox))
-    return spread(bounded(row_sum(delta, offsets)), offsets)
+    return spread(clamp_exponent(row_sum(delta, offsets)), offsets)
 
 
 def _within(ratio: Tensor, low: float, high: float) -> Tensor:

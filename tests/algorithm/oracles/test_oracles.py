@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.ragged import whiten
+from agentrl.data.ragged import whiten_masked
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import anchors_of
@@ -121,7 +121,7 @@ def check_whiten(seed: int) -> None:
     wanted = np.zeros(size)
     if len(kept) > 1:
         wanted[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
-    found = whiten(torch.from_numpy(column), torch.from_numpy(mask))
+    found = whiten_masked(torch.from_numpy(column), torch.from_numpy(mask))
     close(found, wanted, 1e-9)
     if len(kept) and kept.max() == kept.min():
         assert not found.numpy().any()
