@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import RolloutConfig
-from agentrl.data.trajectory import Group, StopReason
+from agentrl.data.trajectory import Group, StopReason, Task, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.reward import Scorer, compile_spec, load_spec
@@ -21,6 +21,7 @@ from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Generation, Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.rollout.group_ledger import GroupState
+from agentrl.rollout.samplers import TaskChoice
 from agentrl.utils.errors import EngineError, NothingScoredError, StalledError
 from tests.players import collector_of, tasks_of
 from tests.publishing import exchange
@@ -548,3 +549,20 @@ def test_complete_groups_survive_a_resume_and_none_is_skipped(renderer: Renderer
         assert json.loads(json.dumps([m.to_json() for m in replayed.trajectories])) == waiting[0]["trajectories"]
 
     asyncio.run(scenario())
+
+
+async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed root with three successful branches failed: branches begin where the root had come."""
+    collect = collector(renderer, FaultyEngine(renderer.stop_token_ids[0]), groups=1, group_size=4)
+    told: list[float | None] = []
+    monkeypatch.setattr(collect.tasks, "finished", lambda index, success, tokens: told.append(success))
+    members = [Trajectory("x", Task("t", 0), reward=0.0, success=False)]
+    members += [Trajectory("x", Task("t", 0), reward=1.0, success=True, parent=0, member=n) for n in (1, 2, 3)]
+    index = collect.ledger.admit()
+    assert index is not None
+    [env] = collect.envs
+    await collect._scored(index, TaskChoice(0, env=env), Group(index, index, members, env=env))
+    await collect.close()
+    assert told == [0.0]

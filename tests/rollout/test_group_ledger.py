@@ -13,12 +13,20 @@ from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.rollout.group_ledger import GroupLedger, GroupState
 
 
-def group_of(index: int, versions: list[int]) -> Group:
+def ledger_of(versions: list[int]) -> TokenLedger:
     ledger = TokenLedger()
     ledger.append_context([1, 2], 0)
-    ledger.append_sampled(list(range(len(versions))), [0.0] * len(versions), versions, 0)
-    trajectory = Trajectory("x", Task("t", 0), ledgers=[ledger], reward=1.0)
-    return Group(index, index, [trajectory])
+    if versions:  # a ledger may hold context alone
+        ledger.append_sampled(list(range(len(versions))), [0.0] * len(versions), versions, 0)
+    return ledger
+
+
+def group_of(index: int, *members: list[list[int]]) -> Group:
+    """A group whose members have a ledger per list of versions."""
+    episodes = [
+        Trajectory("x", Task("t", 0), ledgers=[ledger_of(versions) for versions in ledgers], reward=1.0) for ledgers in members
+    ]
+    return Group(index, index, episodes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -44,8 +52,9 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
             fate = data.draw(st.sampled_from(["complete", "complete", "filtered", "failed"]))
             if fate == "complete":
                 # A partial rollout may span every version since it was admitted.
-                spread = [data.draw(st.integers(born[index], ledger.version)) for _ in range(3)]
-                ledger.complete(group_of(index, spread))
+                version = st.integers(born[index], ledger.version)
+                ledgers = st.lists(st.lists(version, max_size=3), min_size=1, max_size=3)
+                ledger.complete(group_of(index, *data.draw(st.lists(ledgers, min_size=1, max_size=3))))
             else:
                 ledger.drop(index, GroupState(fate))
         ready = ledger.ready()
@@ -62,8 +71,8 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
             for index in given_up:
                 ledger.drop(index, GroupState.CANCELLED)
             for group in ready:
-                oldest = min(int(v) for t in group.trajectories for x in t.ledgers for v in x.versions if v >= 0)
-                assert ledger.version - oldest <= eta
+                sampled = [int(v) for t in group.trajectories for x in t.ledgers for v in x.versions if v >= 0]
+                assert all(ledger.version - version <= eta for version in sampled)
                 assert group.index not in trained
             trained += [group.index for group in ready]
             ledger.train(ready)
@@ -93,7 +102,7 @@ def test_synchronous_schedule_is_the_plain_loop() -> None:
         assert ledger.admit() is None
         for index in reversed(admitted):
             assert ledger.ready() is None
-            ledger.complete(group_of(index, [update]))
+            ledger.complete(group_of(index, [[update]]))
         groups = ledger.ready()
         assert [group.index for group in groups] == admitted
         ledger.train(groups)
@@ -102,11 +111,11 @@ def test_synchronous_schedule_is_the_plain_loop() -> None:
 def test_a_group_that_would_go_stale_is_waited_for() -> None:
     ledger = GroupLedger(1, 1)
     assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]
-    ledger.complete(group_of(1, [0]))
+    ledger.complete(group_of(1, [[0]]))
     assert ledger.must_wait_for() == []  # group 0 may still be trained in the next update
     ledger.train(ledger.ready())
     assert ledger.admit() == 2
-    ledger.complete(group_of(2, [1]))
+    ledger.complete(group_of(2, [[1]]))
     assert ledger.must_wait_for() == [0]  # born at 0: this update is the last that may train it
     assert ledger.ready() is None
 
@@ -115,10 +124,10 @@ def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> N
     """Group 0 waited for its first token until the weights were of version 1; group 2 has tokens of version 0."""
     ledger = GroupLedger(1, 2)
     assert [ledger.admit() for _ in range(3)] == [0, 1, 2]
-    ledger.complete(group_of(1, [0]))
+    ledger.complete(group_of(1, [[0]]))
     ledger.train(ledger.ready() or [])
-    ledger.complete(group_of(0, [1, 1]))
-    ledger.complete(group_of(2, [1, 0]))
+    ledger.complete(group_of(0, [[1, 1]]))
+    ledger.complete(group_of(2, [[1, 0]]))
     for index in (2, 0):
         groups = ledger.ready()
         assert groups is not None and [group.index for group in groups] == [index]
@@ -128,9 +137,9 @@ def test_the_oldest_tokens_go_first_not_the_group_that_was_admitted_first() -> N
 def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
     ledger = GroupLedger(2, 0, spare=1)
     assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
-    ledger.complete(group_of(2, [0]))
+    ledger.complete(group_of(2, [[0]]))
     assert ledger.ready() is None
-    ledger.complete(group_of(0, [0]))
+    ledger.complete(group_of(0, [[0]]))
     chosen = ledger.ready()
     assert [group.index for group in chosen] == [0, 2] and ledger.surplus(chosen) == [1]
     ledger.drop(1, GroupState.CANCELLED)
@@ -152,12 +161,12 @@ def test_with_spare_slots_the_last_groups_of_an_update_are_given_up() -> None:
 def test_spare_groups_of_an_asynchronous_run_are_kept_while_they_may_still_be_trained() -> None:
     ledger = GroupLedger(1, 1, spare=1)
     assert [ledger.admit() for _ in range(4)] == [0, 1, 2, None]
-    ledger.complete(group_of(1, [0]))
+    ledger.complete(group_of(1, [[0]]))
     chosen = ledger.ready()
     assert ledger.surplus(chosen) == []
     ledger.train(chosen)
     assert ledger.must_wait_for() == [0, 2] and ledger.ready() is None  # two, and one spare slot
-    ledger.complete(group_of(2, [0]))
+    ledger.complete(group_of(2, [[0]]))
     assert ledger.surplus(ledger.ready()) == [0]
 
 
@@ -167,7 +176,7 @@ def test_groups_that_are_too_old_are_told_until_they_are_dropped() -> None:
     for _ in range(3):
         index = ledger.admit()
         assert index is not None
-        ledger.complete(group_of(index, [0]))
+        ledger.complete(group_of(index, [[0]]))
     ready = ledger.ready()
     assert ready is not None and [group.index for group in ready] == [0] and ledger.too_old() == []
     ledger.train(ready)
@@ -177,6 +186,18 @@ def test_groups_that_are_too_old_are_told_until_they_are_dropped() -> None:
     assert ledger.too_old() == [2] and ledger.too_old() == [2]
     ledger.drop(2, GroupState.STALE)
     assert ledger.too_old() == [] and ledger.ready() is None
+
+
+@pytest.mark.parametrize(
+    "members", [([[0]], [[3]]), ([[3]], [[0]]), ([[3], [0]],), ([[0], [3]],), ([[3, 0]],), ([[], [0]], [[3]])]
+)
+def test_one_token_that_is_too_old_keeps_its_group_from_an_update(members: tuple[list[list[int]], ...]) -> None:
+    """Whichever member, ledger and place has it."""
+    ledger = GroupLedger(1, max_staleness=4)
+    assert ledger.admit() == 0
+    ledger.version, ledger.max_staleness = 4, 1
+    ledger.complete(group_of(0, *members))
+    assert ledger.ready() is None and ledger.too_old() == [0]
 
 
 def test_filtered_groups_are_replaced() -> None:
@@ -206,7 +227,7 @@ def test_selection_reads_no_tokens() -> None:
         ledger.admit()
     Counted.looks = 0
     for index in range(size):
-        group = group_of(index, [0, 0])
+        group = group_of(index, [[0, 0]])
         group.trajectories[0].ledgers = Counted(group.trajectories[0].ledgers)
         ledger.complete(group)
         ledger.too_old(), ledger.must_wait_for(), ledger.admit()
@@ -219,7 +240,7 @@ def test_selection_reads_no_tokens() -> None:
 def test_a_checkpoint_whose_state_holds_the_groups_is_read_and_a_missing_one_is_told() -> None:
     ledger, copy = GroupLedger(2, 1), GroupLedger(2, 1)
     assert [ledger.admit() for _ in range(2)] == [0, 1]
-    ledger.complete(group_of(1, [0]))
+    ledger.complete(group_of(1, [[0]]))
     [group] = ledger.complete_groups()
     with pytest.raises(ValueError, match=r"complete groups \[1\], got \[\]"):
         copy.load_json(ledger.to_json(contents=False))
