@@ -263,7 +263,7 @@ def test_the_start_says_type_and_threads(real: str, monkeypatch: pytest.MonkeyPa
     assert with_threads(config, trains=False).model.threads == 8
     api = config_from({"env": {"id": "key_value"}, "model": {"path": "api:openai/m"}}, [])
     assert engine_computes(api) == ""
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
     assert trainer_computes(config) == "the model is computed in bfloat16 (model.dtype, model.threads)"
 
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.data.expert_routing import free
-from agentrl.data.rows import IMAGES, build, items_column, nested_tensor
+from agentrl.data.rows import IMAGES, TRUNCATED, build, items_column, nested_tensor
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_reward
 
@@ -24,7 +24,7 @@ def collate(
     its reward). If a ledger has `experts`, so does the batch: [N, T_i, routers, k], tokens without any marked as free
     (experts.FREE). If a ledger has images, `images` are those of each row, in order. Row columns [N]: `group` int64,
     `member` int64, `trajectory` int64 (index into the argument), `reward` float32 (the trajectory's reward, the same on all
-    of its rows).
+    of its rows), `truncated` bool (the same).
 
     `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
     group, numbered by first appearance (a member seen again opens a new one).
@@ -37,7 +37,7 @@ def collate(
         raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
     ledgers: list[TokenLedger] = []
     rewards: list[list[tuple[int, float]]] = []
-    rows: list[tuple[int, int, int, float]] = []
+    rows: list[tuple[int, int, int, float, bool]] = []
     for index, trajectory in enumerate(trajectories):
         if trajectory.reward is None and not allow_unscored:
             raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
@@ -48,7 +48,7 @@ def collate(
                 continue
             ledgers.append(ledger)
             rewards.append([(token, amount) for at, token, amount in spots if at == place])
-            rows.append((numbers[index], trajectory.member, index, reward))
+            rows.append((numbers[index], trajectory.member, index, reward, trajectory.truncated))
     return _batch(ledgers, rewards, rows)
 
 
@@ -90,7 +90,7 @@ def _spots(trajectory: Trajectory) -> list[Spot]:
 def _batch(
     ledgers: Sequence[TokenLedger],
     rewards: Sequence[Sequence[tuple[int, float]]],
-    rows: Sequence[tuple[int, int, int, float]],
+    rows: Sequence[tuple[int, int, int, float, bool]],
 ) -> TensorDict:
     offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])
@@ -126,6 +126,7 @@ def _batch(
             "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
             "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),
             "reward": torch.tensor([row[3] for row in rows], dtype=torch.float32),
+            TRUNCATED: torch.tensor([row[4] for row in rows], dtype=torch.bool),
         },
         len(ledgers),
     )

@@ -25,6 +25,8 @@ from agentrl.data.images import Image
 Rows = Sequence[int] | np.ndarray | torch.Tensor
 IMAGES = "images"
 """The column with the images of each row (a tuple of agentrl.data.images.Image), in batches with images."""
+TRUNCATED = "truncated"
+"""The bool column of rows whose episode a budget of turns, tokens or time ended."""
 DUMMY_ROW = -1
 """The row number of the one-token dummy that stands in for a micro-batch without rows."""
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import Call, Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.data.ragged import row_counts, row_ids
-from agentrl.data.rows import Ragged, is_ragged
+from agentrl.data.ragged import row_counts, row_ids, spread
+from agentrl.data.rows import TRUNCATED, Ragged, is_ragged
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
 from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.algorithms.losses import KL, POLICY_LOSSES, Selection, correction, kl_estimate, selection_of
@@ -244,7 +244,7 @@ def proximal_of(view: Ragged) -> Tensor:
 
 def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
-    off-policy correction.
+    off-policy correction, or if truncated episodes are masked (weight 0).
 
     Raises ConfigError if the proximal policy should have been recomputed but was not.
     """
@@ -253,17 +253,23 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
         view = view.without("old_logprobs")
     if algorithm.proximal == "recompute" and "old_logprobs" not in view:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
-    if algorithm.correction is None:
+    weights = None
+    if algorithm.correction is not None:
+        rule = correction(algorithm.correction.name, algorithm.correction.args)
+        weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
+    if algorithm.truncated == "mask" and TRUNCATED in view:
+        cut = spread(view.batch[TRUNCATED], view.offsets)
+        weights = torch.where(cut, 0.0, torch.ones(len(cut)) if weights is None else weights)
+    if weights is None:
         return view
-    rule = correction(algorithm.correction.name, algorithm.correction.args)
-    weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
     if ORIGIN in view:  # a supervised term has no ratio that could be corrected
         weights = torch.where(supervised_tokens(view), torch.ones_like(weights), weights)
     return view.with_tokens(weights=weights)
 
 
 def trained_tokens(view: Ragged) -> Tensor:
-    """The tokens that are trained, bool [T]: the sampled ones, except those that an off-policy correction rejects."""
+    """The tokens that are trained, bool [T]: the sampled ones, except those that an off-policy correction rejects or
+    that are of masked, truncated episodes."""
     sampled = view.tokens("sampled")
     return sampled & (view.tokens("weights") > 0) if "weights" in view else sampled
 

@@ -21,7 +21,7 @@ skip_without_vllm()
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(model_folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.engines.vllm.replica_actor.VllmActor", OlderVllm)
+        patch.setattr("agentrl.engines.vllm.replicas.VllmActor", OlderVllm)
         async with running_vllm(model_folder) as engine:
             yield engine
 

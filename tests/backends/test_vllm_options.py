@@ -53,7 +53,7 @@ def options_of(path: str, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: request.param)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: request.param)
     return bool(request.param)
 
 
@@ -101,8 +101,8 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], gib: int, fits: bool
 ) -> None:
     """In the check before a run, and in the table of memory alike."""
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.cluster.placement.card_bytes", lambda cluster: gib << 30)
+    monkeypatch.setattr("agentrl.run.checks.size_checks.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.checks.size_checks.card_bytes", lambda cluster: gib << 30)
     config = config_from({"env": {"id": "key_value"}, "model": {"path": qwen3_8b}}, ["engine=vllm", *keys])
     if fits:
         check_cache(config)
@@ -150,8 +150,8 @@ def test_a_cpu_gets_what_its_sequences_take(qwen3_8b: str) -> None:
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], holds: str | None, least: str | None
 ) -> None:
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.engines.vllm.options.check_args", lambda args, cuda: None)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.engines.vllm.vllm_maker.check_args", lambda args, cuda: None)
     if holds is None:
         maker(qwen3_8b, *keys).check()
         return
@@ -161,7 +161,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(
 
 def test_a_model_with_sliding_windows_needs_no_more_than_its_full_layers(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
     """6 of 36 layers: 24,576 bytes a token, 384 MiB for 16,384 tokens."""
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
     file = Path(qwen3_8b) / "config.json"
     kinds = ["full_attention" if at % 6 == 5 else "sliding_attention" for at in range(36)]
     file.write_text(json.dumps({**json.loads(file.read_text()), "layer_types": kinds}))
@@ -181,7 +181,7 @@ def test_steps_smaller_than_a_prompt_are_refused_on_a_cpu_only(cuda: bool, qwen3
 
 
 def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkeypatch: pytest.MonkeyPatch, qwen3_8b: str) -> None:
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
     with pytest.raises(ConfigError, match=r"vllm.tensor_parallel = 3 does not divide the model's 32 attention heads"):
         maker(qwen3_8b, "vllm.tensor_parallel=3").check()
 
@@ -202,8 +202,8 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkey
 def test_replicas_that_could_not_come_or_get_weights_are_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, keys: list[str], said: str | None
 ) -> None:
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: True)
-    monkeypatch.setattr("agentrl.engines.vllm.options.check_args", lambda args, cuda: None)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: True)
+    monkeypatch.setattr("agentrl.engines.vllm.vllm_maker.check_args", lambda args, cuda: None)
     if said is None:
         maker(qwen3_8b, *keys).check()
         return
@@ -243,7 +243,7 @@ def test_it_can_sleep_on_a_gpu_only(cuda: bool, qwen3_8b: str) -> None:
 def test_an_argument_that_vllm_does_not_take_is_refused(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: str, args: str, said: str
 ) -> None:
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: False)
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: False)
     with pytest.raises(ConfigError, match=said):
         maker(qwen3_8b, f"vllm.args={args}").check()
 

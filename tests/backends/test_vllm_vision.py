@@ -208,7 +208,7 @@ async def test_a_qwen3_vl_is_sampled_with_its_images(deep: tuple[Path, Any], tmp
 
 
 async def test_a_vllm_that_is_given_no_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.engines.vllm.options.installed_version", lambda: "0.31.2")
+    monkeypatch.setattr("agentrl.engines.vllm.vllm_maker.installed_version", lambda: "0.31.2")
     with pytest.raises(DependencyError, match=r"vLLM 0.31.2 is not given any, as 0.32 is"):
         maker_of("vllm", config()).check()
     maker_of("vllm", config("model.init={}")).check()

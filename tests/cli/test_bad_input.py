@@ -209,7 +209,7 @@ def test_a_full_disk_is_a_message_and_not_a_trace(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RunFolder, "append_metrics", full)
-    monkeypatch.setattr("agentrl.run.outcomes.draw_curve", full)  # nor has the figure of what there is any room
+    monkeypatch.setattr("agentrl.run.driver.draw_curve", full)  # nor has the figure of what there is any room
     logger = logging.getLogger("agentrl")
     before = [*logger.handlers], logger.propagate
     code = main(["train", QUICKSTART, "cluster.backend=inline", "sft.max_steps=10", "sft.min_steps=10", "sft.batch=1"])

@@ -382,6 +382,7 @@ ELSEWHERE: dict[str, str] = {
         f"AlgorithmConfig.{key}": "train/test_entropy_target.py::test_the_coefficient_rises_below_the_target_and_falls_above_it"
         for key in ("entropy_target", "entropy_step", "entropy_max")
     },
+    "AlgorithmConfig.truncated": "train/test_dropping.py::test_masked_episodes_are_trained_as_if_they_were_not_there",
     "AlgorithmConfig.groups": "train/test_prefix_training.py::test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank",
     **{f"KlConfig.{key}": ACTOR for key in ("coef", "kind", "where", "straight_through")},
     **{

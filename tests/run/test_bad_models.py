@@ -34,7 +34,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was started")
 
     monkeypatch.setattr(assembly, "make_engine", started)
-    monkeypatch.setattr("agentrl.run.session.open_session", started)
+    monkeypatch.setattr("agentrl.run.driver.open_session", started)
 
 
 @pytest.fixture

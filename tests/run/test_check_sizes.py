@@ -88,7 +88,7 @@ def test_heads_without_a_kernel_in_vllms_cpu_build_are_refused(tmp_path: Path, m
         said = rf"model.path = {re.escape(str(folder))}: its attention heads have size {derived}"
         with nullcontext() if derived is None else pytest.raises(ConfigError, match=said):
             sizes.check_heads(config, "vllm")
-    monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role: role == "rollout")
+    monkeypatch.setattr("agentrl.run.engine_choice.has_gpus", lambda cluster, role: role == "rollout")
     sizes.check_heads(config_of(model={"init": {"head_dim": 16}}), "vllm")
 
 

@@ -98,7 +98,7 @@ def test_a_spec_that_is_edited_before_a_restart_ends_the_run(tmp_path: Path, mon
         write_spec("spec.json", 2.0)
         raise WorkerDiedError("actor 1 died")
 
-    monkeypatch.setattr("agentrl.run.session.open_session", attempt)
+    monkeypatch.setattr("agentrl.run.driver.open_session", attempt)
     monkeypatch.setattr("agentrl.run.checks.size_checks.check_capacity", lambda config: None)
     write_spec("spec.json", 1.0)
     assert train("model.init={}", "env.reward=spec.json", "cluster.max_restarts=2") == 2

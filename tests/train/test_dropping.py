@@ -310,6 +310,31 @@ def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("correction", [None, Choice(name="truncated")])
+def test_masked_episodes_are_trained_as_if_they_were_not_there(
+    tiny: str, mode: Any, loss: str, correction: Choice | None
+) -> None:
+    """Against an update of the other rows alone, with the same advantages: numerators, denominators and KL are theirs."""
+    batch = several(teaching=4)
+    view = Ragged.of(batch)
+    cut = torch.from_numpy(view.episode % 3 == 0)
+    kl = KlConfig(coef=0.1, where="loss")
+    batch = batch.update({"truncated": cut, "ref_logprobs": batch["old_logprobs"]})
+    algorithm = AlgorithmConfig(
+        aggregate=mode, length_norm=10, loss=Choice(name=loss), proximal="recompute", correction=correction, kl=kl
+    )
+    moved = []
+    for rows, truncated in ((batch, "mask"), (select(batch, (~cut).nonzero().squeeze(1).numpy()), "score"), (batch, "score")):
+        group = start(tiny, lr=1e-2)
+        before = weights(group)
+        group.run(Actor.update, rows, algorithm.model_copy(update={"truncated": truncated}), step=0, seed=0, kl_coef=0.1)
+        moved.append(weights(group) - before)
+    assert (moved[0] - moved[1]).norm() < 1e-4 * moved[1].norm()
+    assert (moved[0] - moved[2]).norm() > 1e-2 * moved[1].norm()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weights(tiny: str, mode: str) -> None:
     algorithm = AlgorithmConfig(
         minibatch=6,

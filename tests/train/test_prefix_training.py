@@ -155,7 +155,7 @@ def test_prefix_sharing_by_the_config_gives_the_same_step(tiny: str) -> None:
 def test_auto_is_off_if_the_actors_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actors', not the driver's, which has none here."""
     for gpus, auto in ((True, "off"), (False, "auto")):
-        monkeypatch.setattr("agentrl.cluster.placement.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
+        monkeypatch.setattr("agentrl.trainer.learner.has_gpus", lambda cluster, role, gpus=gpus: gpus and role == "actor")
         found = [
             Learner(TrainConfig(env=EnvConfig(id="none"), optim=toy_optim(prefix_sharing=mode)), None).sharing  # type: ignore[arg-type]
             for mode in ("off", "auto", "on")

@@ -259,7 +259,7 @@ def test_the_kl_in_the_reward_is_k1_of_the_proximal_policy_to_the_reference(tiny
         seen["returns"] = out.tokens("returns")
         return out, metrics
 
-    monkeypatch.setattr("agentrl.trainer.estimator_inputs.with_advantages", watched)
+    monkeypatch.setattr("agentrl.trainer.learner.with_advantages", watched)
     metrics = asyncio.run(learner.step(batch, 1))
     assert metrics["kl_reward"] == pytest.approx(distance.mean().item(), rel=1e-4, abs=1e-7)
     offsets = offsets_of(batch["token_ids"])

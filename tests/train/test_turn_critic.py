@@ -29,7 +29,7 @@ def test_critic_and_actor_get_the_targets_and_advantages_of_turns(tiny: str, mon
         seen.append(out)
         return out, metrics
 
-    monkeypatch.setattr("agentrl.trainer.estimator_inputs.with_advantages", watched)
+    monkeypatch.setattr("agentrl.trainer.learner.with_advantages", watched)
     for step in range(2):
         asyncio.run(learner.step(collate(trajectories(16, seed=step)), step))
     view = seen[1]
