@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor of one whose processor would make it bfloat16."""
-    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: False)
+    monkeypatch.setattr("agentrl.config.schema.learning.prefers_bfloat16", lambda: False)
 
 
 PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))

@@ -224,7 +224,7 @@ def test_which_processors_are_faster_in_bfloat16(said: str, prefers: bool, monke
 def test_the_type_by_device_and_size(
     amx: bool, cuda: bool, tiny: bool, dtype: Any, found: str, real: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.utils.processor.prefers_bfloat16", lambda: amx)
+    monkeypatch.setattr("agentrl.config.schema.learning.prefers_bfloat16", lambda: amx)
     model = ModelConfig(init=InitModelConfig(), dtype=dtype) if tiny else ModelConfig(path=real, dtype=dtype)
     assert model.computes_in(cuda) == found
 

@@ -323,7 +323,7 @@ async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_
             await asyncio.sleep(0.001)
 
     monkeypatch.setattr(column_store, "serialize", pulse(column_store.serialize))
-    monkeypatch.setattr(actors, "from_wire", pulse(actors.deserialized))
+    monkeypatch.setattr(actors, "from_wire", pulse(actors.from_wire))
     monkeypatch.setattr(shard, "restore_order", pulse(shard.restore_order))
     task = asyncio.create_task(beat())
     out = await four.arun(Plain.double_balanced, ragged_batch([3, 1, 4, 1, 5]))

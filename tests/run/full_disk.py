@@ -69,11 +69,11 @@ RESUME = {
 PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.worker_pool:WorkerPool.play", ("trajectories/.parts/*",), 30)}
 """Of rollout workers, in their own processes: full when the driver hands out an episode."""
 EVAL = {
-    "exports": Writer("agentrl.run.provenance:_exported", ("exports/*",)),
+    "exports": Writer("agentrl.run.provenance:_export_path", ("exports/*",)),
     "record's folder": Writer("agentrl.run.record_folder:RecordFolder.open", ()),
     "record": Writer("agentrl.rollout.tape:RecordWriter.add", (), 9),
     "evaluation's episodes": Writer("agentrl.run.evaluate:_sort", ()),
-    "evaluation's report": Writer("agentrl.run.evaluate:redacted", ()),
+    "evaluation's report": Writer("agentrl.run.evaluate:redact_json", ()),
 }
 """Of `agentrl eval --run RUN --record`."""
 EXPORT = {

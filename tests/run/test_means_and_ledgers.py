@@ -115,7 +115,7 @@ Seen = list[tuple[TensorDict | None, list[TensorDict]]]
 def ran(folder: Path, *more: str) -> tuple[Path, Seen]:
     """The run's folder; and of each update its demonstrations, and the rows that were added to it."""
     seen: Seen = []
-    step, join = Learner.step, learner.joined
+    step, join = Learner.step, learner.join_rows
 
     async def noted(self: Learner, batch: TensorDict, at: int, keep: bool = False, shown: Any = None) -> Any:
         seen.append((shown, []))
