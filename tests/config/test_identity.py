@@ -225,7 +225,7 @@ def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
             "env.sampler",
         }
         kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
-        assert sections == kept | ({"vllm.args"} if purpose == "train" else update)
+        assert sections == kept | ({"vllm.args", "algorithm.loss.args"} if purpose == "train" else update)
 
 
 def test_values_are_compared_and_secrets_are_digests() -> None:
