@@ -142,6 +142,8 @@ def execute(
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
         display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
+        if resumed and (restored := folder.restore()) is not None:
+            display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
         shown = config if config.data is None else RUN_KINDS[DATA].shown(config)

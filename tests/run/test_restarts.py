@@ -171,3 +171,13 @@ def test_a_resume_takes_another_rate_and_says_from_which_update_on(
 
 def steps_of(run: Path, steps: tuple[int, ...]) -> list[Path]:
     return [run / "checkpoints" / f"step_{step:06d}" for step in steps]
+
+
+@pytest.mark.parametrize("gone", ["trajectories", "tokens", "config_history", "tensorboard"])
+def test_a_run_whose_folder_of_rows_was_deleted_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
+    run = execute(config_of(tmp_path, "run", "steps=1", "checkpoint.every=1", *TINY))
+    shutil.rmtree(run / gone, ignore_errors=True)
+    assert cli(["train", "--resume", str(run), "steps=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("trajectories: the folder was deleted" in said) == (gone == "trajectories")
+    assert (run / "trajectories" / "step_000002.jsonl").is_file()
