@@ -37,9 +37,10 @@ class SandboxSpec:
 
     `image`: the container image, or the provider's word for one (None: none is needed); `build`: a folder with a Dockerfile
     to make it from. `files`: contents by path, there when it starts. `network`: "none" or "all". `memory`, `file_size` (one
-    file) and `disk` (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of processor time of one
-    command; `pids`: processes and threads at once. `seconds`: how long the sandbox may live, for providers that end it themselves.
-    `env`: variables of every command. `processes`: False allows Python code only, in one process (`Sandbox.python`).
+    file) and `disk` (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of
+    processor time of one command; `pids`: processes and threads at once. `seconds`: how long the sandbox may live, for
+    providers that end it themselves. `env`: variables of every command. `processes`: False allows Python code only, in one
+    process (`Sandbox.python`).
     """
 
     image: str | None = None

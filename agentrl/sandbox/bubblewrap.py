@@ -190,8 +190,8 @@ def ending(end: End, code: int, spec: SandboxSpec) -> End:
 
 
 def is_crowded(leader: int, most: int) -> bool:
-    """Return True if more threads are in the namespace that bwrap, process `leader`, made for its command; each process has one at
-    least. Not counted to the end: new ones of a fork bomb come at the list's end."""
+    """Return True if more threads are in the namespace that bwrap, process `leader`, made for its command; each process has one
+    at least. Not counted to the end: new ones of a fork bomb come at the list's end."""
     try:
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         inside = Path(f"/proc/{children[0]}/ns/pid").readlink()
