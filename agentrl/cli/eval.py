@@ -221,6 +221,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", action="append", metavar="best|last|N", help="of --run: which model (several: one table); default last"
     )
+    parser.add_argument("--all", action="store_true", help="print every row of the report (default: the first 8)")
     parser.set_defaults(run=run_eval)
 
 
@@ -257,7 +258,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
                 display.warn(note)
             if len(plans) > 1:
                 display.say(f"[{plan.label}]")
-            code = max(code, _play(plan, display))
+            code = max(code, _play(plan, display, args.all))
             if code == 130:
                 return code
         if len(plans) > 1:
@@ -268,7 +269,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
     return code
 
 
-def _play(plan: Plan, display: Any) -> int:
+def _play(plan: Plan, display: Any, every: bool) -> int:
     from agentrl.run.compare import print_official
     from agentrl.run.evaluate import print_report, print_reports, run_eval, run_evals, unscored_cause
 
@@ -284,7 +285,7 @@ def _play(plan: Plan, display: Any) -> int:
     if len(plan.requests) > 1:
         print_reports(reports, report["success"], display.console)
     else:
-        print_report(report, display.console)
+        print_report(report, display.console, every)
     print_official(report.get("official", {}), display.console)
     display.say(f"{'reports' if len(reports) > 1 else 'report'} and trajectories: {plan.folder}")
     unscored, episodes = (sum(one[key] for one in reports.values()) for key in ("unscored", "episodes"))
