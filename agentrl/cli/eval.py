@@ -93,6 +93,17 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
     )
 
 
+def parameters_as_overrides(words: Sequence[str]) -> list[str]:
+    """Overrides of the config; a word `a=b` that names no section is a parameter of the environment, as for `agentrl env`."""
+    from agentrl.config.schema import TrainConfig
+
+    def is_parameter(word: str) -> bool:
+        key = word.partition("=")[0].removeprefix("~")
+        return "." not in key and key not in TrainConfig.model_fields and key != "base"
+
+    return [f"env.params.{word}" if is_parameter(word) and not word.startswith("~") else word for word in words]
+
+
 def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig, dict[str, Any], Path | None, Path | None]:
     """The config, the values of the request's options, and the folders of --record and --replay. Raises as `read_request`."""
     from agentrl.config.load import config_from
@@ -100,7 +111,7 @@ def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig,
     if args.env is not None and is_override(args.env):  # with --replay the environment may be left out
         args.env, args.overrides = None, [args.env, *args.overrides]
     base, known = _base(args, purpose)
-    overrides = list(args.overrides)
+    overrides = parameters_as_overrides(args.overrides)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:
@@ -495,7 +506,7 @@ def _with_model(args: argparse.Namespace, model: str | None) -> argparse.Namespa
 def _split_words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The environments on the command line, and the overrides."""
     given = [text for text in (args.env, *args.overrides) if text is not None]
-    overrides = [text for text in given if is_override(text)]
+    overrides = parameters_as_overrides([text for text in given if is_override(text)])
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli.env import reference
 from agentrl.cli.env_play import NotACallError, parse_line, play_by_hand
-from agentrl.cli.main import build_parser
+from agentrl.cli.main import build_parser, main
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
 from agentrl.reward import compile_spec
@@ -228,3 +228,24 @@ def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
     ):
         with pytest.raises(UserError, match=says):
             reference("key_value", words).build()
+
+
+@pytest.mark.parametrize("word", ["calls=3", "env.params.calls=3"])
+def test_a_parameter_is_written_in_one_way_for_all_commands(
+    word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bare a=b, or as in a config."""
+    monkeypatch.chdir(tmp_path)
+    commands: list[list[str]] = [
+        ["env", "show", "key_value", word],
+        ["env", "difficulty", "key_value", word, "-n", "2"],
+        ["env", "floor", "key_value", word, "-n", "2"],
+        ["rollout", "key_value", word, "--policy", "gold", "-n", "1", "--out", "out"],
+        ["reward", "lint", "key_value", "--param", word, "-n", "2"],
+    ]
+    for words in commands:
+        assert main(words) == 0, (words, capsys.readouterr().err)
+    [row] = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    assert sum(len(turn["message"]["tool_calls"]) for turn in json.loads(row)["turns"]) == 3
+    assert main(["rollout", "key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]) == 2
+    assert "did you mean 'calls'" in capsys.readouterr().err
