@@ -20,9 +20,8 @@ from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
 from agentrl.run.callbacks import Callback
-from agentrl.run.checks.model_checks import model_notes
 from agentrl.run.checks.rollout_checks import harder, survey_lines
-from agentrl.run.checks.size_checks import advice
+from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import trainer_computes
 from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
@@ -154,7 +153,7 @@ def execute(
         display.say(trainer_computes(config))
         for line in () if resumed else survey_lines(shown):
             display.say(line)
-        for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
+        for line in (*notes, *_packing_notes(packing), *start_notes(shown)):
             display.warn(line)
         try:
             with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):

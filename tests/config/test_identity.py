@@ -89,7 +89,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "advantage": {"name": "a", "args": {"a": 1}},
         "loss": {"name": "l", "args": {"a": 1}},
         "correction": {"name": "c", "args": {"a": 1}},
-        "kl": {"kind": "k1", "target": 0.1},
+        "kl": {"kind": "k1", "target": 0.1, "horizon": 9},
         "length_norm": 9,
         "experience": {},
         "distillation": {"path": "t"},
