@@ -461,7 +461,8 @@ class Shop:
     def gold_turns(self, task: Task) -> list[Message]:
         return [Message("assistant", "", (ToolCall("prices", {}, "c"),)), Message("assistant", task.gold["answer"])]
 
-    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert options is not None
         self.made = Trajectory("shop", options["task"], messages=[Message("user", "What does it cost?")])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -478,6 +479,12 @@ class Shop:
     @property
     def trajectory(self) -> Trajectory:
         return self.made
+
+    def state(self) -> Any:
+        return None
+
+    def user_call(self, *_: Any) -> Any:
+        raise NotImplementedError
 
     def close(self) -> None:
         pass

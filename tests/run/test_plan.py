@@ -85,8 +85,8 @@ def test_the_runs_course_is_told_by_updates() -> None:
 
 
 def test_parameters_that_are_trained_and_frozen_are_counted() -> None:
-    """Adapters of rank 2 on q, k, v, o, gate, up and down of three layers: hidden 64, four query heads and two key heads of 32, an
-    MLP of 128."""
+    """Adapters of rank 2 on q, k, v, o, gate, up and down of three layers: hidden 64, four query heads and two key heads of 32,
+    an MLP of 128."""
     [whole], [few] = plan().parameters, plan("model.lora.rank=2").parameters
     adapters = 3 * 2 * ((64 + 128) + (64 + 64) + (64 + 64) + (128 + 64) + 3 * (64 + 128))
     assert whole.trained == whole.all and (few.trained, few.all) == (adapters, whole.all + adapters)
