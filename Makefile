@@ -74,7 +74,7 @@ proofs: $(BIN)/.test
 		tests/weights/test_joined.py tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py tests/train/families/test_table.py \
 		tests/e2e/test_vllm_workers.py tests/e2e/test_family_runs.py tests/run/test_rollout_workers.py tests/harness/test_runs.py tests/examples/test_examples.py tests/cli/test_completion.py tests/examples/test_notebook.py tests/python \
 		tests/cluster/test_two_nodes.py tests/cluster/test_lost_node.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
-		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py tests/run/test_gpu_start.py tests/run/test_plan_nodes.py tests/run/test_branching_run.py tests/run/test_vision_run.py tests/backends/test_vllm_vision.py $(ARGS)
+		tests/backends/test_vllm.py tests/test_contributing.py tests/run/test_tracing.py tests/view/test_browser.py tests/testing/test_command.py tests/run/test_gpu_placement.py tests/run/test_gpu_start.py tests/run/test_plan_nodes.py tests/run/test_branching_run.py tests/run/test_vision_run.py tests/backends/test_vllm_vision.py tests/test_contrib.py $(ARGS)
 
 peers: $(BIN)/.test
 	AGENTRL_PEERS=1 $(BIN)/python -m pytest -s tests/peers $(ARGS)

@@ -350,6 +350,9 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(run=run_show)
     new = actions.add_parser("new", help="write a working environment with reward spec and test")
     new.add_argument("name", help="its short name, for example todo: the folder envs/todo")
+    new.add_argument(
+        "--template", choices=("stateless", "sqlite", "mcp"), default="stateless", help="what it starts from (default stateless)"
+    )
     new.add_argument("--shelf", default=".", help="the folder that holds envs/ (default: here)")
     new.set_defaults(run=run_new)
     add_install_arguments(actions.add_parser("install", help="a benchmark's environments, from your checkout or package of it"))
@@ -480,17 +483,22 @@ def _parameter_lines(env_class: type) -> list[str]:
 
 def run_new(args: argparse.Namespace) -> int:
     """Write a new environment; returns the exit code."""
-    from agentrl.cli.env_new import write_template
+    from agentrl.cli.env_new import TEMPLATES, write_template
     from agentrl.env.catalog import list_envs
 
     hidden = [entry.id for entry in list_envs() if entry.name == args.name]
-    folder = write_template(args.name, args.shelf)
+    folder = write_template(args.name, args.shelf, args.template)
     config = folder.parents[1] / f"{args.name}.toml"
-    installed = importlib.util.find_spec("pytest") is not None
-    say(f"{folder}: env.py, reward.json and test_{args.name}.py; {config}: a first config")
+    files = ", ".join(sorted(path.name for path in folder.iterdir()))
+    say(f"{folder}: {files}; {config}: a first config ({TEMPLATES[args.template]})")
+    if args.template == "mcp":
+        params = f"""'command=["python", "{folder}/server.py"]' tasks={folder}/tasks.jsonl"""
+        say(f"next: agentrl env check mcp {params}; agentrl env play mcp {params}; agentrl train {config}")
+        return 0
     if hidden:
         say(f"in this folder {args.name} is now this one, and no longer {hidden[0]}, which its id still names")
     say(f"next: agentrl env check {args.name}; agentrl env play {args.name}; agentrl train {config}")
+    installed = importlib.util.find_spec("pytest") is not None
     say(f"its test: pytest {folder}{'' if installed else ' (after pip install pytest)'}")
     return 0
 

@@ -1,10 +1,13 @@
-"""The template of `agentrl env new`."""
+"""The templates of `agentrl env new`."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from agentrl.utils.errors import UserError
 
@@ -62,6 +65,122 @@ class {title}(ToolEnv):
         return [*looks, Message("assistant", task.gold["answer"])]
 '''
 
+SQLITE = '''"""{title}: keep a table of stock up to date, in a SQLite database per episode."""
+
+import random
+import sqlite3
+from contextlib import closing
+
+from agentrl.env import Message, Task, ToolCall, ToolEnv, draw, task_rng, tool
+from agentrl.utils.errors import ToolError
+
+ITEMS = ["milk", "bread", "tea", "rice", "soap", "paper", "salt", "oil"]
+
+
+class {title}(ToolEnv):
+    """Bring the table up to date after a sale."""
+
+    id = "{namespace}/{title}-v0"
+    reward = "reward.json"
+    summary = "keep a table of stock up to date"
+
+    def __init__(self, *, items: int = 4, **base):
+        super().__init__(**base)
+        self.items = items
+        self.database = b""  # the state as bytes, so that copies of an episode share nothing
+
+    def make_task(self, rng_seed, split):
+        def propose(rng: random.Random):
+            stock = {{name: rng.randint(5, 20) for name in sorted(rng.sample(ITEMS, self.items))}}
+            return rng.choice(sorted(stock)), rng.randint(1, 5), stock
+
+        # A task's split depends on its content, so train and held-out tasks never coincide.
+        item, sold, stock = draw(task_rng(self.id, split, rng_seed), split, propose, str)
+        data = {{"item": item, "sold": sold, "stock": stock}}
+        return Task(f"{name}/{{split}}/{{rng_seed}}", rng_seed, split, data, {{"stock": stock | {{item: stock[item] - sold}}}})
+
+    def prompt(self, task):
+        sold = f"We sold {{task.data['sold']}} {{task.data['item']}}."
+        return [Message("user", f"{{sold}} Bring the table stock(item, count) up to date.")]
+
+    async def setup(self, task):
+        with closing(sqlite3.connect(":memory:")) as db:
+            db.execute("CREATE TABLE stock (item TEXT PRIMARY KEY, count INTEGER)")
+            db.executemany("INSERT INTO stock VALUES (?, ?)", task.data["stock"].items())
+            db.commit()
+            self.database = db.serialize()
+
+    def open(self):
+        db = sqlite3.connect(":memory:")
+        db.deserialize(self.database)
+        return closing(db)
+
+    @tool(read_only=True)
+    async def count(self, item: str) -> int:
+        """how many of an item are in stock"""
+        with self.open() as db:
+            row = db.execute("SELECT count FROM stock WHERE item = ?", (item,)).fetchone()
+        if row is None:
+            raise ToolError(f"there is no {{item}}")
+        return row[0]
+
+    @tool
+    async def set_count(self, item: str, count: int) -> str:
+        """write how many of an item are in stock"""
+        with self.open() as db:
+            if db.execute("UPDATE stock SET count = ? WHERE item = ?", (count, item)).rowcount == 0:
+                raise ToolError(f"there is no {{item}}")
+            db.commit()
+            self.database = db.serialize()
+        return "written"
+
+    def state(self):
+        with self.open() as db:
+            return {{"stock": dict(db.execute("SELECT item, count FROM stock ORDER BY item"))}}
+
+    def gold_turns(self, task):
+        item = task.data["item"]
+        calls = [("count", {{"item": item}}), ("set_count", {{"item": item, "count": task.gold["stock"][item]}})]
+        turns = [Message("assistant", tool_calls=(ToolCall(name, arguments),)) for name, arguments in calls]
+        return [*turns, Message("assistant", "Done.")]
+'''
+
+SERVER = '''"""An MCP server: `python server.py` serves it over stdio. Replace it by yours, in any language."""
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ToolAnnotations
+
+server = MCPServer("{name}")
+READS = ToolAnnotations(read_only_hint=True)
+PRICES = {{"milk": 2, "bread": 3, "tea": 5, "rice": 4, "soap": 6, "paper": 7, "salt": 1, "oil": 8}}
+
+
+@server.tool(annotations=READS)
+def price(item: str) -> int:
+    """What an item costs."""
+    if item not in PRICES:
+        raise ToolError(f"there is no {{item}}")
+    return PRICES[item]
+
+
+if __name__ == "__main__":
+    server.run("stdio")
+'''
+
+PRICES = {"milk": 2, "bread": 3, "tea": 5, "rice": 4, "soap": 6, "paper": 7, "salt": 1, "oil": 8}
+
+STATE_REWARD = {
+    "agentrl_reward": 1,
+    "name": "NAME",
+    "description": "1 if the table is as it should be at the end, else 0.",
+    "root": {
+        "use": "state.match",
+        "id": "success",
+        "args": {"expect": {"$": "/task/gold/stock"}, "path": "/stock", "by": "fields"},
+    },
+}
+
 REWARD = {
     "agentrl_reward": 1,
     "name": "NAME",
@@ -99,7 +218,7 @@ CONFIG = """name = "{name}"
 steps = 2
 
 [env]
-id = "{name}"
+{env}
 
 [model.init]                 # random weights
 
@@ -134,7 +253,14 @@ tasks = 8
 """
 
 
-def write_template(name: str, shelf: str) -> Path:
+TEMPLATES = {
+    "stateless": "tools that look things up; the answer is scored",
+    "sqlite": "tools that change a SQLite database per episode; its state is scored",
+    "mcp": "the tools of an MCP server, with tasks from a file",
+}
+
+
+def write_template(name: str, shelf: str, template: str = "stateless") -> Path:
     """Write `envs/NAME` and `NAME.toml`, which trains on it, on a shelf; returns the folder. Raises UserError for a bad name, and
     if one of the two is there already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -145,8 +271,35 @@ def write_template(name: str, shelf: str) -> Path:
             raise UserError(f"{taken} exists already; choose another name or remove it")
     title = "".join(part.capitalize() for part in name.split("_"))
     folder.mkdir(parents=True)
-    (folder / "env.py").write_text(ENV.format(name=name, title=title, namespace="my"), encoding="utf-8")
-    (folder / "reward.json").write_text(json.dumps({**REWARD, "name": name}, indent=2) + "\n", encoding="utf-8")
-    (folder / f"test_{name}.py").write_text(TEST.format(name=name), encoding="utf-8")
-    config.write_text(CONFIG.format(name=name), encoding="utf-8")
+    env, files = f'id = "{name}"', {}
+    if template == "mcp":
+        env = f"""id = "mcp"
+params = {{ command = ["python", "envs/{name}/server.py"], tasks = "envs/{name}/tasks.jsonl" }}"""
+        files = {"server.py": SERVER.format(name=name), "tasks.jsonl": "".join(map(_line, _price_tasks()))}
+    else:
+        source, reward = (ENV, REWARD) if template == "stateless" else (SQLITE, STATE_REWARD)
+        files = {
+            "env.py": source.format(name=name, title=title, namespace="my"),
+            "reward.json": json.dumps({**reward, "name": name}, indent=2) + "\n",
+            f"test_{name}.py": TEST.format(name=name),
+        }
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    config.write_text(CONFIG.format(name=name, env=env), encoding="utf-8")
     return folder
+
+
+def _price_tasks() -> Iterator[dict[str, Any]]:
+    """A task per pair of items, every eighth held out."""
+    for number, (one, other) in enumerate(combinations(sorted(PRICES), 2)):
+        calls = [{"name": "price", "arguments": {"item": item}} for item in (one, other)]
+        yield {
+            "id": f"prices/{number}",
+            "split": "heldout" if number % 8 == 7 else "train",
+            "prompt": f"What do {one} and {other} cost together?",
+            "gold": {"answer": PRICES[one] + PRICES[other], "calls": calls},
+        }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"

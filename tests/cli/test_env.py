@@ -73,6 +73,38 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
         run("new", "To-do")
 
 
+@pytest.mark.parametrize(
+    ("template", "env"),
+    [
+        ("sqlite", ["shop"]),
+        ("mcp", ["mcp", 'command=["python", "envs/shop/server.py"]', "tasks=envs/shop/tasks.jsonl"]),
+    ],
+)
+def test_each_template_passes_its_checks_and_has_room_for_its_gold(
+    here: Path, capsys: pytest.CaptureFixture[str], template: str, env: list[str]
+) -> None:
+    if template == "mcp":
+        pytest.importorskip("mcp", reason="needs agentrl[mcp]")
+    assert run("new", "shop", "--template", template) == 0
+    assert run("check", *env, "-n", "3", "--fuzz", "20") == 0
+    out = capsys.readouterr().out
+    assert "all checks passed" in out and "FAIL" not in out
+    assert main(["train", "shop.toml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("100%") == 1 and "warning" not in out, out
+
+
+def test_a_tool_without_annotations_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("new", "todo") == 0
+    file = here / "envs" / "todo" / "env.py"
+    file.write_text(file.read_text().replace("name: str) -> str", "name)"))
+    for words in (["env", "check", "todo"], ["env", "show", "todo"], ["train", "todo.toml", "--dry-run"]):
+        capsys.readouterr()
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "look" in said and "name" in said and "annotation" in said, said
+
+
 def test_check_fails_with_evidence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("new", "odd")
     path = here / "envs" / "odd" / "env.py"

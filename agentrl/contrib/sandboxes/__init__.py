@@ -1,1 +1,1 @@
-"""Sandboxes."""
+"""Podman, Docker and E2B as sandboxes."""

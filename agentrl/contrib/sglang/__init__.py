@@ -1,1 +1,1 @@
-"""Sglang."""
+"""SGLang servers as an inference engine."""

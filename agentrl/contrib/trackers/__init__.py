@@ -1,1 +1,1 @@
-"""Trackers."""
+"""Weights & Biases, MLflow and Trackio."""
