@@ -1,9 +1,7 @@
-"""Measure the reward of agents that solve nothing, into docs/floors.json and docs/benchmarks.md.
+"""Measure the reward of agents that solve nothing, into docs/floors.json (`make docs` prints it).
 
     python .ci/floors.py                   everything that can be played here; the other rows stay, with their date and version
     python .ci/floors.py --only bfcl tau2  these alone
-    python .ci/floors.py --page            writes the page from the record, and measures nothing
-    python .ci/floors.py --check           exit code 1 if the page is not what the record says
 
 A suite is found as everywhere: AGENTRL_HOME, or its package. Environments of which nothing can be said without a program or a
 server of the user's are left out.
@@ -25,8 +23,7 @@ sys.path[:0] = [str(ROOT)]
 from agentrl.env.difficulty import headline  # noqa: E402
 from agentrl.utils.errors import AgentrlError  # noqa: E402
 
-RECORD, PAGE = ROOT / "docs" / "floors.json", ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- from docs/floors.json; python .ci/floors.py -->\n", "<!-- end -->\n"
+RECORD = ROOT / "docs" / "floors.json"
 LEFT_OUT = {"mcp"}  # the tools and tasks are a server's
 VARIANTS: dict[str, list[list[str]]] = {}
 """Parameters with which an environment is measured, where one row would hide what matters; others are measured without any."""
@@ -58,7 +55,7 @@ def measured(only: list[str]) -> list[Row]:
 
 
 def page(rows: list[Row]) -> str:
-    """The part of the page that the record says."""
+    """Table of the scripts' rewards per environment, then the tasks that pay."""
     agents = list(rows[0]["agents"])
     head = ["environment", "version, date", "tasks", *agents, "any of them"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -94,28 +91,16 @@ def _named(row: Row) -> list[str]:
     return lines
 
 
-def write_page(rows: list[Row]) -> str:
-    """The whole page with that part in its place."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    return before + BEGIN + "\n" + page(rows) + "\n" + END + rest.partition(END)[2]
-
-
 def main() -> int:
     """Measure and write; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     rows: list[Row] = json.loads(RECORD.read_text()) if RECORD.is_file() else []
-    if args.check:
-        return int(PAGE.read_text() != write_page(rows))
-    if not args.page:
-        os.chdir(ROOT)
-        new = {row["name"]: row for row in measured(args.only)}
-        rows = sorted([new.pop(row["name"], row) for row in rows] + list(new.values()), key=_order)
-        RECORD.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    PAGE.write_text(write_page(rows))
+    os.chdir(ROOT)
+    new = {row["name"]: row for row in measured(args.only)}
+    rows = sorted([new.pop(row["name"], row) for row in rows] + list(new.values()), key=_order)
+    RECORD.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     return 0
 
 

@@ -31,6 +31,13 @@ def templates_page() -> str:
     return TEMPLATES.format(templates=template_table(templates), parsers=parser_table(parsers))
 
 
+def floors_page() -> str:
+    """Rewards of agents that solve nothing, per environment."""
+    from floors import page
+
+    return FLOORS.format(table=page(json.loads((DOCS / "floors.json").read_text(encoding="utf-8"))))
+
+
 def gpu_page() -> str:
     """Results on GPUs, from benchmarks/results/gpu-*.json."""
     sys.path[:0] = [str(ROOT / "benchmarks" / "parts")]
@@ -182,3 +189,10 @@ The longest time over several hundred texts per syntax that are made to be slow.
 Memory is the most that 10 MB of text took beyond itself.
 
 {parsers}"""
+FLOORS = """# Measurements of agents that solve nothing
+
+<!-- written by `make docs` from docs/floors.json -->
+
+[Benchmarks](benchmarks.md#agents-that-solve-nothing) explains the scripts. `python .ci/floors.py` measures.
+
+{table}"""

@@ -28,7 +28,7 @@ MADE = "<!-- written by `make docs` from the code -->\n"
 
 def pages() -> dict[str, Callable[[], str]]:
     """File name under docs/ -> function that returns its text."""
-    from measured_pages import benchmark_book, families_page, gpu_page, templates_page
+    from measured_pages import benchmark_book, families_page, floors_page, gpu_page, templates_page
 
     from agentrl.run.metrics import as_markdown
 
@@ -40,6 +40,7 @@ def pages() -> dict[str, Callable[[], str]]:
         "metrics.md": as_markdown,
         "measured_families.md": families_page,
         "measured_templates.md": templates_page,
+        "measured_floors.md": floors_page,
         "gpu.md": gpu_page,
         "benchmark_book.md": benchmark_book,
     }

@@ -9,6 +9,8 @@ import re
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,25 @@ def test_it_names_the_users_line_and_the_episode_once_and_counts_every_time() ->
     assert 0.4 < row["loop/blocked_s"] < 0.75 and 0.2 < row["loop/longest_s"] < 0.4, row
     assert dog.worst is not None and dog.worst.place is not None and dog.worst.place.function == "slow_tool"
     assert dog.read() == {"loop/blocked_s": 0.0, "loop/longest_s": 0.0}, "each reading begins anew"
+
+
+def test_agentrls_own_code_is_logged_and_not_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The user can change nothing about it; the count has it all the same."""
+    said: list[str] = []
+    scope: dict[str, Any] = {"time": time}
+    code = compile("async def own():\n    time.sleep(0.3)", str(Path(watchdog.__file__).parent / "made_up.py"), "exec")
+    exec(code, scope)
+
+    async def body() -> LoopWatchdog:
+        with watch_loop(LIMIT, said.append, "the loop") as dog:
+            await asyncio.create_task(scope["own"]())
+            await asyncio.sleep(4 * LIMIT)
+        return dog
+
+    with caplog.at_level(logging.INFO):
+        dog = asyncio.run(body())
+    assert said == [] and "made_up.py:2 in own" in caplog.text
+    assert dog.read()["loop/blocked_s"] > 0.2
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["on the loop", "in a thread"])

@@ -34,7 +34,7 @@ def reference(env_id: str, params: list[str]) -> EnvRef:
 
     values: dict[str, Any] = {}
     tools: list[str] = []
-    for keys, value, text in parse_overrides(params):
+    for keys, value, text in parse_overrides([word.removeprefix("env.params.") for word in params]):
         if keys[0] == "tools" and len(keys) > 1:
             tools.append(text)
             continue
@@ -81,7 +81,7 @@ COLUMNS = ("calls", "turns", "user_turns", "prompt_tokens", "tool_tokens", "gold
 def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog, parser.formatter_class = DIFFICULTY_EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tasks", type=int, default=64, help="tasks (default 64)")
+    parser.add_argument("-n", "--tasks", type=int, default=64, help="tasks (default 64)")
     parser.add_argument("--all-tasks", action="store_true", help="every task of an environment that has an end")
     parser.add_argument("--split", help="of which split (default train; all tasks of a suite)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="count the tokens of this model (default: four bytes each)")
@@ -158,7 +158,7 @@ def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog, parser.formatter_class = FLOOR_EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
-    parser.add_argument("--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
+    parser.add_argument("-n", "--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
     parser.add_argument("--split", help="of which split (default: all tasks of a suite, heldout of another environment)")
     parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     parser.add_argument("--json", action="store_true", help="one JSON array instead of tables")
@@ -384,7 +384,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("params", nargs="*", metavar="a=b", help=PARAMS)
     parser.add_argument("--all", action="store_true", help="every environment on the shelves")
     parser.add_argument(
-        "--tasks", type=int, help="tasks per check (default 12; fewer for an environment that starts a server for each episode)"
+        "-n",
+        "--tasks",
+        type=int,
+        help="tasks per check (default 12; fewer if each episode starts a server)",
     )
     parser.add_argument(
         "--all-tasks", action="store_true", help="gold and idling on every task of an environment that has an end"
@@ -561,4 +564,4 @@ def run_play(args: argparse.Namespace) -> int:
 
     ref = reference(args.env, args.params)
     scorer = {} if ref.entry.reward is None else {"scorer": make_scorer(find_spec(ref, None), RewardConfig(), ref)}
-    return play_by_hand(ref.build(**scorer), args.seed, args.split, input, say, args.model_user)
+    return play_by_hand(ref.build(**scorer), args.seed, args.split, input, say, args.model_user, scorer.get("scorer"))

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shlex
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.users import GOLD, ModelUser
-from agentrl.utils.errors import ConfigError, EnvError
+from agentrl.reward.explain import explain_text
+from agentrl.utils.errors import ConfigError, EnvError, UserError, did_you_mean
 from agentrl.utils.parsing import read_json
+from agentrl.utils.schemas import first_fault, validator
 from agentrl.utils.terminal import safe
 
-HELP = """  NAME a=b c=d     call a tool (values in JSON; a bare word is a string)
+if TYPE_CHECKING:
+    from agentrl.reward import Scorer
+
+Schema = Mapping[str, Any]
+HELP = """  NAME a=b c=d     call a tool (values in JSON where the tool takes it; else a string), or NAME(a="b", c=1)
   {"name": ...}    call a tool, as the model would write it
   anything else    say it to the user; ":" in front always says it
   /tools /state /help /quit"""
 
 
 def play_by_hand(
-    env: ToolEnv, seed: int, split: str, read: Callable[[str], str], write: Callable[[str], None], own_user: bool = False
+    env: ToolEnv,
+    seed: int,
+    split: str,
+    read: Callable[[str], str],
+    write: Callable[[str], None],
+    own_user: bool = False,
+    scorer: Scorer | None = None,
 ) -> int:
     """Run one episode with `read` as the agent; returns the exit code (130 if the person quit). The user is that of the gold
-    solution if there is one; `own_user`: the environment's own, which may be a model that costs money. Raises ConfigError if the
-    user is a model and has no script."""
+    solution if there is one; `own_user`: the environment's own, which may be a model that costs money. `scorer` explains the
+    reward at the end. Raises ConfigError if the user is a model and has no script."""
     observation, info = _begin(env, seed, split, own_user)
     show, write = write, lambda text: show(safe(text))  # what a tool or a user says
     write(f"{env.id}, task {info['task_id']}. Type /help for help.")
@@ -48,7 +62,11 @@ def play_by_hand(
             write(_command(env, line))
             continue
         try:
-            observation, reward, terminated, truncated, info = env.step(parse_line(line, env.toolbox.names))
+            action = parse_line(line, {name: _parameters(env, name) for name in env.toolbox.names})
+            observation, reward, terminated, truncated, info = env.step(action)
+        except NotACallError as why:  # a slip of the person must not end the episode
+            write(str(why))
+            continue
         except EnvError as fault:
             write(f"the environment failed: {fault}")
             return 1
@@ -60,6 +78,8 @@ def play_by_hand(
         write(f"user, leaving: {env.trajectory.parting}")
     calls = sum(1 for _ in env.trajectory.calls())
     write(f"ended ({info['stop']}) after {info['turns']} turns with {calls} calls; reward {reward:g}")
+    if scorer is not None and not scorer.compares:
+        write(explain_text(scorer.score(env.trajectory)))
     return 0
 
 
@@ -73,20 +93,55 @@ def _begin(env: ToolEnv, seed: int, split: str, own_user: bool) -> tuple[list[Me
         raise ConfigError(f"{why}; --model-user: its model plays the user") from None
 
 
-def parse_line(line: str, tools: tuple[str, ...]) -> Message:
-    """The message that a typed line means: a call if it is JSON or a tool's name followed only by a=b, else text."""
+class NotACallError(UserError):
+    """A line that looks like a call and is none."""
+
+
+_PYTHON = re.compile(r"([\w.-]+)\((.*)\)\s*", re.DOTALL)
+
+
+def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
+    """The message that a typed line means: a call if it is JSON, a tool's name followed only by a=b, or NAME(a=1); else text.
+    `tools`: JSON Schemas of the parameters by name. Raises NotACallError for a call of a tool that is not there."""
     if line.startswith(":"):
         return Message("assistant", line[1:].strip())
     if line.startswith("{"):
         return _from_json(line)
+    if found := _PYTHON.fullmatch(line):
+        return _call(found[1], _keywords(line, found[1]), tools)
     try:
         words = shlex.split(line, posix=True)
     except ValueError:
         return Message("assistant", line)
-    if words and words[0] in tools and all("=" in word for word in words[1:]):
-        arguments = {key: _value(text) for key, _, text in (word.partition("=") for word in words[1:])}
-        return Message("assistant", tool_calls=(ToolCall(words[0], arguments),))
+    named = bool(words) and all(re.match(r"\w[\w.-]*=", word) for word in words[1:])
+    if named and (words[0] in tools or len(words) > 1 or did_you_mean(words[0], tools)):
+        given = dict(word.split("=", 1) for word in words[1:])
+        parts = tools.get(words[0], {}).get("properties", {})
+        return _call(words[0], {key: _value(text, parts.get(key, {})) for key, text in given.items()}, tools)
     return Message("assistant", line)
+
+
+def _call(name: str, arguments: dict[str, Any], tools: Mapping[str, Schema]) -> Message:
+    if name not in tools:
+        near = did_you_mean(name, tools, f"tools: {', '.join(tools) or 'none'}")
+        raise NotACallError(f"no tool {name!r}; {near} (to say the line to the user, begin it with ':')")
+    return Message("assistant", tool_calls=(ToolCall(name, arguments),))
+
+
+def _keywords(line: str, name: str) -> dict[str, Any]:
+    """Arguments of a call in Python's syntax. Raises NotACallError if they are not literal keyword arguments."""
+    try:
+        parsed = ast.parse("call" + line.removeprefix(name), mode="eval").body
+        if isinstance(parsed, ast.Call) and not parsed.args and all(word.arg for word in parsed.keywords):
+            return {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise NotACallError(f"{name}(...): expected keyword arguments with literal values, as in {name}(a=1, b='two')")
+
+
+def _parameters(env: ToolEnv, name: str) -> Schema:
+    schemas = (schema["function"] for schema in env.toolbox.schemas())
+    return next((schema.get("parameters", {}) for schema in schemas if schema["name"] == name), {})
 
 
 def _from_json(line: str) -> Message:
@@ -96,11 +151,14 @@ def _from_json(line: str) -> Message:
     return Message("assistant", content, calls)
 
 
-def _value(text: str) -> Any:
+def _value(text: str, schema: Schema) -> Any:
+    """The JSON value of `text`; the text itself if it is no JSON, or if the parameter takes the text and not the value."""
     try:
-        return read_json(text)
+        value = read_json(text)
     except ValueError:
         return text
+    fits = validator(schema)
+    return text if first_fault(fits, value) is not None and first_fault(fits, text) is None else value
 
 
 def _command(env: ToolEnv, line: str) -> str:

@@ -93,6 +93,17 @@ def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) 
     )
 
 
+def parameters_as_overrides(words: Sequence[str]) -> list[str]:
+    """Overrides of the config; a word `a=b` that names no section is a parameter of the environment, as for `agentrl env`."""
+    from agentrl.config.schema import TrainConfig
+
+    def is_parameter(word: str) -> bool:
+        key = word.partition("=")[0].removeprefix("~")
+        return "." not in key and key not in TrainConfig.model_fields and key != "base"
+
+    return [f"env.params.{word}" if is_parameter(word) and not word.startswith("~") else word for word in words]
+
+
 def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig, dict[str, Any], Path | None, Path | None]:
     """The config, the values of the request's options, and the folders of --record and --replay. Raises as `read_request`."""
     from agentrl.config.load import config_from
@@ -100,7 +111,7 @@ def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig,
     if args.env is not None and is_override(args.env):  # with --replay the environment may be left out
         args.env, args.overrides = None, [args.env, *args.overrides]
     base, known = _base(args, purpose)
-    overrides = list(args.overrides)
+    overrides = parameters_as_overrides(args.overrides)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:
@@ -221,6 +232,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", action="append", metavar="best|last|N", help="of --run: which model (several: one table); default last"
     )
+    parser.add_argument("--all", action="store_true", help="print every row of the report (default: the first 8)")
     parser.set_defaults(run=run_eval)
 
 
@@ -257,7 +269,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
                 display.warn(note)
             if len(plans) > 1:
                 display.say(f"[{plan.label}]")
-            code = max(code, _play(plan, display))
+            code = max(code, _play(plan, display, args.all))
             if code == 130:
                 return code
         if len(plans) > 1:
@@ -268,7 +280,7 @@ def _evaluate(args: argparse.Namespace, _: int) -> int:
     return code
 
 
-def _play(plan: Plan, display: Any) -> int:
+def _play(plan: Plan, display: Any, every: bool) -> int:
     from agentrl.run.compare import print_official
     from agentrl.run.evaluate import print_report, print_reports, run_eval, run_evals, unscored_cause
 
@@ -284,7 +296,7 @@ def _play(plan: Plan, display: Any) -> int:
     if len(plan.requests) > 1:
         print_reports(reports, report["success"], display.console)
     else:
-        print_report(report, display.console)
+        print_report(report, display.console, every)
     print_official(report.get("official", {}), display.console)
     display.say(f"{'reports' if len(reports) > 1 else 'report'} and trajectories: {plan.folder}")
     unscored, episodes = (sum(one[key] for one in reports.values()) for key in ("unscored", "episodes"))
@@ -494,7 +506,7 @@ def _with_model(args: argparse.Namespace, model: str | None) -> argparse.Namespa
 def _split_words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The environments on the command line, and the overrides."""
     given = [text for text in (args.env, *args.overrides) if text is not None]
-    overrides = [text for text in given if is_override(text)]
+    overrides = parameters_as_overrides([text for text in given if is_override(text)])
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
     lint = parts.add_parser("lint", help="find mistakes in a spec", epilog=EPILOG, formatter_class=raw)
     lint.add_argument("spec")
-    lint.add_argument("--tasks", type=_positive, default=5, help="tasks to probe with --env (default 5)")
+    lint.add_argument("-n", "--tasks", type=_positive, help="tasks to probe (default 59, or as many as 30 s allow)")
     lint.add_argument("--seed", type=seed_argument, default=0, help="seed of the first task (default 0)")
     lint.add_argument(
         "--ask-judge", action="store_true", help="with --env: ask its judge, as --judge-url does; else it is left out"
@@ -86,8 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_context(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--env", help="id of the environment on which gold calls are replayed, and which lint probes")
-    part.add_argument("--param", action="append", default=[], metavar="NAME=JSON", help="a parameter of --env")
+    part.add_argument(
+        "--env",
+        help="id of the environment on which gold calls are replayed, and which lint probes (default: SPEC, if it is one)",
+    )
+    part.add_argument("--param", action="append", default=[], metavar="a=b", help="a parameter of the environment")
     part.add_argument("--python", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="allow a python leaf")
     part.add_argument("--judge-url", help="base URL of an OpenAI-compatible server for judge leaves")
     part.add_argument(
@@ -102,18 +107,23 @@ def _add_context(part: argparse.ArgumentParser) -> None:
     part.add_argument("--judge-usd", type=float, help="limit on the judge's cost in US dollars")
 
 
+_LINT_S = 30.0
+
+
 def run_lint(args: argparse.Namespace) -> int:
     """Print the findings; returns exit code 1 if one of them is an error."""
-    from agentrl.reward.lint import LintFinding, lint_probes, lint_spec, probe_episodes, whatever_judged
+    from agentrl.reward.lint import ENOUGH, LintFinding, lint_probes, lint_spec, probe_episodes, whatever_judged
     from agentrl.reward.nodes import LeafNode, walk
 
     options = _options(args)
     scorer = options.scorer(_spec(args.spec), alone=args.env is None)
     findings = lint_spec(scorer)
+    probes: dict[str, list[Trajectory]] = {}
     if args.env is not None:
         ref = options.env_ref().scripted()
         try:
-            probes = probe_episodes(ref.build, args.tasks, args.seed)
+            until = math.inf if args.tasks else time.monotonic() + _LINT_S
+            probes = probe_episodes(ref.build, args.tasks or ENOUGH, args.seed, enough=lambda: time.monotonic() > until)
         except NotImplementedError as error:
             raise UserError(f"{args.env}: cannot be probed: {error}") from error
         built = ref.build()
@@ -140,7 +150,10 @@ def run_lint(args: argparse.Namespace) -> int:
         low, high = scorer.range
         replays = any(isinstance(node, LeafNode) and "replay" in node.leaf.args for node in walk(scorer.root))
         unseen = "what it replays, gold and spam: not tried" if replays else "gold and spam: not tried"
-        probed = f", probed on {args.tasks} tasks of {args.env}" if args.env else f" ({unseen}; --env ID does)"
+        tried = len(probes.get("shuffled", ())) if args.env else 0
+        bound = 1 - 0.05 ** (1 / tried) if tried else 1.0
+        seen = f", probed on {tried} tasks of {args.env}: what none of them shows, fewer than {bound:.0%} of all do (95 %)"
+        probed = seen if args.env else f" ({unseen}; --env ID does)"
         count = sum(item.level != "note" for item in findings)
         say(f"{scorer.name}: {_count(count, 'finding')}; reward within [{low:g}, {high:g}]{probed}")
     return 1 if any(item.level == "error" for item in findings) else 0
@@ -341,7 +354,11 @@ class _Options:
 
 
 def _options(args: argparse.Namespace) -> _Options:
-    params = [(name, _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")]
+    params = [
+        (name.removeprefix("env.params."), _json_or_text(value)) for name, value in _pairs(args.param, "--param", "calls=4")
+    ]
+    if args.env is None and (spec := getattr(args, "spec", None)) is not None and _is_env(spec):
+        args.env = spec
     if params and args.env is None:
         raise UserError("--param sets parameters of --env, which is not given")
     python = tuple(_pairs(args.python, "--python", "polite=my_rewards:polite"))
@@ -349,6 +366,16 @@ def _options(args: argparse.Namespace) -> _Options:
     if twice := [name for number, (name, _) in enumerate(models) if name in dict(models[:number])]:
         raise UserError(f"--judge-model {twice[0]}=...: given twice; a judge has one model")
     return _Options(args.env, tuple(params), args.judge_url, args.judge_cache, args.judge_calls, args.judge_usd, python, models)
+
+
+def _is_env(name: str) -> bool:
+    """Return True if the spec is named by its environment, whose own spec it then is."""
+    from agentrl.env.catalog import find_env
+
+    try:
+        return find_env(name).reward is not None
+    except UserError:
+        return False
 
 
 def _pairs(texts: list[str], option: str, example: str) -> Iterator[tuple[str, str]]:

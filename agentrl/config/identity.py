@@ -196,9 +196,33 @@ _EPISODES = {
     "rollout.start": "says where episodes of updates begin",
     "rollout.branch": "says which episodes of updates branch off others",
 }
+_LATER = "steers the updates from now on; past ones stay as they are, and the change is said and kept in config_history"
+LATER = {
+    "optim.lr": _LATER,
+    "optim.matrix_lr": _LATER,
+    "optim.weight_decay": _LATER,
+    "optim.max_grad_norm": _LATER,
+    "optim.warmup": _LATER,
+    "optim.schedule": _LATER,
+    "critic.lr": _LATER,
+    "critic.clip": _LATER,
+    "critic.epochs": _LATER,
+    "algorithm.loss.args": _LATER,
+    "algorithm.epochs": _LATER,
+    "algorithm.minibatch": _LATER,
+    "algorithm.truncated": _LATER,
+    "rollout.max_turns": _LATER,
+    "rollout.max_turn_tokens": _LATER,
+    "rollout.max_episode_tokens": _LATER,
+    "rollout.filter_zero_variance": _LATER,
+    "rollout.max_filtered": _LATER,
+}
+"""Keys that a resume may change although they matter: what they steer is read anew in each update, and nothing of a checkpoint
+was made with them."""
 CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
     "train": {
         **_ANYWHERE,
+        **LATER,
         "engine": "samples from the same weights; how far it is from the trainer is measured in each step",
         "vllm.tensor_parallel": "spreads the same computation over GPUs",
         "vllm.enforce_eager": "computes the same numbers slower",
@@ -278,6 +302,19 @@ def changes(before: Identity, now: Identity) -> list[str]:
     """The same, one text a key."""
     keys = sorted(key for key in before.keys() | now.keys() if json.dumps(before.get(key)) != json.dumps(now.get(key)))
     return [f"{key} was {_show_value(before.get(key))}, is {_show_value(now.get(key))}" for key in keys]
+
+
+def later_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """Changes of keys that steer later updates, one text per key."""
+    then, since = (
+        {key: value for key, value in _leaves("", without_secrets(config)) if any(_within(key, part) for part in LATER)}
+        for config in (before, now)
+    )
+    return changes(then, since)
+
+
+def _within(key: str, part: str) -> bool:
+    return key == part or key.startswith(f"{part}.")
 
 
 def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:

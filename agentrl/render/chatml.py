@@ -15,6 +15,7 @@ from agentrl.render.tool_calls import (
     either,
     hermes_rules,
     json_rules,
+    name_cut,
     parse_tool_calls,
     render_tool_calls,
     turn_grammar,
@@ -138,7 +139,7 @@ class ChatML(Renderer):
         ids = token_ids[:-1] if finish == "stop" and token_ids and token_ids[-1] == self._end else token_ids
         reasoning, text = split_reasoning(self._codec.decode(ids))
         content, calls = parse_tool_calls(text)
-        return Message("assistant", content, calls, reasoning=reasoning)
+        return Message("assistant", content, name_cut(calls) if finish == "length" else calls, reasoning=reasoning)
 
     def reader(self, stops: Sequence[str] = ()) -> TurnReader:
         return ProseReader(self._codec, ("<think>", "</think>"), (OPEN, *stops), last=self.stop_token_ids)

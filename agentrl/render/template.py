@@ -29,7 +29,7 @@ from agentrl.render.template_text import (
     shape_of,
     skeleton,
 )
-from agentrl.render.tool_calls import ForTools, Parser, Syntax, either, json_rules, turn_grammar
+from agentrl.render.tool_calls import ForTools, Parser, Syntax, either, json_rules, name_cut, turn_grammar
 from agentrl.utils.errors import ModelError, RenderError
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class TemplateRenderer(Renderer):
             text = self._text.decode(token_ids[:-1] if stopped else token_ids)
             reasoning, rest = frame.split(frame.open + text if self._turns.in_reasoning else text)
             content, calls = self._parse_calls(rest)
+        if finish == "length":
+            calls = name_cut(calls)
         show = self._text.shown
         shown = tuple(
             replace(call, name=show(call.name), arguments=show(call.arguments), raw=show(call.raw), error=show(call.error))

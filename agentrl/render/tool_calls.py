@@ -238,6 +238,16 @@ def sendable(call: ToolCall) -> ToolCall:
     return replace(call, name=name, arguments={"malformed": call.raw} if call.arguments is None else call.arguments)
 
 
+CUT = "the turn was cut at its limit of tokens (rollout.max_turn_tokens); write a shorter call"
+
+
+def name_cut(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Calls of a turn that a limit of tokens cut: the last one, if it is malformed, says so."""
+    if not calls or calls[-1].arguments is not None:
+        return tuple(calls)
+    return (*calls[:-1], replace(calls[-1], error=f"{CUT}: {calls[-1].error}"))
+
+
 def malformed_call(call_id: str, raw: str, error: str, name: str = "") -> ToolCall:
     """The record of a call that cannot be parsed."""
     return ToolCall(name=name, arguments=None, id=call_id, raw=raw, error=error)

@@ -42,6 +42,12 @@ class ProbeEnv(ReplayEnv, Protocol):
 
     def gold_turns(self, task: Task) -> list[Message]: ...
 
+    def task_count(self, split: str) -> int | None: ...
+
+
+ENOUGH = 59
+"""Tasks of which none shows a fault that at least 5 % of all tasks have, with probability below 5 %: 0.95^59 = 0.0485."""
+
 
 def probe_episodes(
     build: Callable[[], ProbeEnv],
@@ -51,8 +57,8 @@ def probe_episodes(
     enough: Callable[[], bool] = lambda: False,
     gold_needed: bool = True,
 ) -> dict[str, list[Trajectory]]:
-    """Episodes by kind, one per task: gold, empty, silent, question, spam, padded and shuffled (see lint_probes). None is begun
-    once `enough`.
+    """Episodes by kind, one per task: gold, empty, silent, question, spam, listing, mute, padded and shuffled (see lint_probes).
+    None is begun once `enough`. Tasks of a finite split are spread over it, so that each family of tasks has its share.
 
     Raises NotImplementedError if the environment has no scripted gold policy; unless `gold_needed`, what gold is made of is then
     left out.
@@ -60,7 +66,9 @@ def probe_episodes(
     episodes: dict[str, list[Trajectory]] = {}
     for number in range(tasks):
         env = build()
-        task = env.make_task(seed + number, "train")
+        count = env.task_count("train")
+        place = number if count is None or count <= tasks else number * count // tasks
+        task = env.make_task(seed + place, "train")
         try:
             gold = env.gold_turns(task)
         except NotImplementedError:
@@ -94,6 +102,7 @@ def _turns(
     return [
         ("gold", lambda: gold),
         *idle,
+        *_answers(build, task, gold),
         ("padded", lambda: _pad_turns(gold)),
         ("shuffled", lambda: _shuffle_calls(gold, rng)),
     ]
@@ -136,6 +145,26 @@ def _question(env: ProbeEnv, task: Task) -> list[Message]:
     opening = list(env.trajectory.messages)
     env.close()
     return [Message("assistant", copied_question(opening))]
+
+
+def _answers(build: Callable[[], ProbeEnv], task: Task, gold: list[Message]) -> list[tuple[str, Callable[[], Turns]]]:
+    """The gold calls with two other answers, if gold answers in words: all that the tools said (`listing`), and one that has none
+    of it (`mute`)."""
+    if not gold or gold[-1].tool_calls or len(gold) < 2:
+        return []
+    calls = gold[:-1]
+
+    def listing() -> Turns:
+        heard = play_turns(build(), task, calls)
+        said = "\n".join(message.content for message in heard.messages if message.role == "tool")
+        # The last number is a decoy: the last thing that a tool said may well be the answer.
+        return [*calls, Message("assistant", f"{said}\n{', '.join([*_NUMBER.findall(said), _DECOY])}")]
+
+    return [("listing", listing), ("mute", lambda: [*calls, Message("assistant", "Done.")])]
+
+
+_DECOY = "987654321.5"
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
@@ -305,7 +334,8 @@ def lint_probes(scorer: Scorer, probes: Probes, order_free: bool | None = None, 
     """Findings from probe episodes: lists by kind, one episode per task, tasks in the same order.
 
     Kinds: `gold` (the scripted solution), `empty` (an empty answer), `silent` (no turn at all), `question` (it as the answer),
-    `spam` (random calls and every number as the answer), `padded` (every gold call three times), `shuffled`
+    `spam` (random calls and every number as the answer), `listing` (the gold calls, and all that tools said as the answer),
+    `mute` (the gold calls and "Done." as the answer), `padded` (every gold call three times), `shuffled`
     (the gold calls in another order). `order_free`: whether the environment declares that order is free; `idle_share`: of which
     share of its tasks it declares that doing nothing solves them, above 0 nothing is said of idle episodes that are paid.
     """
@@ -385,7 +415,14 @@ def _succeeding(scorer: Scorer, probes: Probes, scores: Mapping[str, Sequence[Sc
         lucky = sum(score.success is True for score in scores.get(kind, ()))
         if lucky:
             message = f"{what} is a success by {scorer.rule} in {lucky} of {len(scores[kind])} tasks"
-            yield LintFinding("error", "cheap-success", "/success", message)
+            # One task in twenty may have a question or a spoken number that is its answer.
+            by_chance = (kind, what) not in _IDLE and lucky <= 0.05 * len(scores[kind])
+            yield LintFinding("note" if by_chance else "error", "cheap-success", "/success", message)
+    # Where the calls alone solve a task, its answer proves nothing.
+    pairs = list(zip(scores.get("listing", ()), scores.get("mute", ()), strict=False))
+    if lucky := sum(score.success is True and mute.success is not True for score, mute in pairs):
+        message = f"an answer that lists all that the tools said is a success by {scorer.rule} in {lucky} of {len(pairs)} tasks"
+        yield LintFinding("error", "cheap-success", "/success", message)
 
 
 def lint_idle(scorer: Scorer, probes: Probes, idle_share: float = 0.0) -> list[LintFinding]:

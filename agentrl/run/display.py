@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -96,9 +97,14 @@ class Shown:
         return clock((now - self.began) / steps * max(0, self.total - self.done))
 
 
+PLAIN_DETAILS = ("kl to reference", "kl", "entropy", "grad norm", "lr")
+"""Details that plain lines have too: whether the policy still moves, and how far."""
+
+
 def plain_step(shown: Shown, now: float) -> str:
-    """The line of a step."""
-    return f"[{shown.phase}] {shown.done}/{shown.total}  " + "  ".join([*_said(shown), f"ETA {shown.eta(now)}"])
+    """The line of a step. Details that are 0 or unknown are left out."""
+    details = [f"{key} {short(shown.details[key])}" for key in PLAIN_DETAILS if shown.details.get(key)]
+    return f"[{shown.phase}] {shown.done}/{shown.total}  " + "  ".join([*_said(shown), *details, f"ETA {shown.eta(now)}"])
 
 
 def plain_doing(shown: Shown, now: float) -> str:
@@ -228,6 +234,7 @@ class Display:
         self._shown = Shown(began=now())
         self._usual: dict[str, float] = {}
         self._printed, self._pause = 0.0, _PLAIN_EVERY_S
+        self._stepped = -math.inf  # when the last step was printed, in plain output
         self._told = False
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -261,21 +268,22 @@ class Display:
         self._shown = Shown(
             name, total, first, first, self._now(), held=before.held, best_held=before.best_held, doing=before.doing
         )
-        self._printed, self._pause = 0.0, _PLAIN_EVERY_S
+        self._printed, self._pause, self._stepped = 0.0, _PLAIN_EVERY_S, -math.inf
         if self._live is None:
             self.say(f"[{name}] {total} steps" if total > 1 else f"[{name}]")
             self._printed = 0.0
 
     def step(self, done: int, values: Mapping[str, Any], details: Mapping[str, Any] = NONE, *, force: bool = False) -> None:
-        """Show that `done` steps of the phase are done, with values such as success and tokens/s; `details` only in the frame. In
-        plain output a step is printed every few seconds; with `force` at once."""
+        """Show that `done` steps of the phase are done, with values such as success and tokens/s; `details` in the frame, and
+        PLAIN_DETAILS in plain lines. In plain output the first step is printed, then one every few seconds; with `force` at
+        once."""
         shown, now = self._shown, self._now()
         success = values.get("success")
         if success is not None:
             shown.best = success if shown.best is None else max(shown.best, success)
         shown.done, shown.values, shown.details = done, dict(values), dict(details)
-        if self._live is None and (force or done >= shown.total or now - self._printed >= _PLAIN_EVERY_S or not self._printed):
-            self._printed, self._pause = now, _PLAIN_EVERY_S
+        if self._live is None and (force or done >= shown.total or now - self._stepped >= _PLAIN_EVERY_S):
+            self._printed, self._pause, self._stepped = now, _PLAIN_EVERY_S, now
             self.say(plain_step(shown, now))
 
     @contextmanager

@@ -20,9 +20,8 @@ from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
 from agentrl.config.schema import KeepConfig
 from agentrl.run.callbacks import Callback
-from agentrl.run.checks.model_checks import model_notes
 from agentrl.run.checks.rollout_checks import harder, survey_lines
-from agentrl.run.checks.size_checks import advice
+from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.display import Display, percent
 from agentrl.run.engine_choice import trainer_computes
 from agentrl.run.folder import NOTHING, LogFile, RunFolder, lock_folder
@@ -142,6 +141,8 @@ def execute(
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
         display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
+        if resumed and (restored := folder.restore()) is not None:
+            display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
             log.info("the config has changed; what it was until now is in %s", old)
         shown = config if config.data is None else RUN_KINDS[DATA].shown(config)
@@ -152,7 +153,7 @@ def execute(
         display.say(trainer_computes(config))
         for line in () if resumed else survey_lines(shown):
             display.say(line)
-        for line in (*notes, *_packing_notes(packing), *advice(shown), *model_notes(shown)):
+        for line in (*notes, *_packing_notes(packing), *start_notes(shown)):
             display.warn(line)
         try:
             with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,23 +179,41 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as a table; "-" stands for an unknown value."""
+FEW = 8
+"""Rows of a report that are printed without `--all`."""
+_FIRST = ("pass@", "pass^", "reward", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
+"""Begins of the keys that come first, in this order."""
+
+
+def print_report(report: dict[str, Any], console: Console, every: bool = False) -> None:
+    """The report as a table, the most wanted rows first; without `every` at most FEW, and none that is unknown or 0 faults. "-"
+    stands for an unknown value."""
     table = folding("", "value", "95 % interval", title=f"{report['episodes']} episodes of {report['tasks']} tasks")
+    rows = list(_report_rows(report))
+    if not every:
+        rows = sorted((row for row in rows if row[1] not in ("-", "0") or row[0] == "reward"), key=lambda row: _place(row[0]))
+    for name, value, interval in rows if every else rows[:FEW]:
+        table.add_row(cell(name), cell(value), interval)
+    console.print(table)
+    if not every and len(rows) > FEW:
+        console.print(f"{len(rows) - FEW} more rows: --all, or report.json", markup=False)
+    print_horizons({"": report}, console)
+
+
+def _report_rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, interval) of each number of a report."""
     for key, value in report.items():
-        if key == HORIZONS:
+        if key in (HORIZONS, "tasks", "episodes"):
             continue
         if isinstance(value, dict) and "mean" in value:
-            table.add_row(key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}")
-        elif key in ABOUT:
-            continue
-        elif isinstance(value, dict):
-            for name, inner in value.items():
-                table.add_row(cell(f"{key} / {name}"), cell(_short(inner)), "")
-        elif key not in ("tasks", "episodes"):
-            table.add_row(cell(key), cell(_short(value)), "")
-    console.print(table)
-    print_horizons({"": report}, console)
+            yield key, f"{value['mean']:.3f}", f"{value['low']:.3f} to {value['high']:.3f}"
+        elif key not in ABOUT:
+            inner = value.items() if isinstance(value, dict) else ((None, value),)
+            yield from ((key if name is None else f"{key} / {name}", _short(number), "") for name, number in inner)
+
+
+def _place(name: str) -> int:
+    return next((place for place, start in enumerate(_FIRST) if name.startswith(start)), len(_FIRST))
 
 
 def print_horizons(reports: Mapping[str, Any], console: Console) -> None:

@@ -244,6 +244,13 @@ class RunFolder:
             raise ResourceError(f"{folder.path}: the run folder cannot be written: {error}") from None
         return folder
 
+    def restore(self) -> str | None:
+        """Make the folder of episodes again if it was deleted; returns what is then to be said."""
+        if self.trajectories.is_dir():
+            return None
+        self.trajectories.mkdir()
+        return f"{self.trajectories}: the folder was deleted. It is made again; the episodes of earlier updates are gone"
+
     def dated(self, config: TrainConfig) -> TrainConfig:
         """`config` with the date on which this run started, unless it names one."""
         return with_date(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))

@@ -25,6 +25,7 @@ from agentrl.run.checks.env_checks import rehearse, remote_lines
 from agentrl.run.checks.model_checks import check_router_replay, longest_prompt
 from agentrl.run.checks.reward_checks import evaluations_of
 from agentrl.run.checks.rollout_checks import survey_lines
+from agentrl.run.checks.size_checks import start_notes
 from agentrl.run.engine_choice import AUTO, computation_text, engine_name, maker_of, with_threads
 from agentrl.run.role_placement import (
     GIB,
@@ -130,7 +131,7 @@ class Evaluations:
 class RunPlan:
     """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without what is played again, filtered
     or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
-    nothing else happens."""
+    nothing else happens. `checkpoint_bytes`: of weights and AdamW's moments in float32; `model_bytes`: of the final model."""
 
     name: str
     folder: str
@@ -152,6 +153,16 @@ class RunPlan:
     kept: int
     trajectories: list[int]
     trackers: list[str]
+    rates: dict[str, float]
+    temperature: str
+    top_p: float
+    checkpoint_bytes: int
+    model_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of checkpoints that are kept at once, with one that is being written, and of the final model."""
+        return min(self.kept + 1, len(self.checkpoints)) * self.checkpoint_bytes + self.model_bytes
 
     def json(self) -> dict[str, Any]:
         """The plan as JSON has it."""
@@ -190,6 +201,11 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         kept=config.checkpoint.keep + config.checkpoint.keep_best,
         trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
         trackers=[tracker.name for tracker in config.trackers],
+        rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
+        temperature=_temperature(config),
+        top_p=config.rollout.top_p,
+        checkpoint_bytes=sum(12 * one.trained for one in _parameters(config)),
+        model_bytes=sum(4 * one.all for one in _parameters(config) if one.role == "actor"),
     )
 
 
@@ -254,6 +270,8 @@ def lines(plan: RunPlan) -> list[str]:
         ("tokens", f"an episode at most {b.sampled_tokens:,} sampled and {b.episode_tokens:,} in all, an update {b.tokens:,}"),
         ("a minibatch", f"over {_count(b.data_ranks, 'rank')}, in micro-batches of at most {b.micro_tokens:,} tokens: at most "
          f"{b.micros:,} on each, if every episode is as long as it may be"),
+        ("rates", ", ".join(f"{key} = {value:g}" for key, value in plan.rates.items())),
+        ("sampled", f"at temperature {plan.temperature}, top_p {plan.top_p:g}"),
         ("in all", f"{plan.episodes:,} episodes of training, {plan.evaluation_episodes:,} of evaluation, "
          f"{_count(plan.updates * b.optimizer_steps, 'optimizer step')}"),
     ]  # fmt: skip
@@ -262,11 +280,21 @@ def lines(plan: RunPlan) -> list[str]:
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {_kept_text(plan)}"),
+        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {_kept_text(plan)}, {_size(plan.checkpoint_bytes)} each"),
+        ("on disk", f"about {_size(plan.disk_bytes)}: checkpoints and the final model, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}" for name, text in rows]
+
+
+def _temperature(config: TrainConfig) -> str:
+    points = config.rollout.temperature
+    return ", ".join(f"{heat:g} after {step} updates" for step, heat in points) if isinstance(points, list) else f"{points:g}"
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
 
 
 def _environment(one: TrainConfig) -> str:
@@ -411,7 +439,7 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
         *remote_lines(config),
         *(worker_lines(config) if here else []),
         f"model.packing: {packing.reason}",
-        *(f"warning: {line}" for line in suspicious),
+        *(f"warning: {line}" for line in (*suspicious, *(start_notes(config) if here else []))),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),
     ]
     return DryRun(plan_of(config, total is not None), environments(config), locations, placed, found, notes)

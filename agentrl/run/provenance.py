@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.config import TrainConfig, load_config
 from agentrl.config.envs import alone
-from agentrl.config.identity import Identity, changes, differences, identity_of
+from agentrl.config.identity import Identity, changes, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
 from agentrl.env.catalog import find_env
 from agentrl.run.checks import check_train
@@ -58,12 +58,12 @@ def check_resumable(
         write_provenance(config, folder)
         # Recorded from here on, so that the next resume can compare.
         note = f"{folder.path}: started by an older agentrl, which did not record the reward spec; it is now taken to be the same"
-        return (note, *notes, *_steps_note(config, folder), *_schedule_note(before, config, folder))
+        return (note, *notes, *_resume_notes(before, config, folder))
     check_contents(config, folder)
     # Code may change: a run that stopped at a bug in its environment must be able to continue with the bug fixed.
     changed = [key for key in code_of(config) if recorded["contents"].get(key) != now.get(key)]
     said = [f"{key} have changed since the run began" for key in changed]
-    return (*said, *notes, *_steps_note(config, folder), *_schedule_note(before, config, folder))
+    return (*said, *notes, *_resume_notes(before, config, folder))
 
 
 def check_unchanged(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> None:
@@ -132,6 +132,13 @@ def updates_done(folder: RunFolder) -> int:
     """The updates that the newest checkpoint of a run has had; 0 if it has none."""
     newest = Checkpoints(folder.checkpoints, keep=1).newest()
     return 0 if newest is None else int(newest.name.rpartition("_")[2])
+
+
+def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
+    """Notes on keys that steer later updates, and on the end of the run."""
+    after = f"from update {updates_done(folder) + 1} on"
+    later = (f"{change} {after}" for change in later_changes(before, config))
+    return (*later, *_steps_note(config, folder), *_schedule_note(before, config, folder))
 
 
 def _steps_note(config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:

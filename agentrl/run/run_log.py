@@ -79,9 +79,11 @@ DETAILS = {
     "staleness_mean": "staleness",
     "mismatch_max": "mismatch",
     "engine/cache_hit": "cache",
-    "kl_reference": "kl",
+    "kl_reference": "kl to reference",
+    "kl_behaviour": "kl",
     "entropy": "entropy",
     "grad_norm": "grad norm",
+    "lr": "lr",
     "throughput/trained_tokens_per_s": "trained/s",
 }
 """Further numbers of an update that the display shows, and its words for them; the most wanted come first."""

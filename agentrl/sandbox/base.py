@@ -37,21 +37,22 @@ class SandboxSpec:
 
     `image`: the container image, or the provider's word for one (None: none is needed); `build`: a folder with a Dockerfile
     to make it from. `files`: contents by path, there when it starts. `network`: "none" or "all". `memory`, `file_size` (one
-    file) and `disk` (all files below the root) in bytes; `cpus`: processors at once; `cpu_s`: seconds of processor time of one
-    command; `pids`: processes at once. `seconds`: how long the sandbox may live, for providers that end it themselves.
-    `env`: variables of every command. `processes`: False allows Python code only, in one process (`Sandbox.python`).
+    file) and `disk` (all files below the root) in bytes, None for no limit; `cpus`: processors at once; `cpu_s`: seconds of
+    processor time of one command; `pids`: processes and threads at once. `seconds`: how long the sandbox may live, for
+    providers that end it themselves. `env`: variables of every command. `processes`: False allows Python code only, in one
+    process (`Sandbox.python`).
     """
 
     image: str | None = None
     build: Path | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     network: Network = "none"
-    memory: int | None = None
+    memory: int | None = 8 << 30
     cpus: float | None = None
     cpu_s: int | None = None
     pids: int = 256
     file_size: int | None = None
-    disk: int | None = None
+    disk: int | None = 4 << 30
     seconds: float = 3600.0
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/app"

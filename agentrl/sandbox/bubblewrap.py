@@ -190,8 +190,8 @@ def ending(end: End, code: int, spec: SandboxSpec) -> End:
 
 
 def is_crowded(leader: int, most: int) -> bool:
-    """Return True if more processes are in the namespace that bwrap, process `leader`, made for its command. Not counted to the
-    end: new ones of a fork bomb come at the list's end."""
+    """Return True if more threads are in the namespace that bwrap, process `leader`, made for its command; each process has one
+    at least. Not counted to the end: new ones of a fork bomb come at the list's end."""
     try:
         children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
         inside = Path(f"/proc/{children[0]}/ns/pid").readlink()
@@ -201,7 +201,8 @@ def is_crowded(leader: int, most: int) -> bool:
     for process in (Path("/proc", entry.name) for entry in os.scandir("/proc")):
         if process.name.isdigit():
             with suppress(OSError):
-                found += (process / "ns/pid").readlink() == inside
+                if (process / "ns/pid").readlink() == inside:
+                    found += (process / "task").stat().st_nlink - 2
             if found > most:
                 return True
     return False

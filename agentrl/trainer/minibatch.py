@@ -426,9 +426,10 @@ def episode_sums(column: torch.Tensor, view: Ragged) -> torch.Tensor:
 def adapted_kl_coef(coef: float, measured: float, episodes: int, cfg: KlConfig) -> float:
     """The next coefficient (Ziegler et al. 2019, arXiv:1909.08593): coef (1 + clip(KL / target - 1, +-0.2) episodes / horizon).
 
-    Departure: their KL is that of a whole episode, ours is the mean over its tokens, and `target` likewise.
+    Departures: their KL is that of a whole episode, ours is the mean over its tokens, and `target` likewise; without a horizon it
+    is that of 20 updates.
     """
     if cfg.target is None:
         return coef
     error = min(max(measured / cfg.target - 1, -0.2), 0.2)
-    return coef * (1 + error * episodes / cfg.horizon)
+    return coef * (1 + error * episodes / (cfg.horizon or 20 * episodes))

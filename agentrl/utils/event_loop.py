@@ -364,7 +364,8 @@ class LoopWatchdog:
     """Watches one event loop from a thread of its own. `start` it in the loop, `stop` it before the loop closes.
 
     `limit`: seconds of silence from which on a block is counted and reported (it is seen for certain from twice that on);
-    0 turns the watchdog off. `say`: gets one line per place, on the loop, the first time that it blocks. `worst`: the longest
+    0 turns the watchdog off. `say`: gets one line per place of the user's own code, on the loop, the first time that it
+    blocks; other places are logged. `worst`: the longest
     block so far. Time in which the loop's thread waited for a processor that other programs used is not counted.
     """
 
@@ -455,7 +456,11 @@ class LoopWatchdog:
         key = (block.place.file, block.place.function) if block.place is not None else ("", "")
         if key not in self._told and len(self._told) < MOST_PLACES:
             self._told.add(key)
-            self._ask(self._say, f"{self._name} stood still for {block}: every episode waited (docs/rollouts.md)")
+            text = f"{self._name} stood still for {block}: every episode waited (docs/rollouts.md)"
+            if block.place is not None and block.place.owner == "user":
+                self._ask(self._say, text)
+            else:  # agentrl's own code, or a library's: nothing that the user could change
+                log.info("%s", text)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ TOKENS: dict[str, tuple[LossInput, dict[str, Any]]] = {
     "decoupled_ppo": (tokens_of([L(1.5)], [1], behave=-L(2)), {}),
     "gspo": (tokens_of([L(4), 0.0], [1, 1]), {"clip_high": 0.5}),
     "gmpo": (tokens_of([1, -0.2], [2, 2]), {}),
-    "cispo": (tokens_of([L(3)], [1], at=-1 - L(3)), {}),
+    "cispo": (tokens_of([L(9)], [1], at=-1 - L(9)), {}),
     "sapo": (tokens_of([L(2)], [-1]), {"tau_negative": 1.0}),
     "clip_cov": (tokens_of([L(1.1)] * 2, [1, 1], picked=True), {}),
     "kl_cov": (tokens_of([0.1] * 2, [1, 1], picked=True), {}),

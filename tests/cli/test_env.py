@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from agentrl.cli.env import reference
-from agentrl.cli.env_play import parse_line, play_by_hand
-from agentrl.cli.main import build_parser
+from agentrl.cli.env_play import NotACallError, parse_line, play_by_hand
+from agentrl.cli.main import build_parser, main
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import make_env
+from agentrl.reward import compile_spec
 from agentrl.utils.errors import UserError
 from tests.e2e.runs import Command, finish
 
@@ -159,11 +160,53 @@ def test_a_person_plays_to_the_reward() -> None:
     assert code == 130 and "not scored" in out
 
 
+ROOM = {"type": "object", "properties": {"room": {"type": "string"}, "n": {"type": "integer"}, "any": {}}}
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("book room=101 n=3", {"room": "101", "n": 3}),
+        ("book room=true", {"room": "true"}),
+        ("book n=x", {"n": "x"}),  # the tool's own answer says what is wrong
+        ("book any=101", {"any": 101}),
+        ('book any={"a":1}', {"any": "{a:1}"}),  # as a shell reads quotes
+        ("book", {}),
+        ("book room=a=b", {"room": "a=b"}),
+        ('book(room="101", n=3)', {"room": "101", "n": 3}),
+        ("book()", {}),
+    ],
+)
+def test_a_line_is_a_call_with_values_that_the_tool_takes(line: str, arguments: dict[str, Any]) -> None:
+    assert parse_line(line, {"book": ROOM, "list": {}}).tool_calls == (ToolCall("book", arguments),)
+
+
+@pytest.mark.parametrize("line", ["boook room=101", "boook", "pay amount=3", "boook(room=1)", "book(1)", "book(room=open())"])
+def test_a_slip_is_said_and_is_no_turn(line: str) -> None:
+    with pytest.raises(NotACallError, match="book"):
+        parse_line(line, {"book": ROOM})
+
+
+def test_a_slip_does_not_end_the_episode() -> None:
+    task = make_env("key_value", calls=2).make_task(3, "train")
+    key, value = task.gold["reads"][0], task.gold["answer"]
+    code, out = played([f"gett key={key}", "gett", f"get key={key}", f"add x={value}", f"it is {value}"])
+    assert code == 0 and "reward 1" in out and out.count("no tool 'gett'; did you mean 'get'?") == 2
+
+
+def test_the_reward_is_explained() -> None:
+    spec = compile_spec({"agentrl_reward": 1, "name": "mine", "root": {"use": "calls.none", "id": "few"}})
+    shown: list[str] = []
+    feed = iter(["it is 3"])
+    play_by_hand(make_env("key_value", calls=2), 3, "train", lambda _: next(feed), shown.append, scorer=spec)
+    assert shown[-1].startswith("mine: ") and "[few]" in shown[-1]
+
+
 def test_what_a_line_means() -> None:
-    tools = ("get", "list")
+    tools: dict[str, Any] = {"get": {}, "list": {}}
     assert parse_line("get key=a n=3", tools).tool_calls == (ToolCall("get", {"key": "a", "n": 3}),)
     assert parse_line("list", tools).tool_calls == (ToolCall("list", {}),)
-    for text in ("get the key", "gt key=a", "it's", ""):
+    for text in ("get the key", "it's", "", "yes", "f(x) = 3 is it"):
         assert parse_line(text, tools) == Message("assistant", text)
     assert parse_line(": list", tools) == Message("assistant", "list")
     assert parse_line("{oops", tools).tool_calls[0].error is not None
@@ -185,3 +228,24 @@ def test_tool_sets_are_named_as_in_a_config_and_are_checked_and_played(
     ):
         with pytest.raises(UserError, match=says):
             reference("key_value", words).build()
+
+
+@pytest.mark.parametrize("word", ["calls=3", "env.params.calls=3"])
+def test_a_parameter_is_written_in_one_way_for_all_commands(
+    word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bare a=b, or as in a config."""
+    monkeypatch.chdir(tmp_path)
+    commands: list[list[str]] = [
+        ["env", "show", "key_value", word],
+        ["env", "difficulty", "key_value", word, "-n", "2"],
+        ["env", "floor", "key_value", word, "-n", "2"],
+        ["rollout", "key_value", word, "--policy", "gold", "-n", "1", "--out", "out"],
+        ["reward", "lint", "key_value", "--param", word, "-n", "2"],
+    ]
+    for words in commands:
+        assert main(words) == 0, (words, capsys.readouterr().err)
+    [row] = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
+    assert sum(len(turn["message"]["tool_calls"]) for turn in json.loads(row)["turns"]) == 3
+    assert main(["rollout", "key_value", "cals=3", "--policy", "gold", "-n", "1", "--out", "other"]) == 2
+    assert "did you mean 'calls'" in capsys.readouterr().err

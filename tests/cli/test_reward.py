@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agentrl.cli import reward as command
 from agentrl.cli.main import build_parser
-from agentrl.data.trajectory import Message
+from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.lint import copied_question, lint_probes, lint_spec, probe_episodes
@@ -108,7 +110,7 @@ def findings(root, probes, order_free=True):
 
 def test_probes_are_what_they_say(probes):
     assert {kind: len(rows) for kind, rows in probes.items()} == dict.fromkeys(
-        ("gold", "empty", "silent", "question", "spam", "padded", "shuffled"), 3
+        ("gold", "empty", "silent", "question", "spam", "listing", "mute", "padded", "shuffled"), 3
     )
     for row, gold_episode in enumerate(probes["gold"]):
         count = len(list(gold_episode.calls()))
@@ -320,7 +322,7 @@ def test_a_bad_row_in_a_worker_is_named(tmp_path):
         (["lint", "key_valu"], "key_value"),
         (["lint", "none.json"], "cannot be read"),
         (["lint", "key_value", "--env", "agentrl/KeyVal-v0"], "KeyValue"),
-        (["lint", "key_value", "--param", "calls=2"], "--env"),
+        (["lint", "rewards/judge.json", "--param", "calls=2"], "--env"),
         (["lint", "key_value", "--env", KEY_VALUE, "--param", "calls"], "NAME=VALUE"),
         (["score", "key_value", "none.jsonl"], "cannot be read"),
     ],
@@ -439,3 +441,70 @@ def test_lint_without_an_environment_says_what_it_could_not_try(capsys):
 def test_the_grammar_is_written_into_a_folder_that_is_not_there_yet(tmp_path):
     assert agentrl("schema", "--out", tmp_path / "rewards" / "schema.json") == 0
     assert json.loads((tmp_path / "rewards" / "schema.json").read_text())["title"] == "agentrl reward spec"
+
+
+class Shop:
+    """Calls `prices`, then names the price of one of three things."""
+
+    order_free, idle_share = False, 0.0
+    action_space = SimpleNamespace(seed=lambda seed: None, sample=lambda: "")
+
+    def __init__(self, tasks: int | None = None) -> None:
+        self.tasks, self.made = tasks, Trajectory("shop", Task("t", 0))
+
+    def task_count(self, split: str) -> int | None:
+        return self.tasks
+
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        return Task(f"t{rng_seed}", rng_seed, split, gold={"answer": str(10 + rng_seed)})
+
+    def gold_turns(self, task: Task) -> list[Message]:
+        return [Message("assistant", "", (ToolCall("prices", {}, "c"),)), Message("assistant", task.gold["answer"])]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        assert options is not None
+        self.made = Trajectory("shop", options["task"], messages=[Message("user", "What does it cost?")])
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        message = action if isinstance(action, Message) else Message("assistant", action)
+        results = []
+        for made in message.tool_calls:
+            said = f"a {10 + self.made.task.seed}, b 200, c 300"
+            results.append(ToolResult(made.id, "prices", said, said, None, 0.0))
+            self.made.messages.append(Message("tool", said, name="prices"))
+        self.made.messages.append(message)
+        self.made.turns.append(Turn(len(self.made.turns), message, results))
+        return [], 0.0, not message.tool_calls, False, {}
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.made
+
+    def state(self) -> Any:
+        return None
+
+    def user_call(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("which", "found"), [("any", True), ("last", False)])
+def test_an_answer_that_lists_everything_is_a_hole_where_it_is_paid(which: str, found: bool) -> None:
+    spec = compile_spec(
+        {
+            "agentrl_reward": 1,
+            "name": "price",
+            "root": {"use": "number.close", "args": {"expect": {"$": "/task/gold/answer"}, "which": which}},
+        }
+    )
+    holes = [item for item in lint_probes(spec, probe_episodes(Shop, 20)) if "lists all" in item.message]
+    assert [(item.level, "in 20 of 20 tasks" in item.message) for item in holes] == ([("error", True)] if found else [])
+
+
+def test_tasks_of_a_finite_split_are_spread_over_it() -> None:
+    """The first tasks of a sorted suite are all of one family."""
+    found = probe_episodes(lambda: Shop(1000), 5)["gold"]
+    assert [episode.task.seed for episode in found] == [0, 200, 400, 600, 800]
+    assert [episode.task.seed for episode in probe_episodes(lambda: Shop(4), 5)["gold"]] == [0, 1, 2, 3, 4]

@@ -89,7 +89,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
         "advantage": {"name": "a", "args": {"a": 1}},
         "loss": {"name": "l", "args": {"a": 1}},
         "correction": {"name": "c", "args": {"a": 1}},
-        "kl": {"kind": "k1", "target": 0.1},
+        "kl": {"kind": "k1", "target": 0.1, "horizon": 9},
         "length_norm": 9,
         "experience": {},
         "distillation": {"path": "t"},
@@ -225,7 +225,7 @@ def test_whole_sections_are_named_only_if_nothing_in_them_is_read() -> None:
             "env.sampler",
         }
         kept = {"cluster", "checkpoint", "keep", "health", "traces", "prometheus", "profile"}
-        assert sections == kept | ({"vllm.args"} if purpose == "train" else update)
+        assert sections == kept | ({"vllm.args", "algorithm.loss.args"} if purpose == "train" else update)
 
 
 def test_values_are_compared_and_secrets_are_digests() -> None:

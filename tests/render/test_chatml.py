@@ -1,4 +1,5 @@
 import pytest
+from families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
@@ -100,6 +101,21 @@ def test_a_malformed_call_round_trips_verbatim(chatml_tokenizer):
         message = Message("assistant", "", (ToolCall("", None, id="call_0", raw=raw, error="broken"),))
         (call,) = renderer.parse(renderer.assistant(message), "stop").tool_calls
         assert call.arguments is None and call.error and call.raw == raw
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3", "qwen3-coder"])
+def test_a_call_that_a_limit_cut_says_so(chatml_tokenizer, family):
+    """The policy is shown the error: without the reason it would mend its JSON."""
+    renderers = [make_renderer(chatml_tokenizer)]
+    template, tokens, bos, eos, *_ = FAMILIES[family]
+    renderers.append(make_renderer(build_tokenizer(tokens, template, bos=bos, eos=eos)))
+    for renderer in renderers:
+        whole = renderer.assistant(Message("assistant", "", (ToolCall("get", {"key": "a" * 40}, id="call_0"),)))
+        (cut,) = renderer.parse(whole[: len(whole) // 2 + 4], "length").tool_calls
+        assert cut.arguments is None and cut.error is not None and cut.error.startswith("the turn was cut at its limit of tokens")
+        (stopped,) = renderer.parse(whole[: len(whole) // 2 + 4], "stop").tool_calls
+        assert stopped.error is not None and "cut" not in stopped.error
+        assert renderer.parse(whole[:-1], "length").tool_calls[0].error is None
 
 
 def test_reasoning_is_kept_apart(chatml_tokenizer):

@@ -44,7 +44,7 @@ def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
     zero = {**TYPO, "missing": 0}
     with pytest.raises(
         ConfigError,
-        match=r"/root: an empty answer earns 0 in each of 3 tasks.*agentrl reward lint \S+/mine\.json --env .*health\.lint",
+        match=r"/root: an empty answer earns 0 in each of 59 tasks.*agentrl reward lint \S+/mine\.json --env .*health\.lint",
     ):
         check_config(made(tmp_path, zero))
     assert check_config(made(tmp_path, zero, health={"lint": False})) == []
@@ -55,7 +55,7 @@ def test_a_typo_in_a_pointer_is_refused_before_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "says"),
     [
-        (ALWAYS, r"/root: an empty answer earns 1 in each of 3 tasks, as much as the gold solution"),
+        (ALWAYS, r"/root: an empty answer earns 1 in each of 59 tasks, as much as the gold solution"),
         ({"op": "product", "of": [RIGHT, {**NEVER, "weight": 2}]}, r"/root/of/1: 'product' does not use weights"),
         ({"op": "gate", "if": RIGHT, "gte": 2.0, "then": RIGHT, "else": NEVER}, r"/root: `if` reaches at most 1, below gte 2"),
     ],
@@ -94,7 +94,7 @@ def test_a_spec_with_a_judge_is_tried_on_what_needs_none(tmp_path: Path, monkeyp
     # Doing nothing is paid if the judge says the best of it, and may not be: no finding.
     assert [line.partition(": ")[2] for line in notes(made(tmp_path, MARK))] == [judged]
     paid = {"op": "any", "of": [ALWAYS, MARK]}
-    with pytest.raises(ConfigError, match=r"/success: an empty answer is a success in each of 3 tasks"):
+    with pytest.raises(ConfigError, match=r"/success: an empty answer is a success in each of 59 tasks"):
         notes(made(tmp_path, paid, paid))
     monkeypatch.setattr(lint, "probe_episodes", lambda *args, **more: pytest.fail("an episode was scored"))
     own = {"python": "m:f", "tools": "own"}
@@ -133,6 +133,6 @@ def test_without_gold_a_success_that_idling_always_has_is_refused(tmp_path: Path
     (tmp_path / "envs" / "idle" / "env.py").write_text(IDLE)
     monkeypatch.chdir(tmp_path)
     idle = {"id": "idle", "reward": str(tmp_path / "mine.json")}
-    with pytest.raises(ConfigError, match="/success: an empty answer is a success in each of 3 tasks"):
+    with pytest.raises(ConfigError, match="/success: an empty answer is a success in each of 59 tasks"):
         notes(made(tmp_path, RIGHT, ALWAYS, env=idle))
     assert notes(made(tmp_path, RIGHT, RIGHT, env=idle)) == []  # no gold: that nothing is ever right says nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -211,3 +212,26 @@ def test_a_models_context_is_what_its_config_says_or_an_error(tmp_path: Path) ->
     (path / "config.json").write_text(json.dumps({"model_type": "bloom", "n_layer": 1}))  # a family without a longest sequence
     with pytest.raises(ModelError, match=r"its config\.json has no max_position_embeddings"):
         model_context(str(path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        ([], 0.385),  # 256 of 512 tokens: deviation sqrt(4e-4 / 256) = 1.25e-3; P(x < -3e-4) = 0.405, P(x > 4e-4) = 0.374
+        (["algorithm.loss.args={clip_low=0.2,clip_high=0.2}"], None),
+        (["algorithm.proximal=recompute"], None),
+        (["algorithm.loss.name=ppo_clip"], None),
+        (["model.dtype=float32"], None),
+    ],
+)
+def test_bounds_of_a_sequence_s_ratio_below_the_engine_s_mismatch_are_warned_of(keys: list[str], share: float | None) -> None:
+    given = ["algorithm.loss.name=gspo", "algorithm.proximal=behaviour", "model.dtype=bfloat16", "rollout.max_turns=8"]
+    given += ["rollout.max_turn_tokens=64", "rollout.max_episode_tokens=512", *keys]
+    notes = sizes.sequence_ratio_notes(config_of(*given))
+    if share is None:
+        assert notes == []
+        return
+    spread = math.sqrt(2 * 2e-4 / 256)
+    tails = [0.5 * math.erfc(bound / spread / math.sqrt(2)) for bound in (-math.log(1 - 3e-4), math.log(1 + 4e-4))]
+    assert sum(tails) / 2 == pytest.approx(share, abs=0.01)
+    assert f"{sum(tails) / 2:.0%} of sequences of 256 tokens" in notes[0] and "recompute" in notes[0]

@@ -283,3 +283,26 @@ def test_a_warning_is_said_once_where_no_log_is_kept() -> None:
     code = "from agentrl.run.display import Display\nwith Display() as display:\n    display.warn('other than in the run')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (found.stdout + found.stderr).count("other than in the run") == 1, found
+
+
+def test_the_first_step_is_printed_with_how_far_the_policy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also right behind a line of what goes on; what is 0 or unknown takes no room."""
+    display, clock, out = plain(monkeypatch)
+    with display:
+        display.phase("train", 9)
+        with display.doing("update"):
+            clock.now += 6
+            display.beat()
+        clock.now += 1
+        moved = {"kl": 0.0012, "kl to reference": None, "entropy": 0.5, "grad norm": 0.25, "lr": 2e-5, "cache": 0.5}
+        display.step(1, {"success": 0.0, "reward": 0.0}, moved)
+        clock.now += 4
+        display.step(2, {"success": 0.5}, moved)
+        clock.now += 2
+        display.step(3, {"success": 0.5}, {**moved, "grad norm": 0.0, "kl": 0.0})
+    assert out.getvalue().splitlines() == [
+        "[train] 9 steps",
+        "[train] 0/9  update  6 s",
+        "[train] 1/9  success 0.000  reward 0.000  kl 0.001  entropy 0.500  grad norm 0.250  lr 2.0e-05  ETA 0:56",
+        "[train] 3/9  success 0.500  entropy 0.500  lr 2.0e-05  ETA 0:26",
+    ]

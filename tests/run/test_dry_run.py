@@ -74,7 +74,7 @@ def test_gradients_are_kept_whole_or_sharded_and_layers_are_gathered(architectur
 def test_adapters_leave_one_model_and_little_to_train(architecture: Path) -> None:
     found = placed(architecture, "model.lora.rank=2", "algorithm.kl.coef=0.1", "model.dtype=float32")
     assert found.keys() == {"actor", "rollout"}
-    adapters = LAYERS * 2 * (2 * (HIDDEN + HEADS * SIZE) + 2 * (HIDDEN + KV * SIZE))
+    adapters = LAYERS * 2 * (2 * (HIDDEN + HEADS * SIZE) + 2 * (HIDDEN + KV * SIZE) + 3 * (HIDDEN + MLP))
     assert found["actor"].memory.weights == 4 * (ALL + adapters)
     assert (found["actor"].memory.optimizer, found["actor"].memory.gradients) == (8 * adapters, 4 * adapters)
 

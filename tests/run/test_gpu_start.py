@@ -93,13 +93,13 @@ def test_a_config_for_one_gpu_starts_and_samples(name: str, card: None, tmp_path
 
 @pytest.mark.parametrize(("name", "held"), [("gpu/one_gpu", 12), ("gpu/lora_one_gpu", 4)])
 def test_the_real_models_leave_room_for_the_longest_episode(name: str, held: int) -> None:
-    """`held`: the trainer's bytes per parameter; with adapters theirs are on top, below 2 %."""
+    """`held`: the trainer's bytes per parameter; with adapters of all linear layers theirs are on top, below 4 %."""
     config = load_config(CONFIGS / f"{name}.toml", find=find_config)
     with shape_folder(config.model.path) as folder, planned_elsewhere():
         given = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         roles = {one.role: one.memory for one in memory_of(given, CARD)}
     weights = roles["rollout"].weights
-    assert roles["actor"].held == pytest.approx(held * weights / 2, rel=0.02)
+    assert roles["actor"].held == pytest.approx(held * weights / 2, rel=0.04)
     token = TOKEN[Path(name).name]
     left = int(FILL * CARD) - roles["actor"].held - weights
     assert roles["rollout"].cache == min(left, 256 * 16_384 * token) > 4 * 16_384 * token

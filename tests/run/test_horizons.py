@@ -153,6 +153,22 @@ def test_an_evaluation_report_and_its_table_say_it_by_horizon() -> None:
     assert "horizons" not in make_report([episode(2, True)], 1), "where all tasks are as long there is nothing to tell apart"
 
 
+def test_a_report_is_printed_in_eight_rows_and_whole_on_request() -> None:
+    members = [episode(2, n % 2 == 0, n=n) for n in range(6)]
+    report = make_report(members, 1) | {"metrics": {f"m{n}": 0.5 for n in range(20)}}
+
+    def rows(every: bool) -> list[str]:
+        console = Console(width=120, record=True, file=io.StringIO())
+        print_report(report, console, every)
+        return [line.split("│")[1].strip() for line in console.export_text().splitlines() if line.startswith("│")]
+
+    few, whole = rows(False), rows(True)
+    assert (
+        len(few) == 8 and "pass@1" in few[0] and any("reward" in line for line in few) and not any("unscored" in x for x in few)
+    )
+    assert len(whole) > 25 and set(few) <= set(whole) and any("unscored" in line for line in whole)
+
+
 # -- a run -------------------------------------------------------------------------------------------
 
 CONFIG = """

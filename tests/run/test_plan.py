@@ -85,9 +85,10 @@ def test_the_runs_course_is_told_by_updates() -> None:
 
 
 def test_parameters_that_are_trained_and_frozen_are_counted() -> None:
-    """Adapters of rank 2 on q, k, v, o of three layers: hidden 64, four query heads and two key heads of 32."""
+    """Adapters of rank 2 on q, k, v, o, gate, up and down of three layers: hidden 64, four query heads and two key heads of 32,
+    an MLP of 128."""
     [whole], [few] = plan().parameters, plan("model.lora.rank=2").parameters
-    adapters = 3 * 2 * ((64 + 128) + (64 + 64) + (64 + 64) + (128 + 64))
+    adapters = 3 * 2 * ((64 + 128) + (64 + 64) + (64 + 64) + (128 + 64) + 3 * (64 + 128))
     assert whole.trained == whole.all and (few.trained, few.all) == (adapters, whole.all + adapters)
     actor, critic = plan("critic={}", "algorithm.advantage.name=gae").parameters
     assert (actor.role, critic.role) == ("actor", "critic") and critic.trained == critic.all
@@ -122,5 +123,5 @@ def test_no_more_checkpoints_stay_than_there_are() -> None:
     def said(steps: int) -> str:
         return next(line for line in lines(plan(f"steps={steps}", "checkpoint.every=1")) if line.startswith("checkpoints"))
 
-    assert said(2).endswith("after 1, 2 updates, of which all stay")
-    assert said(9).endswith(", of which at most 3 stay"), "two of the newest and the best, which may be one of them"
+    assert said(2).endswith("after 1, 2 updates, of which all stay, 2 MiB each")
+    assert said(9).endswith(", of which at most 3 stay, 2 MiB each"), "two of the newest and the best, which may be one of them"

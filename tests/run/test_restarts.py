@@ -6,11 +6,14 @@ The whole run with a killed process is tests/e2e/test_train.py; here each attemp
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from agentrl.cli.main import main as cli
 from agentrl.config.schema import ClusterConfig, EnvConfig, TrainConfig
 from agentrl.rollout.warm_start import Transcripts
 from agentrl.run import driver as main
@@ -18,6 +21,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.reader import load_run
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.train_state import saved_tensors
 from agentrl.utils.errors import WorkerDiedError, WorkerError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, numbers
@@ -134,3 +138,46 @@ def test_a_run_whose_worker_died_goes_on_from_its_newest_checkpoint_to_the_same_
     assert steps == [0, 1, 2, 2] and numbers(run) == numbers(whole)
     assert "rank 1; restarting from the newest checkpoint (1 of 1)" in capsys.readouterr().out.replace("\n", " ")
     assert load_run(run).summary["restarts"] == 1
+
+
+def policy(checkpoint: Path) -> torch.Tensor:
+    """All weights of the policy, float64."""
+    names, read = saved_tensors(checkpoint / "actor")
+    return torch.cat([read(name).double().flatten() for name in sorted(names) if name.startswith("model.")])
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_resume_takes_another_rate_and_says_from_which_update_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float
+) -> None:
+    """An update from one state moves the weights in proportion to the rate (AdamW without decay)."""
+    every = ["steps=3", "checkpoint.every=1", "checkpoint.keep=9", "optim.schedule=constant", "optim.lr=1e-4", "seed=3", *TINY]
+    run = execute(config_of(tmp_path, "whole", *every))
+    shutil.copytree(run, tmp_path / "other")
+    for late in ("checkpoints/step_000003", "final"):
+        shutil.rmtree(tmp_path / "other" / late)
+    (tmp_path / "other" / "summary.json").unlink()
+    rate = 1e-4 * factor
+    assert cli(["train", "--resume", str(tmp_path / "other"), f"optim.lr={rate}"]) == 0
+    assert f"optim.lr was 0.0001, is {rate} from update 3 on" in " ".join(capsys.readouterr().out.split())
+    before, as_begun, other = (policy(at) for at in steps_of(run, (2, 3)) + steps_of(tmp_path / "other", (3,)))
+    assert (as_begun - before).norm() > 0
+    assert (other - before - factor * (as_begun - before)).norm() < 1e-3 * (as_begun - before).norm()
+    assert len(list((tmp_path / "other" / "config_history").glob("until_000002.toml"))) == 1
+    # The newest checkpoint has the new rate as its own: a resume without an override goes on with it.
+    assert cli(["train", "--resume", str(tmp_path / "other"), "steps=4"]) == 0
+    assert [row["lr"] for row in numbers(tmp_path / "other") if row["phase"] == "train"][-2:] == pytest.approx([rate, rate])
+
+
+def steps_of(run: Path, steps: tuple[int, ...]) -> list[Path]:
+    return [run / "checkpoints" / f"step_{step:06d}" for step in steps]
+
+
+@pytest.mark.parametrize("gone", ["trajectories", "tokens", "config_history", "tensorboard"])
+def test_a_run_whose_folder_of_rows_was_deleted_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
+    run = execute(config_of(tmp_path, "run", "steps=1", "checkpoint.every=1", *TINY))
+    shutil.rmtree(run / gone, ignore_errors=True)
+    assert cli(["train", "--resume", str(run), "steps=2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("trajectories: the folder was deleted" in said) == (gone == "trajectories")
+    assert (run / "trajectories" / "step_000002.jsonl").is_file()

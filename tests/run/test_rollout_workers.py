@@ -81,8 +81,8 @@ async def test_a_recorded_run_with_workers_is_refused_and_a_resume_with_another_
         await run_rollout(config, request, display)
     assert not (tmp_path / "eval").exists()
     check_resumed(config, of("rollout.workers=7", "rollout.worker_timeout=5.0", f"out={tmp_path}"), tmp_path)
-    with pytest.raises(ConfigError, match=r"rollout.max_turns was"):
-        check_resumed(config, of("rollout.workers=2", "rollout.max_turns=9", f"out={tmp_path}"), tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout.groups was"):
+        check_resumed(config, of("rollout.workers=2", "rollout.groups=9", f"out={tmp_path}"), tmp_path)
 
 
 def test_which_rows_are_kept_and_what_a_worker_may_call_at_once(tmp_path: Path) -> None:

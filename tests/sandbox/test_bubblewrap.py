@@ -73,3 +73,12 @@ def test_a_search_of_everything_ends_at_the_command_s_limit() -> None:
     began = time.monotonic()
     late, after = commands("grep -rs no-such-words /proc", "echo alive", timeout=0.4)
     assert late.end == "wall" and time.monotonic() - began < 10 and after.stdout == "alive\n"
+
+
+def test_threads_count_like_processes() -> None:
+    """A thread bomb would else run to the wall limit: each of its threads is one that the machine's limit counts."""
+    bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    few = "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(0.5,)).start()\nprint(1)"
+    stopped, fine = commands(f"python3 -c '{bomb}'", f"python3 -c '{few}'")
+    assert stopped.end == "processes" and stopped.seconds < 15
+    assert (fine.stdout, fine.end) == ("1\n", "ok")

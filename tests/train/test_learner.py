@@ -142,6 +142,9 @@ def test_steering() -> None:
     assert adapted_kl_coef(0.1, 50.0, 10, cfg) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
     assert adapted_kl_coef(0.1, 0.0, 10, cfg) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
     assert adapted_kl_coef(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
+    # Without a horizon: 1 % per update, whatever its size.
+    assert adapted_kl_coef(0.1, 50.0, 8, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
+    assert adapted_kl_coef(0.1, 50.0, 512, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
 
 
 def test_kl_in_the_reward_is_taken_off_each_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.testclient import TestClient
 
 from agentrl.contrib.view.library import Library
 from agentrl.contrib.view.server import guard_app, make_app
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
 from tests.view.folders import episode, run_folder, unscored
 
 METRICS = [
@@ -155,6 +157,21 @@ def test_failures_that_differ_in_names_and_numbers_are_one(tmp_path: Path) -> No
     }
     [outage] = [f for f in found if f["kind"] == "error"]
     assert outage["examples"] == ["step_000001.2", "step_000001.1", "step_000001.0"]
+
+
+def test_no_call_a_cut_call_and_a_malformed_one_are_three_reasons(tmp_path: Path) -> None:
+    def broken(seed: int, finish: str) -> Trajectory:
+        made = episode(seed, 0, 0.0)
+        call = ToolCall("get", None, "call_0", raw='{"name": "get", "arg', error="not valid JSON")
+        made.turns = [replace(made.turns[0], message=Message("assistant", "", (call,)), results=[], finish=finish)]
+        return made
+
+    silent = episode(4, 0, 0.0)
+    silent.turns = [replace(silent.turns[1], index=0)]
+    toolless = replace(silent, tools=[])
+    run_folder(tmp_path / "r", {"step_000001": [broken(1, "length"), broken(2, "stop"), broken(3, "stop"), silent, toolless]})
+    found = {f["reason"]: f["episodes"] for f in client(tmp_path).ask("/runs/r/failures") if f["kind"] == "call"}
+    assert found == {"call cut by max_turn_tokens": 1, "malformed call: not valid JSON": 2, "no tool call": 1}
 
 
 def test_one_episode_whole(asking: Asking) -> None:

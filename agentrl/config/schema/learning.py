@@ -48,6 +48,9 @@ class InitModelConfig(Frozen):
     `hidden` must be `heads` times `head_dim`."""
 
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class LoraSection(Frozen):
     """Train low-rank adapters instead of the weights (needs the extra `peft`). `weights.lora` says how they are published."""
 
@@ -55,8 +58,9 @@ class LoraSection(Frozen):
     """Rank of each adapter."""
     alpha: Annotated[Positive, Unit("1")] = 32.0
     """The adapter's output is multiplied by `alpha` / `rank`."""
-    modules: list[str] = Field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
-    """Names of the linear layers that get an adapter."""
+    modules: list[str] = Field(default_factory=lambda: list(LINEAR))
+    """Names of the linear layers that get an adapter; by default those of attention and of the MLP. Adapters of attention alone
+    learn less (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
 class ModelConfig(Frozen):
@@ -222,9 +226,9 @@ class KlConfig(Frozen):
     """The estimator's value with the gradient of k2 (in the loss)."""
     target: Annotated[Positive, Unit("nats per token")] | None = None
     """The coefficient is controlled so that the KL stays near it; by default it stays as it is."""
-    horizon: Annotated[PositiveInt, Unit("episodes")] = 10_000
-    """How quickly `target` is followed: the coefficient changes by at most 20 % x episodes / `horizon` per step in which the
-    policy learns."""
+    horizon: Annotated[PositiveInt, Unit("episodes")] | None = None
+    """How quickly `target` is followed: the coefficient changes by at most 20 % x episodes / `horizon` per update in which the
+    policy learns. By default the episodes of 20 updates, so by at most 1 % per update, whatever the size of an update."""
     reference: Literal["start", "moving"] = "start"
     """The model that the run started from, or a moving average of the policy's weights: after every update in which the policy
     learned, the reference is `decay` times itself plus 1 - `decay` times the policy."""
@@ -346,7 +350,8 @@ class OptimConfig(Frozen):
     warmup: Annotated[NotNegativeInt, Unit("updates")] = 0
     """The learning rate rises linearly over so many updates."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after that, to 0 at the last of the run's `steps`."""
+    """How the learning rate falls after that: it would be 0 one update after the run's last. With n updates after the warm-up the
+    last one has 1/n of `lr` ("linear"), or about 2.5/n^2 ("cosine")."""
     micro_tokens: Tokens = 16384
     """Hard cap of a micro-batch per rank; it must hold the longest row."""
     prefix_sharing: Literal["off", "auto", "on"] = "auto"

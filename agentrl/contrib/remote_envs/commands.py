@@ -28,7 +28,7 @@ SERVE_EPILOG = """examples:
 
 @COMMANDS.register("env serve")
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Offer it, or its tools, to other programs."""
+    """offer it, or its tools, to other programs."""
     parser.epilog = SERVE_EPILOG
     parser.add_argument("--mcp", action="store_true", help="its tools, as a Model Context Protocol server")
     parser.add_argument(

@@ -132,10 +132,13 @@ def _failures(row: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
         yield "error", f"{stop}: {normal(str(row['error']))}"
     if stop != "done":
         yield "stop", stop
+    if row.get("tools") and not any((turn.get("message") or {}).get("tool_calls") for turn in row["turns"]):
+        yield "call", "no tool call"
     for turn in row["turns"]:
         for call in (turn.get("message") or {}).get("tool_calls") or []:
             if call.get("error"):
-                yield "call", f"malformed call: {normal(str(call['error']))}"
+                cut = turn.get("finish") == "length"
+                yield "call", "call cut by max_turn_tokens" if cut else f"malformed call: {normal(str(call['error']))}"
         for result in turn["results"]:
             if result.get("error") not in (None, "malformed_call"):  # which the call has told already
                 yield (

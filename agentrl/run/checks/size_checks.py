@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
@@ -20,7 +23,7 @@ from agentrl.render.vision import takes_images
 from agentrl.reward import Scorer
 from agentrl.rollout.engine import ENGINES, PROCESS_MIB, EngineMaker, Processes
 from agentrl.run.assembly import context_length
-from agentrl.run.checks.model_checks import check_judge_model
+from agentrl.run.checks.model_checks import check_judge_model, model_notes
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
 from agentrl.run.judges import (
     NO_LIBRARY,
@@ -38,6 +41,7 @@ from agentrl.run.judges import (
 )
 from agentrl.run.role_placement import check_room, check_worker_room, engine_memory, roles_of
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.optim import MATRIX, Task, optims_of, usual_rate
 from agentrl.trainer.pretrained import count_parameters, head_dim, load_model_config, load_tokenizer, model_context
 from agentrl.trainer.train_engine import check_on_host, mesh_of
@@ -269,6 +273,42 @@ def advice(config: TrainConfig) -> list[str]:
         "(docs/hyperparameters.md)"
         for key, lr, task, usual in far
     ]
+
+
+MISMATCH = 2e-4
+"""KL per token between engine and trainer in half precision, as measured on dense models (docs/gpu.md)."""
+
+
+def sequence_ratio_notes(config: TrainConfig) -> list[str]:
+    """A warning if a loss bounds the ratio of whole sequences against the engine's policy, with the share of sequences that the
+    engine's mismatch alone puts beyond the bounds.
+
+    With a KL of k per token its log ratios have a deviation of sqrt(2 k), and their mean over n tokens sqrt(2 k / n). PPO's
+    minimum drops the gradient beyond one bound only, the one on the side of the advantage's sign.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    name, args = algorithm.loss.name, algorithm.loss.args
+    if algorithm.proximal != "behaviour" or "sequence_ratio" not in POLICY_LOSSES.entry(name).traits:
+        return []
+    if config.model.computes_in(has_gpus(config.cluster, "actor")) == "float32":  # then both compute the same numbers
+        return []
+    defaults = inspect.signature(POLICY_LOSSES.entry(name).make).parameters
+    low, high = (float(args.get(key, defaults[key].default)) for key in ("clip_low", "clip_high"))
+    tokens = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) / 2
+    normal = NormalDist(sigma=math.sqrt(2 * MISMATCH / tokens))
+    lost = (normal.cdf(math.log1p(-low)) + 1 - normal.cdf(math.log1p(high))) / 2 if low < 1 else 0.0
+    if lost < 0.05:
+        return []
+    return [
+        f'algorithm.proximal = "behaviour" with algorithm.loss.name = "{name}": at a mismatch KL of {MISMATCH:g} per token '
+        f"between engine and trainer, {lost:.0%} of sequences of {tokens:,.0f} tokens have no gradient before any step (bounds "
+        f'-{low:g} and +{high:g}). Set algorithm.proximal = "recompute", or widen the bounds'
+    ]
+
+
+def start_notes(config: TrainConfig) -> list[str]:
+    """Warnings of a start and of a dry run: rates, ratios of sequences, and the model's files."""
+    return [*advice(config), *sequence_ratio_notes(config), *model_notes(config)]
 
 
 # Places

@@ -48,6 +48,7 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
         "proximal": "recomputed logprobs of the proximal policy",
     },
     traits={
+        "sequence_ratio": "bounds one ratio of all tokens of a row, with bounds far below a token's mismatch of the engine",
         "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
         "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
         "own_samples": "has no ratio of policies: right only for tokens of the weights that are trained",
@@ -109,7 +110,7 @@ def decoupled_ppo(
 
 
 @POLICY_LOSSES.register("cispo")
-def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 0.28) -> LossOutput:
+def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 5.0) -> LossOutput:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi. With low = 1 (the default) there is no lower bound."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs)).detach()
     weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
@@ -117,7 +118,7 @@ def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 0.28) -> 
     return LossOutput(-weight * batch.advantages * batch.logprobs, metrics)
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", traits={"sequence_ratio"})
 def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> LossOutput:
     """PPO clip on s = exp(mean log-ratio of the sequence); use with `aggregate = "seq_mean_token_mean"`.
 

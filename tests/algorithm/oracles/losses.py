@@ -89,7 +89,7 @@ def decoupled_ppo(
     return total(t, w, behind * surrogate(ratio(new, t.old), t.advantages, clip_low, clip_high, dual_clip))
 
 
-def cispo(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 1.0, clip_high: float = 0.28) -> Array:
+def cispo(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 1.0, clip_high: float = 5.0) -> Array:
     held = np.minimum(np.maximum(ratio(frozen, t.old), 1 - clip_low), 1 + clip_high)
     return total(t, w, -held * t.advantages * new)
 

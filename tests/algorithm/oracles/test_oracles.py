@@ -211,7 +211,7 @@ def check_metrics_of_the_losses(seed: int) -> None:
         close(metrics["ratio"], r, 1e-9)
         assert metrics["clip_fraction"].tolist() == (((a > 0) & (r > high)) | ((a < 0) & (r < low))).tolist()
         assert metrics["dual_clip_fraction"].tolist() == ((a < 0) & (r > 3)).tolist()
-    cut = bound(policy_loss, "cispo", {"clip_low": 0.5})(given_to).metrics
+    cut = bound(policy_loss, "cispo", {"clip_low": 0.5, "clip_high": 0.28})(given_to).metrics
     close(cut["ratio"], r, 1e-9)
     assert cut["clip_fraction"].tolist() == ((r < 0.5) | (r > 1.28)).tolist()
     close(bound(policy_loss, "sapo", {})(given_to).metrics["ratio"], r, 1e-9)
