@@ -439,7 +439,7 @@ def _dry_run(config: TrainConfig, gpu_memory: float | None) -> DryRun:
         *remote_lines(config),
         *(worker_lines(config) if here else []),
         f"model.packing: {packing.reason}",
-        *(f"warning: {line}" for line in (*suspicious, *(start_notes(config) if here else []))),
+        *(f"warning: {line}" for line in (*suspicious, *start_notes(config))),
         *(rehearse(one) for one in each(config) if one.agent is not None and here),
     ]
     return DryRun(plan_of(config, total is not None), environments(config), locations, placed, found, notes)

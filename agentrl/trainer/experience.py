@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import ExperienceConfig, TrainConfig
 from agentrl.data.expert_routing import free
-from agentrl.data.rows import Ragged, build, concat, is_ragged, nested_tensor, offsets_of, select
+from agentrl.data.rows import TRUNCATED, Ragged, build, concat, is_ragged, nested_tensor, offsets_of, select
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, Mode, with_trees
 from agentrl.data.trajectory import Group
 from agentrl.rollout.player import success_rate
@@ -34,7 +34,7 @@ FILE = "experience.safetensors"
 DRAW = 2
 """Tells the random numbers by which kept episodes are drawn from those that shuffle an update's episodes."""
 _STORED = ("token_ids", "sampled", "logprobs", "advantages", "experts", "group", "member")
-_TRAINED = (*_STORED, "old_logprobs", "ref_logprobs", SOURCE)
+_TRAINED = (*_STORED, "old_logprobs", "ref_logprobs", SOURCE, TRUNCATED)
 """Of an update's columns, those that are kept, and those that the actor reads."""
 
 
@@ -94,10 +94,11 @@ class KeptEpisode:
 
 
 class Experience:
-    """At most `size` rare successes, the newest; none stays for longer than `max_age` updates."""
+    """At most `size` rare successes, the newest; none stays for longer than `max_age` updates. `masked`: truncated episodes are
+    not trained (`algorithm.truncated`), so none of them is kept."""
 
-    def __init__(self, config: ExperienceConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
+    def __init__(self, config: ExperienceConfig, seed: int, masked: bool = False) -> None:
+        self.config, self.seed, self.masked = config, seed, masked
         self._kept: list[KeptEpisode] = []
 
     def __len__(self) -> int:
@@ -123,7 +124,7 @@ class Experience:
 
     def keep(self, view: Ragged) -> None:
         """Keep the rare ones of an update's own episodes, which have advantages: from the next update on they may be drawn."""
-        rare = view.numbers(RARE)
+        rare = view.numbers(RARE) & ~view.numbers(TRUNCATED) if self.masked else view.numbers(RARE)
         for number in np.unique(view.episode[rare]).tolist():
             rows = select(view.batch, np.flatnonzero(view.episode == number))
             sampled = rows["sampled"].values()
@@ -197,6 +198,8 @@ def _like(rows: TensorDict, fresh: TensorDict) -> TensorDict:
             columns[name] = rows["logprobs"]
         elif name == "experts":
             columns[name] = nested_tensor(free(fresh[name].values()[:0], tokens), offsets)
+        elif name == TRUNCATED:  # what is added is never masked
+            columns[name] = torch.zeros(len(rows), dtype=torch.bool)
         else:
             columns[name] = torch.full((len(rows),), -1) if name == SOURCE else nested_tensor(torch.zeros(tokens), offsets)
     return build(columns, len(rows))

@@ -231,7 +231,7 @@ class Learner:
         self._skipped, self._name = 0, uuid4().hex
         self.tokens: TrainedTokens | None = None
         kept = config.algorithm.experience
-        self.experience = None if kept is None else Experience(kept, config.seed)
+        self.experience = None if kept is None else Experience(kept, config.seed, config.algorithm.truncated == "mask")
 
     async def open(self, path: str, folder: Path | None = None) -> None:
         """Start the other roles from the model at `path`: in their pools, or in the actors' processes.

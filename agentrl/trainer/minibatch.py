@@ -246,7 +246,8 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     """The batch with `old_logprobs` only if the proximal policy is to be recomputed, and `weights` if there is an
     off-policy correction, or if truncated episodes are masked (weight 0).
 
-    Raises ConfigError if the proximal policy should have been recomputed but was not.
+    Raises ConfigError if the proximal policy should have been recomputed but was not, or if nothing says which episodes were
+    truncated.
     """
     if algorithm.proximal == "behaviour" and "old_logprobs" in view:
         # If it stayed, `proximal_of` would take it for the proximal policy.
@@ -257,7 +258,9 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
     if algorithm.correction is not None:
         rule = correction(algorithm.correction.name, algorithm.correction.args)
         weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
-    if algorithm.truncated == "mask" and TRUNCATED in view:
+    if algorithm.truncated == "mask":
+        if TRUNCATED not in view:
+            raise ConfigError('algorithm.truncated = "mask": the batch has no column truncated (agentrl.data.collate makes it)')
         cut = spread(view.batch[TRUNCATED], view.offsets)
         weights = torch.where(cut, 0.0, torch.ones(len(cut)) if weights is None else weights)
     if weights is None:

@@ -151,6 +151,18 @@ def test_calls_out_of_order_say_what_is_missing(loop: agentrl.StepLoop) -> None:
         trainer.batch(policy.play(tasks=1, group_size=2), advantage="grpoo")
 
 
+@pytest.mark.parametrize("old_first", [True, False])
+def test_one_answer_of_older_weights_makes_a_batch_stale(loop: agentrl.StepLoop, old_first: bool) -> None:
+    """`rollout.max_staleness` is 0: whichever member is older, and however new the batch itself is."""
+    [old] = loop.policy.sample("Say a word")
+    loop.trainer.update(loop.trainer.batch(loop.policy.play(tasks=1, group_size=2)))
+    version = loop.trainer.publish()
+    [new] = loop.policy.sample("Say a word")
+    batch = loop.trainer.batch([loop.policy.group([old, new] if old_first else [new, old], [1.0, 0.0])])
+    with pytest.raises(StepOrderError, match=rf"stale batch: it is of weights of version {version - 1}, and version {version}"):
+        loop.trainer.forward_backward(batch)
+
+
 async def test_each_call_can_be_awaited_where_an_event_loop_runs(loop: agentrl.StepLoop) -> None:
     """Also blocking: this test itself runs in an event loop, as the cells of a notebook do."""
     draws, found = await asyncio.gather(loop.policy.sample.aio("a", n=2), loop.policy.evaluate.aio(n=2))

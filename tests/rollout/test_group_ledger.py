@@ -200,6 +200,17 @@ def test_one_token_that_is_too_old_keeps_its_group_from_an_update(members: tuple
     assert ledger.ready() is None and ledger.too_old() == [0]
 
 
+def test_after_a_resume_a_group_that_is_too_old_is_named_whatever_its_neighbours_are() -> None:
+    ledger = GroupLedger(1, max_staleness=4)
+    assert [ledger.admit(), ledger.admit()] == [0, 1]
+    ledger.version = 4
+    for index, version in enumerate([0, 4]):
+        ledger.complete(group_of(index, [[version]]))
+    again = GroupLedger(1, max_staleness=1)
+    again.load_json(ledger.to_json())
+    assert again.too_old() == [0]
+
+
 def test_filtered_groups_are_replaced() -> None:
     ledger = GroupLedger(2, 0)
     assert [ledger.admit(), ledger.admit(), ledger.admit()] == [0, 1, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -12,19 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from agentrl.config.load import config_from
+from agentrl.cli.main import main
+from agentrl.cluster.placement import planned_elsewhere
+from agentrl.config.load import config_from, load_config
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.engines.vllm import vllm_maker as make
-from agentrl.env.catalog import EnvRef
+from agentrl.env.catalog import EnvRef, find_config
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.run.checks import size_checks as sizes
+from agentrl.trainer.algorithms import policy_loss
+from agentrl.trainer.algorithms.base import LossInput, LossOutput
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.pretrained import count_parameters, model_context
 from agentrl.utils.errors import ConfigError, ModelError
+from agentrl.utils.registry import Entry
 from tests.rollout.conftest import FaultyEngine, renderer  # noqa: F401 - a fixture
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {"env": {"id": "key_value"}, "model": {"init": {"context": 4096}}, "cluster": {"backend": "inline"}}
 
 
@@ -214,24 +221,91 @@ def test_a_models_context_is_what_its_config_says_or_an_error(tmp_path: Path) ->
         model_context(str(path))
 
 
+BF16 = ["algorithm.proximal=behaviour", "model.dtype=bfloat16"]
+SHORT = ["rollout.max_turns=8", "rollout.max_turn_tokens=64", "rollout.max_episode_tokens=512"]
+
+
+def share_without_gradient(loss: str, args: dict[str, float], tokens: int, kl: float = 2e-4) -> float:
+    """Tokens without a gradient, by the loss itself, of sequences that the engine sampled: d = log trainer - log engine is
+    normal, with the variance 2 kl and a mean of -kl, since exp(d) must have the mean 1."""
+    rows, generator = 2**22 // tokens, torch.Generator().manual_seed(0)
+    d = -kl + (2 * kl) ** 0.5 * torch.randn(rows * tokens, generator=generator, dtype=torch.float64)
+    assert d.exp().mean() == pytest.approx(1.0, abs=1e-4) and (torch.expm1(-d) + d).mean() == pytest.approx(kl, rel=0.01)
+    now, advantage = d.requires_grad_(), torch.tensor([1.0, -1.0]).double().repeat(rows // 2 + 1)[:rows].repeat_interleave(tokens)
+    engine, mask = torch.zeros_like(d), torch.ones(len(d), dtype=torch.bool)
+    offsets = torch.arange(0, len(d) + 1, tokens)
+    policy_loss(loss, args)(LossInput(now, engine, engine, advantage, mask, offsets, None)).loss.sum().backward()
+    assert now.grad is not None
+    return float((now.grad == 0).double().mean())
+
+
 @pytest.mark.parametrize(
-    ("keys", "share"),
+    ("loss", "args", "lengths"),
     [
-        ([], 0.385),  # 256 of 512 tokens: deviation sqrt(4e-4 / 256) = 1.25e-3; P(x < -3e-4) = 0.405, P(x > 4e-4) = 0.374
-        (["algorithm.loss.args={clip_low=0.2,clip_high=0.2}"], None),
-        (["algorithm.proximal=recompute"], None),
-        (["algorithm.loss.name=ppo_clip"], None),
-        (["model.dtype=float32"], None),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, [32, 512]),
+        ("gspo", {"clip_low": 1.0, "clip_high": 4e-4}, [32, 512]),  # no lower bound
+        ("gspo", {"clip_low": 1e-3, "clip_high": 2e-3}, [32, 512]),
+        ("gmpo", {"clip_low": 0.01, "clip_high": 0.02}, [1]),  # whose bounds are on each token
     ],
 )
-def test_bounds_of_a_sequence_s_ratio_below_the_engine_s_mismatch_are_warned_of(keys: list[str], share: float | None) -> None:
-    given = ["algorithm.loss.name=gspo", "algorithm.proximal=behaviour", "model.dtype=bfloat16", "rollout.max_turns=8"]
-    given += ["rollout.max_turn_tokens=64", "rollout.max_episode_tokens=512", *keys]
-    notes = sizes.sequence_ratio_notes(config_of(*given))
-    if share is None:
-        assert notes == []
-        return
-    spread = math.sqrt(2 * 2e-4 / 256)
-    tails = [0.5 * math.erfc(bound / spread / math.sqrt(2)) for bound in (-math.log(1 - 3e-4), math.log(1 + 4e-4))]
-    assert sum(tails) / 2 == pytest.approx(share, abs=0.01)
-    assert f"{sum(tails) / 2:.0%} of sequences of 256 tokens" in notes[0] and "recompute" in notes[0]
+def test_bounds_narrower_than_the_engine_s_mismatch_are_warned_of_with_the_share(
+    loss: str, args: dict[str, float], lengths: list[int]
+) -> None:
+    words = ",".join(f"{key}={value}" for key, value in args.items())
+    [note] = sizes.sequence_ratio_notes(
+        config_of(*BF16, *SHORT, f"algorithm.loss.name={loss}", f"algorithm.loss.args={{{words}}}")
+    )
+    found = [int(share) / 100 for share in re.findall(r"(\d+)% of", note)]
+    assert found == pytest.approx([share_without_gradient(loss, args, tokens) for tokens in lengths], abs=0.015)
+    assert [f"sequences of {n} " in note for n in lengths] == [loss == "gspo"] * len(lengths)
+    assert f'"{loss}"' in note and 'Set algorithm.proximal = "recompute"' in note
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["algorithm.loss.name=gspo", "algorithm.loss.args={clip_low=0.2,clip_high=0.2}"],
+        ["algorithm.loss.name=gspo", "algorithm.proximal=recompute"],
+        ["algorithm.loss.name=gspo", "model.dtype=float32"],
+        ["algorithm.loss.name=gmpo"],  # 0.4 is 20 deviations of a token
+        ["algorithm.loss.name=ppo_clip"],
+        ["algorithm.loss.name=cispo"],
+    ],
+)
+def test_wide_bounds_or_a_recomputed_policy_are_not_warned_of(keys: list[str]) -> None:
+    assert sizes.sequence_ratio_notes(config_of(*BF16, *SHORT, *keys)) == []
+
+
+def test_a_plug_in_with_a_sequence_ratio_is_warned_of_by_its_trait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under any name, also if one of its bounds may be None."""
+
+    def mine(batch: LossInput, *, clip_high: float = 1e-4, clip_low: float | None = None) -> LossOutput:
+        return LossOutput(-batch.advantages)
+
+    monkeypatch.setitem(
+        POLICY_LOSSES._entries, ("mine", __name__), Entry("mine", mine, frozenset(), frozenset({"sequence_ratio"}))
+    )
+    [note] = sizes.sequence_ratio_notes(config_of(*BF16, *SHORT, "algorithm.loss.name=mine"))
+    assert '"mine" (-inf, +0.0001)' in note
+
+
+def test_the_recipe_of_a_mixture_of_experts_recomputes_and_replays_its_routers() -> None:
+    path = ROOT / "configs/recipes/qwen3_30b_a3b.toml"
+    config = load_config(path, find=find_config)
+    assert (config.algorithm.proximal, config.rollout.router_replay) == ("recompute", True)
+    with planned_elsewhere((1, 8)):
+        assert sizes.sequence_ratio_notes(config) == []
+        [note] = sizes.sequence_ratio_notes(load_config(path, ["algorithm.proximal=behaviour"], find=find_config))
+    assert "30% of sequences of 1,024 sampled tokens and 13% of sequences of 16,384 sampled tokens have no gradient" in note
+
+
+def test_a_dry_run_for_other_machines_has_the_warnings_of_a_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ["algorithm.loss={name='gspo'}", "optim.lr=1e-6", "sft=false", "model.dtype=bfloat16", "engine=embedded"]
+    assert main(["train", "quickstart", "--dry-run", "--gpu-memory", "80", *keys]) == 0
+    said = capsys.readouterr().out
+    assert (
+        'warning: algorithm.proximal = "behaviour": the bounds of "gspo"' in said and "warning: optim.lr = 1e-06 is low" in said
+    )

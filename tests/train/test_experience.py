@@ -154,6 +154,54 @@ def test_loss_and_gradient_of_a_step_are_those_by_hand(tiny: str, term: str, mod
         assert metrics["experience/ratio"] == pytest.approx(apart.exp().mean().item(), rel=1e-3)
 
 
+@pytest.mark.parametrize("more", ["nothing", "experience", "demonstrations"])
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean"])
+def test_masked_episodes_count_in_the_baseline_alone(tiny: str, mode: str, more: str) -> None:
+    """Loss and gradient by hand, whether rows are added or not; a kept episode that was cut is not added either."""
+    chosen = algorithm(
+        aggregate=mode,
+        truncated="mask",
+        experience=experience() if more == "experience" else None,
+        demonstrations=DemonstrationsConfig(coef=0.3) if more == "demonstrations" else None,
+    )
+    learner = opened(tiny, config_of(algorithm=chosen))
+    old, new = played(tiny, 1, 10), played(tiny, 2, 20)
+    for batch in (old, new):  # of each group a success and a failure
+        batch["truncated"] = (batch["member"] == 0) | (batch["member"] == 3)
+    shown = None
+    if more == "experience":
+        keep(learner, old, [(10, 0), (10, 2)])
+    elif more == "demonstrations":
+        gold = trajectories(2, seed=3)
+        for one in gold:
+            one.member, one.reward, one.truncated = -2, None, True  # the mask is for what was sampled
+        shown = collate(gold, [20, 21], allow_unscored=True)
+    metrics = asyncio.run(learner.step(new, 1, shown=None if shown is None else demonstration_rows(shown)))
+
+    model = plain(tiny)
+    rows = [row for row in range(len(new)) if int(new["member"][row]) in (1, 2)]
+    own = by_episode(new, rows, lambda row: policy_loss(model, new, row, 1.0))
+    loss = summed(own, mode) / parts(own, mode)
+    if more == "experience":
+        again = [row for row in range(len(old)) if (int(old["group"][row]), int(old["member"][row])) == (10, 2)]
+        assert metrics["experience/episodes"] == 1
+        kept = by_episode(old, again, lambda row: policy_loss(model, old, row, 1.0))
+        loss = loss + summed(kept, mode) / parts(own, mode)
+    elif shown is not None:
+        loss = loss - 0.3 * torch.cat([logprobs(model, shown, row, 1.0) for row in range(2)]).mean()
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert metrics["episodes_trained"] == 4 and metrics["tokens_trained"] == sum(map(len, own.values()))
+
+
+def test_a_batch_that_does_not_say_which_episodes_were_cut_cannot_be_masked(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=algorithm(truncated="mask")))
+    with pytest.raises(ConfigError, match=r'algorithm\.truncated = "mask": the batch has no column truncated'):
+        asyncio.run(learner.step(played(tiny, 2, 20).exclude("truncated"), 0))
+
+
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "decoupled_ppo", "truncated"])
 def test_episodes_that_are_added_again_count_twice_in_every_loss_and_mean(tiny: str, loss: str) -> None:
     """The update's own episodes as kept ones: loss and gradient are twice as large, whatever a row's loss hangs on."""

@@ -306,8 +306,8 @@ class AlgorithmConfig(Frozen):
     """Weights between those two policies (trainer/algorithms/losses.py); it needs `proximal` "recompute". By default none."""
     truncated: Literal["score", "mask"] = "score"
     """Episodes that a budget of turns, tokens or time ended: "score" trains on them like on any other; "mask" keeps their reward
-    in the group's baseline but trains none of their tokens (DAPO, arXiv:2503.14476; TRL's `mask_truncated_completions`). A
-    critic learns from all episodes."""
+    in the group's baseline but trains none of their tokens, and no mean of the loss counts them (DAPO, arXiv:2503.14476; TRL's
+    `mask_truncated_completions`). A critic learns from all episodes."""
     kl: KlConfig = KlConfig()
     """A penalty for moving away from the reference policy."""
     entropy_bonus: Annotated[NotNegative, Unit("1")] = 0.0

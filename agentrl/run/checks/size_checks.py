@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
 from agentrl.config import Choice, TrainConfig
-from agentrl.config.envs import other_models
+from agentrl.config.envs import longest_sample, other_models
 from agentrl.config.schema import PoolConfig
 from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
@@ -276,39 +275,51 @@ def advice(config: TrainConfig) -> list[str]:
 
 
 MISMATCH = 2e-4
-"""KL per token between engine and trainer in half precision, as measured on dense models (docs/gpu.md)."""
+"""KL per token between engine and trainer in bfloat16: 1.2e-4 to 3.7e-4 were measured (docs/moe.md, benchmarks/results)."""
+MANY = 0.05
 
 
 def sequence_ratio_notes(config: TrainConfig) -> list[str]:
-    """A warning if a loss bounds the ratio of whole sequences against the engine's policy, with the share of sequences that the
-    engine's mismatch alone puts beyond the bounds.
+    """A warning if a loss bounds the ratio of whole sequences to the engine's policy, with the share of sequences that the
+    engine's mismatch alone puts outside the bounds.
 
-    With a KL of k per token its log ratios have a deviation of sqrt(2 k), and their mean over n tokens sqrt(2 k / n). PPO's
-    minimum drops the gradient beyond one bound only, the one on the side of the advantage's sign.
+    Under a KL of k per token, log ratios of tokens that the engine sampled have mean -k and variance 2 k (k3 is k, and the mean
+    ratio is 1, to first order); their mean over n tokens has the variance 2 k / n. PPO's minimum drops the gradient beyond one
+    bound: the upper one for A > 0, the lower one for A < 0, taken to be equally frequent.
     """
-    algorithm, rollout = config.algorithm, config.rollout
-    name, args = algorithm.loss.name, algorithm.loss.args
-    if algorithm.proximal != "behaviour" or "sequence_ratio" not in POLICY_LOSSES.entry(name).traits:
+    algorithm = config.algorithm
+    name, traits = algorithm.loss.name, POLICY_LOSSES.entry(algorithm.loss.name).traits
+    if algorithm.proximal != "behaviour" or "sequence_ratio" not in traits:
         return []
     if config.model.computes_in(has_gpus(config.cluster, "actor")) == "float32":  # then both compute the same numbers
         return []
-    defaults = inspect.signature(POLICY_LOSSES.entry(name).make).parameters
-    low, high = (float(args.get(key, defaults[key].default)) for key in ("clip_low", "clip_high"))
-    tokens = min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) / 2
-    normal = NormalDist(sigma=math.sqrt(2 * MISMATCH / tokens))
-    lost = (normal.cdf(math.log1p(-low)) + 1 - normal.cdf(math.log1p(high))) / 2 if low < 1 else 0.0
-    if lost < 0.05:
+    args = POLICY_LOSSES.arguments(name, algorithm.loss.args)
+    low, high = (math.inf if args.get(key) is None else float(args[key]) for key in ("clip_low", "clip_high"))
+    by_token = "clips_tokens" in traits
+    lower, upper = (-low, high) if by_token else (math.log1p(-low) if low < 1 else -math.inf, math.log1p(high))
+
+    def outside(tokens: int) -> float:
+        mean = NormalDist(-MISMATCH, math.sqrt(2 * MISMATCH / tokens))
+        return (mean.cdf(lower) + 1 - mean.cdf(upper)) / 2
+
+    longest = longest_sample(config)
+    lengths = [1] if by_token else [max(longest // 16, 1), longest]
+    shares = [outside(tokens) for tokens in lengths]
+    if max(shares) < MANY:
         return []
+    of = ["tokens"] if by_token else [f"sequences of {tokens:,} sampled tokens" for tokens in lengths]
+    lost = " and ".join(f"{share:.0%} of {what}" for share, what in zip(shares, of, strict=True))
     return [
-        f'algorithm.proximal = "behaviour" with algorithm.loss.name = "{name}": at a mismatch KL of {MISMATCH:g} per token '
-        f"between engine and trainer, {lost:.0%} of sequences of {tokens:,.0f} tokens have no gradient before any step (bounds "
-        f'-{low:g} and +{high:g}). Set algorithm.proximal = "recompute", or widen the bounds'
+        f'algorithm.proximal = "behaviour": the bounds of "{name}" (-{low:g}, +{high:g}) are narrower than the mismatch of '
+        f"engine and trainer; at a KL of {MISMATCH:g} per token, {lost} have no gradient before any step. "
+        'Set algorithm.proximal = "recompute", or widen the bounds'
     ]
 
 
 def start_notes(config: TrainConfig) -> list[str]:
-    """Warnings of a start and of a dry run: rates, ratios of sequences, and the model's files."""
-    return [*advice(config), *sequence_ratio_notes(config), *model_notes(config)]
+    """Warnings of a start and of a dry run: rates, ratios of sequences, and, unless the run is planned for other machines, the
+    model's files."""
+    return [*advice(config), *sequence_ratio_notes(config), *([] if is_planned() else model_notes(config))]
 
 
 # Places

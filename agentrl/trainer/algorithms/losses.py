@@ -48,7 +48,8 @@ POLICY_LOSSES: Registry[Callable[..., LossOutput]] = Registry(
         "proximal": "recomputed logprobs of the proximal policy",
     },
     traits={
-        "sequence_ratio": "bounds one ratio of all tokens of a row, with bounds far below a token's mismatch of the engine",
+        "sequence_ratio": "has one ratio for all tokens of a row, within its arguments clip_low and clip_high",
+        "clips_tokens": "of a sequence ratio: its bounds are those of each token's log ratio, before their mean is taken",
         "moves_picked": "its gradient on a picked token is not 0 even if the advantage is",
         "importance_weighted": "weights tokens by proximal / behavior, as an off-policy correction does",
         "own_samples": "has no ratio of policies: right only for tokens of the weights that are trained",
@@ -133,7 +134,7 @@ def gspo(batch: LossInput, *, clip_low: Clip = 3e-4, clip_high: Clip = 4e-4) -> 
     return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high, None)
 
 
-@POLICY_LOSSES.register("gmpo")
+@POLICY_LOSSES.register("gmpo", traits={"sequence_ratio", "clips_tokens"})
 def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> LossOutput:
     """-A (product of the row's clipped token ratios)^(1 / length) on every token of the row; use with
     `aggregate = "seq_mean_token_mean"`.
