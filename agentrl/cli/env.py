@@ -212,6 +212,52 @@ def _print_floor(found: dict[str, Any]) -> None:
             say(f"    {', '.join(one['ids'][:SHOWN])}{more}")
 
 
+# agentrl env leaks
+
+LEAKS_EPILOG = """examples:
+  agentrl env leaks bfcl holdout=tasks                    every task of a benchmark
+  agentrl env leaks bfcl holdout=tasks category=live --ngram 13 --json
+  agentrl env leaks key_value --tasks 1000                the first 1,000 tasks of each split
+"""
+
+
+def add_leaks_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog, parser.formatter_class = LEAKS_EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tasks", type=int, help="tasks of each split (default: all of a suite, 200 of another environment)")
+    parser.add_argument("--ngram", type=int, default=8, metavar="N", help="words per n-gram (default 8)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_leaks)
+
+
+def run_leaks(args: argparse.Namespace) -> int:
+    """Compare train and held-out tasks, and print; returns the exit code."""
+    from dataclasses import asdict
+
+    from agentrl.env.difficulty import counted_tasks
+    from agentrl.env.leaks import find_leaks
+
+    for option, value in (("--tasks", args.tasks), ("--ngram", args.ngram)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value}: expected 1 or more")
+    env = reference(args.env, args.params).scripted().build(scorer=None)
+    train, heldout = (counted_tasks(env, split, args.tasks).count for split in ("train", "heldout"))
+    if not (train and heldout):
+        raise UserError(f"{env.id}: {train} training and {heldout} held-out tasks. Choose parameters with tasks of both splits.")
+    found = find_leaks(env, range(train), range(heldout), args.ngram)
+    if args.json:
+        say(json.dumps({"env": env.id, "train": train, "heldout": heldout, "leaks": [asdict(one) for one in found]}))
+        return 0
+    title = f"{env.id}: contents of {heldout} held-out tasks that one of {train} training tasks has"
+    table = folding("", "shared", "held-out tasks", "with half of theirs", "of", "example", title=title)
+    for one in found:
+        example = " | ".join(one.examples[0]) if one.examples else ""
+        name = f"{args.ngram}-grams" if one.kind == "n-grams" else one.kind
+        table.add_row(name, str(one.shared), str(one.tasks), str(one.half), str(one.of), cell(example))
+    console(highlight=False).print(table)
+    return 0
+
+
 # agentrl env install
 
 INSTALL_EPILOG = """examples:
@@ -361,6 +407,7 @@ def add_env_arguments(parser: argparse.ArgumentParser) -> None:
         with_env(actions.add_parser("difficulty", help="calls, turns, tokens and state writes of its gold solutions"))
     )
     add_floor_arguments(actions.add_parser("floor", help="what an agent that solves nothing earns in it"))
+    add_leaks_arguments(with_env(actions.add_parser("leaks", help="what its held-out tasks share with its training tasks")))
     play = with_env(actions.add_parser("play", help="be the agent, in the terminal"))
     play.add_argument("--seed", type=seed_argument, default=0, help="which task (default 0)")
     play.add_argument("--split", default="train", help="the task's split (default train)")

@@ -311,6 +311,7 @@ class SuiteEnv(ToolEnv):
     `required`: files and folders, below the source, without which it is not the benchmark's.
     `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
     `beside`: parameters that the list of tasks does not depend on (which interpreter runs the benchmark, say).
+    `holdout`: the unit in which tasks without a split of the benchmark are held out, for reports.
     All but `files` and `required` are constants of the class body, since listing reads source text and runs nothing.
     """
 
@@ -322,6 +323,7 @@ class SuiteEnv(ToolEnv):
     required: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str] = ""
     beside: ClassVar[frozenset[str]] = frozenset()
+    holdout: str = "families"
     host_params = frozenset({"source"})
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
@@ -390,14 +392,25 @@ class SuiteEnv(ToolEnv):
             return tuple(range(count))
         kinds: dict[str, list[tuple[bytes, int]]] = {}
         for number, row in enumerate(self._rows(split)):
-            name = str(row.data[self.kind]) if self.kind else row.family
-            kinds.setdefault(name, []).append((_drawn(seed, row.id), number))
+            kinds.setdefault(self._kind(row), []).append((_drawn(seed, row.id), number))
         ordered = [sorted(kinds[name]) for name in sorted(kinds, key=lambda name: _drawn(seed, name))]
         turns = (one[1] for ring in zip_longest(*ordered) for one in ring if one is not None)
         return tuple(sorted(islice(turns, count)))
 
     def task_count(self, split: str) -> int:
         return len(self._pool().get(split, ()))
+
+    def split_sizes(self) -> dict[str, dict[str, Any]]:
+        """Each split: the number of tasks, of tasks per kind, and a sha256 of the sorted ids."""
+        found = {}
+        for split in self.splits:
+            rows = self._pool().get(split, ())
+            ids = sha256("\n".join(sorted(row.id for row in rows)).encode()).hexdigest()
+            found[split] = {"tasks": len(rows), "kinds": dict(Counter(map(self._kind, rows))), "sha256": ids}
+        return found
+
+    def _kind(self, row: SuiteTask) -> str:
+        return str(row.data[self.kind]) if self.kind else row.family
 
     def _rows(self, split: str) -> Sequence[SuiteTask]:
         pool = self._pool()

@@ -64,6 +64,8 @@ def _table(parts: Sequence[tuple[SuiteEnv, Sequence[Trajectory]]], split: str) -
         "split": split,
         "tasks": len({one.task_id for one in played}),
         "of": sum(env.task_count(WHOLE) for env, _ in parts),
+        "holdout": first.holdout,
+        "splits": [env.split_sizes() for env, _ in parts],
         "rows": [asdict(row) for row in type(first).official(played)],
     }
 

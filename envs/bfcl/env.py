@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
@@ -17,7 +17,7 @@ from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml
 from agentrl.reward.bfcl import possible_call
 from agentrl.utils.errors import ConfigError
 
-from .package import CLASSES, Package
+from .package import CLASSES, Package, split_by_functions
 from .tools import api_tools, method_tools, recorded
 
 TABLE = MeansTable(
@@ -55,11 +55,17 @@ class Bfcl(SuiteEnv):
     kind = "category"
 
     def __init__(
-        self, *, category: str | Sequence[str] = ("single_turn", "multi_turn"), memory: str | None = None, **base: Any
+        self,
+        *,
+        category: str | Sequence[str] = ("single_turn", "multi_turn"),
+        memory: str | None = None,
+        holdout: Literal["families", "tasks"] = "families",
+        **base: Any,
     ) -> None:
         """`category`: categories or groups of the leaderboard ("multi_turn", "live", "memory_kv", "simple_java", ...).
         `memory`: the folder in which `memory_*_prereq` leaves what it remembered and `memory_*` finds it (a result folder of the
         leaderboard's own program has the same form); without one every memory begins empty.
+        `holdout`: hold out whole families, or inside each category tasks that share no function and no prompt with training.
 
         Raises ConfigError for an unknown category, and for one that needs the network."""
         super().__init__(**base)
@@ -70,6 +76,7 @@ class Bfcl(SuiteEnv):
             raise ConfigError(
                 "bfcl: categories memory_*_prereq need params.memory, the folder in which to leave what they remember"
             )
+        self.holdout = holdout
         self.apis: dict[str, Any] = {}
         self.methods: dict[str, str] = {}
         self.round = self.steps = 0
@@ -92,7 +99,12 @@ class Bfcl(SuiteEnv):
         return len([row for row in rows if row.data["scoring"] == "none"]) / len(rows)
 
     def load(self) -> Iterable[SuiteTask]:
-        return (task for category in self.categories for task in self.package.tasks(category))
+        tasks = [task for category in self.categories for task in self.package.tasks(category)]
+        return tasks if self.holdout == "families" else split_by_functions(tasks, super().whole())
+
+    def whole(self) -> Sequence[SuiteTask]:
+        tasks = super().whole()
+        return tasks if self.holdout == "families" else split_by_functions(tasks, tasks)
 
     def prompt(self, task: Task) -> list[Message]:
         return [message_of(item) for item in self.package.opening(task, self.apis)]

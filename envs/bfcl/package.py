@@ -4,20 +4,68 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.contrib.suites.benchmarks import PackageInPlace, public_methods, read_call
 from agentrl.data.trajectory import Json, Task
+from agentrl.env.leaks import ngrams
 from agentrl.env.suites import SuiteTask
 from agentrl.utils.errors import ConfigError, EnvError, members
 from agentrl.utils.search_path import user_folder
 
 CLASSES = "eval_checker.multi_turn_eval.func_source_code"
 SCORING = {"irrelevance": "none", "live_irrelevance": "none", "live_relevance": "some", "format_sensitivity": "text"}
+
+LARGEST = 0.25
+"""A group with a larger share of the benchmark's tasks trains, whatever its hash."""
+WORDS = 8
+"""Prompts with so many words in a row in common are in one group, as `agentrl env leaks` counts them."""
+
+
+def split_by_functions(tasks: Sequence[SuiteTask], whole: Sequence[SuiteTask]) -> list[SuiteTask]:
+    """Tasks with a split: no function name and no run of `WORDS` words of a prompt is in both splits.
+
+    Tasks of `whole` that share one are a group, and so on through their tasks; half of the groups are held out, by a hash.
+    Conversations share the functions of a few classes: all are held out.
+    """
+    parts = {task.id: _parts(task) for task in (*whole, *tasks)}
+    above = {part: part for found in parts.values() for part in found}
+
+    def group(task: SuiteTask) -> str:
+        return root(parts[task.id][0])
+
+    def root(part: str) -> str:
+        while above[part] != part:
+            above[part] = part = above[above[part]]
+        return part
+
+    for found in parts.values():
+        for other in found[1:]:
+            low, high = sorted((root(found[0]), root(other)))
+            above[high] = low  # the least part is a group's root, in any order of the tasks
+    sizes = Counter(map(group, whole))
+
+    def is_held(task: SuiteTask) -> bool:
+        if "classes" in task.data:
+            return True
+        return sizes[group(task)] <= LARGEST * len(whole) and blake2b(group(task).encode()).digest()[0] < 128
+
+    return [replace(task, split="heldout" if is_held(task) else "train") for task in tasks]
+
+
+def _parts(task: SuiteTask) -> list[str]:
+    """Names of functions (of a conversation: classes) and runs of words that a task has."""
+    if "classes" in task.data:
+        return list(task.data["classes"])
+    runs = {run for said in task.data["question"][0] if said["role"] == "user" for run in ngrams(said["content"], WORDS)}
+    return [*(function["name"] for function in task.data["functions"]), *sorted(runs)] or [task.id]
 
 
 class Package(PackageInPlace):

@@ -15,6 +15,7 @@ import torch
 
 from agentrl.cli.main import main
 from agentrl.cluster.placement import planned_elsewhere
+from agentrl.config.envs import each
 from agentrl.config.load import config_from, load_config
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.engines.vllm import vllm_maker as make
@@ -60,6 +61,16 @@ def test_the_cap_must_hold_the_longest_row_that_can_come(
         return
     with pytest.raises(ConfigError, match=f"optim.micro_tokens = {cap}.*max_episode_tokens = {episode}.*at least {needed},"):
         sizes.check_sizes(config, engine)
+
+
+@pytest.mark.parametrize(("weight", "refused"), [(0.0, False), ([[0, 0.0], [5, 0.0]], False), ([[0, 0.0], [5, 1.0]], True)])
+def test_rows_of_an_environment_that_is_only_evaluated_need_no_room_in_a_micro_batch(weight: Any, refused: bool) -> None:
+    other = {"id": "key_value", "name": "long", "weight": weight, "limits": {"max_episode_tokens": 1001}}
+    envs = [{"id": "key_value", "name": "short"}, other]
+    short, long = each(config_of("rollout.max_episode_tokens=1000", "optim.micro_tokens=1000", env=envs))
+    sizes.check_sizes(short, "embedded")
+    with pytest.raises(ConfigError, match="at least 1001") if refused else nullcontext():
+        sizes.check_sizes(long, "embedded")
 
 
 @pytest.mark.parametrize(("episode", "same", "refused"), [(64, False, False), (65, False, True), (65, True, False)])

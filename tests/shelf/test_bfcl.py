@@ -6,8 +6,10 @@ the package can be found.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -16,12 +18,14 @@ from typing import Any
 
 import pytest
 
+from agentrl.config.load import config_from
 from agentrl.config.schema import ToolsConfig
 from agentrl.contrib.suites.benchmarks import public_state, read_call
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall, ToolEnv
 from agentrl.env.catalog import EnvRef, make_env
 from agentrl.env.suites import Played
+from agentrl.run.compare import official
 from agentrl.utils.errors import ConfigError, EnvError
 
 TOY = Path(__file__).parent / "bfcl_toy" / "bfcl_eval"
@@ -184,6 +188,75 @@ def test_families_keep_variants_of_a_conversation_together() -> None:
     env = toy(["multi_turn", "memory_kv", "simple_python"])
     assert [env.family(env.make_task(seed, "all")) for seed in range(6)] == [
         *["multi_turn Shelf"] * 4, "memory clerk", "simple_python"]  # fmt: skip
+
+
+@pytest.fixture
+def other_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another copy of the package can be read: a process reads one alone."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bfcl_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def _many(folder: Path, offered: list[tuple[str, list[str], str]]) -> Path:
+    """The toy package with other tasks of simple_python: id, functions, prompt."""
+    shutil.copytree(TOY, folder / "bfcl_eval")
+    rows, answers = [], []
+    for name, functions, text in offered:
+        docs = [{"name": one, "description": "", "parameters": {"type": "dict", "properties": {}}} for one in functions]
+        rows.append({"id": name, "question": [[{"role": "user", "content": text}]], "function": docs})
+        answers.append({"id": name, "ground_truth": [{functions[0]: {}}]})
+    for place, lines in (("BFCL_v4_simple_python.json", rows), ("possible_answer/BFCL_v4_simple_python.json", answers)):
+        (folder / "bfcl_eval" / "data" / place).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "bfcl_eval"
+
+
+CHAIN = [f"c{n}" for n in range(60)]
+LONG = "one two three four five six seven"
+
+
+@pytest.mark.usefixtures("other_package")
+def test_tasks_are_held_out_inside_a_category_and_share_no_function_and_no_prompt_with_training(tmp_path: Path) -> None:
+    alone = [(f"alone_{n}", [f"f{n}"], f"word{n}") for n in range(60)]
+    pairs = [(f"pair_{n}_{k}", [f"g{n}", f"h{n}_{k}"], f"pair{n} of {k}") for n in range(30) for k in range(2)]
+    alike = [(f"alike_{n}_{k}", [f"a{n}_{k}"], f"{k} {LONG} eight{n} {k}") for n in range(20) for k in range(2)]
+    chain = [(f"chain_{n}", CHAIN[n : n + 2], f"link{n}") for n in range(59)]  # over a quarter of all: it trains
+    tasks = [*alone, *pairs, *alike, *chain]
+    source = _many(tmp_path, tasks)
+
+    def held(**params: Any) -> dict[str, bool]:
+        env = make_env("bfcl", source=str(source), holdout="tasks", **params)
+        made = [env.make_task(seed, split) for split in ("train", "heldout") for seed in range(env.task_count(split) or 0)]
+        assert len({task.id for task in made}) == len(made)
+        return {task.id: task.split == "heldout" for task in made}
+
+    found = held(category=["simple_python", "multi_turn"])
+    assert not any(found[name] for name, _, _ in chain)
+    assert all(found[f"pair_{n}_0"] == found[f"pair_{n}_1"] for n in range(30))
+    assert all(found[f"alike_{n}_0"] == found[f"alike_{n}_1"] for n in range(20))
+    assert 20 <= sum(found[name] for name, _, _ in alone) <= 40 and any(found[f"pair_{n}_0"] for n in range(30))
+    assert all(held_out for name, held_out in found.items() if name.startswith("multi_turn"))
+    assert held(category="simple_python").items() <= found.items(), "whatever part of the benchmark is chosen"
+    other = make_env("bfcl", source=str(source), category="simple_python", split="heldout")
+    assert other.task_count("heldout") in (0, len(tasks)), "by families the category is on one side"
+
+
+@pytest.mark.usefixtures("other_package")
+def test_a_report_has_the_split(tmp_path: Path) -> None:
+    source = _many(tmp_path, [(f"t{n}", [f"f{n}"], f"word{n}") for n in range(40)])
+    params = {"source": str(source), "holdout": "tasks", "category": ["simple_python", "multi_turn"]}
+    env = make_env("bfcl", **params)
+    config = config_from({"name": "x", "env": {"id": "bfcl", "params": params}, "model": {"path": "none"}}, [])
+    env.reset(seed=0, options={"split": "heldout"})
+    env.step(turn())
+    table = official(config, {"bfcl": [env.trajectory]}, "heldout")["bfcl"]
+    (sizes,) = table["splits"]
+    assert table["holdout"] == "tasks" and set(sizes) == {"train", "heldout"}
+    assert (
+        sizes["train"]["kinds"] == {"simple_python": sizes["train"]["tasks"]}
+        and sizes["heldout"]["kinds"]["multi_turn_base"] == 2
+    )
+    ids = sorted(env.make_task(seed, "train").id for seed in range(sizes["train"]["tasks"]))
+    assert sizes["train"]["sha256"] == hashlib.sha256("\n".join(ids).encode()).hexdigest()
 
 
 def _rows(**shares: tuple[int, int]) -> dict[str, tuple[float | None, int]]:

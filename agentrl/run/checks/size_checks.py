@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
 from agentrl.config import Choice, TrainConfig
-from agentrl.config.envs import longest_sample, other_models
+from agentrl.config.envs import longest_sample, other_models, trained_envs
 from agentrl.config.schema import PoolConfig
 from agentrl.data.trajectory import Message
 from agentrl.engines.weights.base import ROUTES
@@ -162,7 +162,7 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
         _check_groups(rollout.group_size, config.algorithm.advantage)
     context = context_length(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
-    if config.optim.micro_tokens < longest:
+    if config.optim.micro_tokens < longest and (trained_envs(config) or not config.envs):  # no row of an evaluated one is trained
         raise ConfigError(
             f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
