@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As argparse's, but that words of which there may be none (`a.b=c`) are not named as missing beside what is."""
+        """As argparse's, but that words of which there may be none (`a.b=c`) are not named as missing next to what is."""
         if options.get("nargs") == "*" and not names[0].startswith("-"):
             options.setdefault("default", [])
         return super().add_argument(*names, **options)

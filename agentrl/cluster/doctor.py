@@ -173,7 +173,7 @@ def _nccl() -> str:
 
 
 def check_ray(cluster: ClusterConfig, workers: int = 0) -> Iterator[MachineFinding]:
-    """Start or join Ray, list its resources, and check whether the config's pools fit, and so many rollout workers."""
+    """Start or join Ray, list its resources, and check whether the config's pools fit, and this many rollout workers."""
     from agentrl.cluster.ray_cluster import asks_for_token, open_ports, start_ray, stop_ray
 
     begun = time.monotonic()

@@ -523,7 +523,7 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
 
 
 def answer_token(folder: str, token: str, patience: float) -> TokenAnswer:
-    """In a process of the group: look for the driver's token, and write a file of its own beside it."""
+    """In a process of the group: look for the driver's token, and write a file of its own next to it."""
     # A random name: with one name for all ranks, a single one that shares the folder would answer for the others.
     place, own = this_place(), f"{token}-{secrets.token_hex(8)}"
     if not seen_in_time(lambda: token in _names(Path(folder)), patience):

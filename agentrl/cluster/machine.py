@@ -119,7 +119,7 @@ def network_interfaces() -> list[str]:
 TOKEN_BYTES = 32
 """Of a token in the columns of a batch: 25 as it is collated, and advantages and another policy's logprobs."""
 LEAST_BYTES = 64 << 20
-"""Pages are made so many at a time; a batch with fewer is written in less time than is worth a thread."""
+"""Pages are made this many at a time; a batch with fewer is written in less time than is worth a thread."""
 PIECE_BYTES = 16 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: a page fault for writing on each page, which changes nothing in it
 _FIRST_OBJECT_BYTES = 1 << 18

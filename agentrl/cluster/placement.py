@@ -155,7 +155,7 @@ Shares = list[tuple[str, int]]
 class Unpooled:
     """`count` processes, each with `cpus` CPU slots and `gpus` GPUs. `key`: the config key that sets the count.
 
-    `block`: each node gets a multiple of so many, for a process of another role that uses the cards of all of a block.
+    `block`: each node gets a multiple of this many, for a process of another role that uses the cards of all of a block.
     `size_key`: the config key that sets the GPUs of a process, or of a block.
     """
 
@@ -258,7 +258,7 @@ def join_locations(ranks: Sequence[Location], size: int) -> list[Location]:
 def keys_of_roles(
     pools: Mapping[str, tuple[str, PoolConfig]], unpooled: Mapping[str, Unpooled], beside: Mapping[str, str]
 ) -> dict[str, str]:
-    """The key in `Shares` of each role that has a place: its pool, its own, or that of the role that it is beside."""
+    """The key in `Shares` of each role that has a place: its pool, its own, or that of the role that it is next to."""
     keys = {role: name for role, (name, _) in pools.items()} | {role: one.key for role, one in unpooled.items()}
     # Last, because a role beside another is in that one's pool, whatever it is.
     return keys | {role: keys[other] for role, other in beside.items()}
@@ -514,7 +514,7 @@ def reserve(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled], timeo
 
 
 def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict[str, Reserved]:
-    """Request resources on nodes that have them free now; empty if there are none."""
+    """Request resources on nodes that have them free now; empty without any."""
     free = _nodes(available_resources_per_node())
     try:
         shares = assign(pools, unpooled, list(free))
@@ -612,7 +612,7 @@ class Pools:
     def ray_options(self, role: str, gpus: int = 0) -> list[dict[str, Any]]:
         """Ray's options for processes that the role starts itself, one per slot of its pool. If other roles
         use the pool's processes, these are on the same nodes and take none of their slots. `gpus`: of each process, if it is
-        `beside` another role's: it uses the cards of the next so many ranks, which must have been started."""
+        `beside` another role's: it uses the cards of the next this many ranks, which must have been started."""
         name = self._pool_of[role]
         held = self._held[name]
         # Alone in its pool it takes the slots. Else the pool's processes hold them, and asking for them again would wait forever.
@@ -636,7 +636,7 @@ class Pools:
         return join_locations(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
-        """Return True if a role's own processes are beside those of other roles, which hold the GPUs."""
+        """Return True if a role's own processes are next to those of other roles, which hold the GPUs."""
         name = self._pool_of[role]
         return role in self._beside and self._held[name].gpus > 0
 

@@ -205,7 +205,7 @@ def _answers(handles: list[Any], function: Callable[..., Any], argument: object,
 
 
 def said_by_processes(since: float) -> str:
-    """The last error that this machine's raylet or its workers have written since that `time.time()`; "" if there is none."""
+    """The last error that this machine's raylet or its workers have written since that `time.time()`; "" without one."""
     worker: Any = importlib.import_module("ray._private.worker")
     if worker._global_node is None:
         return ""

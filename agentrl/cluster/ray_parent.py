@@ -32,7 +32,7 @@ _to_parent: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class DriverEnd:
-    """End of a driver. `code`: as of a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
+    """End of a driver. `code`: as in a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
 
     pid: int
     code: int

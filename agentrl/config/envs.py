@@ -77,7 +77,7 @@ def eval_weights(config: TrainConfig) -> dict[str, float]:
 
 
 def warm_start_envs(config: TrainConfig) -> list[EnvConfig]:
-    """The environments that take part in the warm start. Raises ConfigError if there is none."""
+    """The environments that take part in the warm start. Raises ConfigError without one."""
     assert config.sft is not None
     named = config.sft.envs
     found = [env for env in config.envs if (env.called in named if named is not None else weight_at(env.weight, 0) > 0)]
@@ -176,7 +176,7 @@ def name_of(entry: Any) -> str:
 
 
 def find_entry(entries: Sequence[Any], key: str) -> int | None:
-    """The place of the entry that `key` names, or whose number it is; None if there is none."""
+    """The place of the entry that `key` names, or whose number it is; else None."""
     names = [name_of(entry) for entry in entries]
     if key in names:
         return names.index(key)
@@ -184,7 +184,7 @@ def find_entry(entries: Sequence[Any], key: str) -> int | None:
 
 
 def entry_of(entries: Sequence[Any], key: str) -> int:
-    """As `find_entry`. Raises ConfigError, with the nearest name, if there is none."""
+    """As `find_entry`. Raises ConfigError, with the nearest name, without one."""
     place = find_entry(entries, key)
     if place is None:
         names = [name_of(entry) for entry in entries]
@@ -244,7 +244,7 @@ def one_temperature(rollout: RolloutConfig, what: str) -> float:
 
 
 def check_temperatures(config: TrainConfig) -> None:
-    """Raise ConfigError for temperatures that cannot be sampled at, and for points beside what trains tokens of other updates.
+    """Raise ConfigError for temperatures that cannot be sampled at, and for points next to what trains tokens of other updates.
 
     Reads: rollout.temperature, rollout.max_staleness, eval.temperature, algorithm.experience.
     """

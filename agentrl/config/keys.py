@@ -67,7 +67,7 @@ def find_keys(name: str) -> list[Key]:
     inside of a free table as the table (`env.params.calls`), and names of the user's stand for themselves
     (`tools.mcp.shop.command`).
 
-    Raises ConfigError with the nearest key if there is none.
+    Raises ConfigError with the nearest key without one.
     """
     name = name.strip("[]")
     for shared in ("agent", "tools"):
@@ -97,7 +97,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    """The section at the keys `path`, which may name an entry of `[[env]]`; None if there is none."""
+    """The section at the keys `path`, which may name an entry of `[[env]]`; else None."""
     section: type[BaseModel] | None = TrainConfig
     rest = list(path)
     while rest and section is not None:

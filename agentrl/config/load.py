@@ -58,9 +58,9 @@ WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"))
 
 
 def beside(file: Path, table: Table) -> Table:
-    """The table of a config file, with the paths that are beside it made independent of the working folder.
+    """The table of a config file, with the paths that are next to it made independent of the working folder.
 
-    Raises ConfigError if there is something both beside the file and in the working folder.
+    Raises ConfigError if there is something both next to the file and in the working folder.
     """
 
     def found(path: str, key: str) -> str:
@@ -359,7 +359,7 @@ def _replace_alternatives(table: Table, overrides: Sequence[Override]) -> None:
 
 
 def _inner(table: Any, keys: Sequence[str]) -> Any:
-    """The table at `keys`; None if there is none."""
+    """The table at `keys`; else None."""
     for place, key in enumerate(keys):
         if place == 1 and keys[0] == "env" and isinstance(table, list):
             table = table[entry_of(table, key)]

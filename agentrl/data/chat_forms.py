@@ -64,7 +64,7 @@ _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
 
 
 class FormError(BadRowError):
-    """Something whose form is not read: `key` says where, `problem` what is wrong and how to mend it."""
+    """Something whose form is not read: `key` says where, `problem` what is wrong and how to fix it."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -416,7 +416,7 @@ def arguments_of(given: Any, key: str) -> dict[str, Any]:
 
 
 def identifier(given: Any, key: str) -> str:
-    """The id of a call, which some data sets have as a number; "" if there is none. Raises FormError."""
+    """The id of a call, which some data sets have as a number; "" without one. Raises FormError."""
     if given is not None and (not isinstance(given, str | int) or isinstance(given, bool)):
         raise FormError(key, f"expected text, got {type(given).__name__}")
     return "" if given is None else str(given)
@@ -565,7 +565,7 @@ def _remove_padding(node: Any, root: Any) -> Any:
 
 def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = False) -> dict[str, Any]:
     """Arguments without the nulls that only say that a table has the column: a null stays where the schema takes it, and of a
-    `table`, or beside others that it does not take, only where it is required too."""
+    `table`, or next to others that it does not take, only where it is required too."""
     left: list[str] = []
     found: dict[str, Any] = _settle_schema(arguments, schema, schema, table, left)
     if left and not table:

@@ -27,7 +27,7 @@ class RequestError(UserError):
 
 
 def refusal_of(problem: Exception) -> RequestError:
-    """Any failure of a request, as the client is told of it. A prompt that is too long is the client's (a server's error would
+    """Any failure of a request, as the client hears of it. A prompt that is too long is the client's (a server's error would
     make it try again); what fails in the engine is the server's."""
     if isinstance(problem, RequestError):
         return problem

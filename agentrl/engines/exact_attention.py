@@ -59,7 +59,7 @@ class AttentionForm:
         return query * (right / given).to(query.dtype)[:, None, None]
 
     def plain_up_to(self, length: int) -> bool:
-        """Return True if it is plain causal attention for rows of so many tokens, but for the scale."""
+        """Return True if it is plain causal attention for rows of this many tokens, but for the scale."""
         # A window that no row exceeds hides nothing.
         return self.cap is None and self.sinks is None and (self.window is None or self.window >= length)
 

@@ -63,7 +63,7 @@ class EnvAddress:
 
     @classmethod
     def of(cls, config: EnvConfig) -> EnvAddress | None:
-        """The address in a config; None if the environment is not elsewhere. Raises ConfigError for one that is none."""
+        """The address in a config; None if the environment is not elsewhere. Raises ConfigError for one that is not one."""
         if config.url is None:
             if config.token_env is not None or config.protocol != AGENTRL:
                 raise ConfigError("env.protocol, env.token_env: only for an environment elsewhere; set env.url")

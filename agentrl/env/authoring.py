@@ -203,7 +203,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         return ()
 
     def gold_turns(self, task: Task) -> list[Message]:
-        """Assistant turns that score the maximum. Raises NotImplementedError if there are none."""
+        """Assistant turns that score the maximum. Raises NotImplementedError without any."""
         raise NotImplementedError(f"{self.id} has no scripted gold policy")
 
     def horizon(self, task: Task) -> int | None:
@@ -225,7 +225,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         """An imperfect scripted policy for a warm start; `rng.random()` is its only source of randomness.
 
         By default the gold turns; before each one but the first it gives up with probability `stop` (see
-        `agentrl.env.authoring`). Raises NotImplementedError if there are none, TypeError for other `params`.
+        `agentrl.env.authoring`). Raises NotImplementedError without any, TypeError for other `params`.
         """
         return GoldTeacher(self.gold_turns(task), rng, **params)
 
@@ -260,7 +260,7 @@ class ToolSide(EnvHooks):
         return next((text for item in self._sets.values() if (text := item.queued)), "")
 
     def limit_output(self, tokens: int) -> None:
-        """Cut the answers of tools that have no `max_output` of their own to so many tokens, in place of the class's."""
+        """Cut the answers of tools that have no `max_output` of their own to this many tokens, in place of the class's."""
         self.toolbox.max_output = self.user_toolbox.max_output = tokens
 
     def add_source(self, source: ToolSource) -> None:
@@ -282,7 +282,7 @@ class ToolSide(EnvHooks):
         self._set_makers += (make,)
 
     def tool_set(self, name: str) -> ToolSet:
-        """The set of this name, as the running episode (or the last one) has it. Raises EnvError if there is none."""
+        """The set of this name, as the running episode (or the last one) has it. Raises EnvError without one."""
         if name not in self._sets:
             raise EnvError(f"{self.id}: no tool set {name!r} in an episode; there are {', '.join(self._sets) or 'none'}")
         return self._sets[name]

@@ -114,7 +114,7 @@ class OwnReward:
         return compile_spec(spec, context=make_context(RewardConfig(), replay_env=twin))
 
     def _path(self, name: str) -> Path:
-        """Beside the file of the class that names the spec, or on a shelf."""
+        """Next to the file of the class that names the spec, or on a shelf."""
         owner = next(base for base in self._env.__mro__ if "reward" in vars(base))
         try:
             beside = Path(inspect.getfile(owner)).parent / name
@@ -374,7 +374,7 @@ class ToolEnv(Forkable):
 
     @property
     def has_user(self) -> bool:
-        """True if somebody may answer a turn without tool calls."""
+        """True if a user may answer a turn without tool calls."""
         return self.user is not None or type(self).user_reply is not ToolEnv.user_reply
 
     @property

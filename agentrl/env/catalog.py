@@ -98,7 +98,7 @@ def _texts(node: ast.ClassDef) -> dict[str, str]:
 
 
 def load_tools(path: Path) -> list[Tool]:
-    """The tools that a content file defines, in order. Raises CatalogError if there are none."""
+    """The tools that a content file defines, in order. Raises CatalogError without any."""
     tools = [value for value in vars(load_module(path)).values() if isinstance(value, Tool)]
     if not tools:
         raise CatalogError(f"{path}: no function is marked with @tool, and no class is a ToolSet")

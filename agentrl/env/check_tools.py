@@ -142,7 +142,7 @@ def short_repr(value: Any, limit: int = 160) -> str:
 REFUSAL = "I do not know."
 
 Script = Callable[[ToolEnv, Any], list[Message]]
-"""The turns of a running episode; from a `numpy.random.Generator`, if it draws. Raises NotImplementedError if there are none."""
+"""The turns of a running episode; from a `numpy.random.Generator`, if it draws. Raises NotImplementedError without any."""
 
 
 def gold(env: ToolEnv, rng: Any) -> list[Message]:

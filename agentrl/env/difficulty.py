@@ -47,7 +47,7 @@ class Difficulty:
 
 
 def difficulty(env: ToolEnv, seed: int, split: str, count: CountTokens) -> Difficulty:
-    """Plays the gold solution of a task. Raises NotImplementedError if there is none, EnvError if it cannot be played."""
+    """Plays the gold solution of a task. Raises NotImplementedError without one, EnvError if it cannot be played."""
     inner = env.unwrapped
     assert isinstance(inner, ToolEnv)
     opening, _ = env.reset(seed=seed, options={"split": split})
@@ -230,7 +230,7 @@ def _share(count: int, of: int) -> dict[str, Any]:
 
 def headline(found: Mapping[str, Any]) -> str:
     """The row of a suite's own table that speaks for all, with its value: the known one whose name begins with "overall", else
-    the first. "" if there is none, or if its value is unknown."""
+    the first. "" without one, or if its value is unknown."""
     rows = found["official"]
     known = (row for row in rows if row["name"].startswith("overall") and row["value"] is not None)
     row = next(known, rows[0] if rows else {"value": None})

@@ -119,7 +119,7 @@ def find_source(
     suite: str, given: str | None, module: str | None, own: Path | None = None, *, obtain: str = "", called: str = "params.source"
 ) -> tuple[Path, str]:
     """The folder of a suite's source, and how it was found: "given", "driver", "installed", "package" or "own". `called`: what
-    `given` is in the user's words. Raises ConfigError if there is none, with the commands that help, or if a folder that is named
+    `given` is in the user's words. Raises ConfigError without one, with the commands that help, or if a folder that is named
     does not exist on this machine."""
     if given is not None and not given.strip():
         raise ConfigError(f"{suite}: {called} is empty; expected {_expected_text(suite, obtain)}")
@@ -146,7 +146,7 @@ def how_to_install(suite: str, obtain: str) -> str:
 
 
 def module_folder(module: str) -> Path | None:
-    """The folder of an importable top-level package, which is not imported; None if there is none."""
+    """The folder of an importable top-level package, which is not imported; else None."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
@@ -175,8 +175,8 @@ def require_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def found_version(folder: Path) -> str:
-    """The version of a checkout or package: what its `pyproject.toml` says, what is written beside an installed package
-    (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is none."""
+    """The version of a checkout or package: what its `pyproject.toml` says, what is written next to an installed package
+    (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is not one."""
     project = folder / "pyproject.toml"
     if project.is_file():
         try:
@@ -306,7 +306,7 @@ class SuiteEnv(ToolEnv):
     """Base class of suites. A subclass sets what `ToolEnv` asks for and:
 
     `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
-    the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder beside the class's
+    the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder next to the class's
     file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
     `required`: files and folders, below the source, without which it is not the benchmark's.
     `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
@@ -328,7 +328,7 @@ class SuiteEnv(ToolEnv):
 
     def __init__(self, *, source: str | None = None, **base: Any) -> None:
         """`source`: the benchmark's checkout or package folder; by default what `agentrl env install` recorded, else the
-        importable package. Raises ConfigError if there is none, or if a file of it is missing."""
+        importable package. Raises ConfigError without one, or if a file of it is missing."""
         super().__init__(**base)
         self.source, self.version = type(self).located(source)
 

@@ -298,13 +298,13 @@ class Toolbox:
         self._tools = {**tools, **self._tools} if self._tools else tools
 
     def replace(self, item: Tool) -> None:
-        """Replace the tool with the same name. Raises KeyError if there is none."""
+        """Replace the tool with the same name. Raises KeyError without one."""
         if item.name not in self._tools:
             raise KeyError(item.name)
         self._tools = {**self._tools, item.name: item}
 
     def remove(self, name: str) -> None:
-        """Remove a tool. Raises KeyError if there is none with that name."""
+        """Remove a tool. Raises KeyError without one with that name."""
         if name not in self._tools:
             raise KeyError(name)
         self._tools = {key: value for key, value in self._tools.items() if key != name}

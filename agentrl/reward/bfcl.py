@@ -399,7 +399,7 @@ def solvable(calls: list[dict[str, Json]], functions: Mapping[str, Mapping[str, 
 
 
 def _fitting(allowed: list[Json], declared: Json, language: str) -> Json:
-    """The first possible value that is one for the leaderboard; "" stands for the empty list too. None if there is none."""
+    """The first possible value that is one for the leaderboard; "" stands for the empty list too, else None."""
     values = [*(_plain(value) for value in allowed if value != ""), *(["", []] if "" in allowed else [])]
     if language != "python":
         values = [text for value in values for text in _write_variants(value, language)]

@@ -208,7 +208,7 @@ def _has_ref(value: Json) -> bool:
 
 
 def _resolver(args: Mapping[str, Any], optional: Collection[str]) -> Callable[[View], Mapping[str, Any]] | None:
-    """A function that follows the references of `args`; None if there are none. Those that are `optional` may lead nowhere."""
+    """A function that follows the references of `args`; None without any. Those that are `optional` may lead nowhere."""
     readers = {key: _reader(value, key in optional) for key, value in args.items() if _has_ref(value)}
     # Most leaves have none: their arguments then need no copy for each part of an episode.
     if not readers:

@@ -40,7 +40,7 @@ _ITS_OWN = frozenset({signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIG
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`right`; `said`: the part of the text that is its answer, None if there is none; `said_as` and `wanted_as`: how the answer
+    """`right`; `said`: the part of the text that is its answer, else None; `said_as` and `wanted_as`: how the answer
     and gold were read; `why`: why it is wrong, or what ended the comparison before its end."""
 
     right: bool

@@ -70,7 +70,7 @@ _ELLIPSIS = re.compile(r"\.\.\.|…|\\[lcvd]?dots")
 _GROUPED = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?P<between>\\[,;: ]|\{,\}|[ \u00a0\u2009\u202f])\d{3}(?:(?P=between)\d{3})*(?!\d)")
 _MIXED = re.compile(r"(?<![\d.])(\d{1,9})(?:\s+(\d{1,9})\s?/\s?(\d{1,9})|\s*\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})(?![\d.])")
 _JOINED = re.compile(r"\d\s+[\d.]|\d\.\d+\.|\d[eE][-+]?\d|\.\s*\.|\d_|\d\s+[A-Za-z]\s+\d|(?<![\d.,])0\d|^[nN]/[aA]$")
-"""Numbers that stand beside each other, in other bases, with remainders, dates: the parser would multiply, add or drop."""
+"""Numbers that stand next to each other, in other bases, with remainders, dates: the parser would multiply, add or drop."""
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _COMMAND = re.compile(r"\\(?:begin|end)\s?\{[a-z]+\*?\}|\\[A-Za-z]+")
 _SIGNS = str.maketrans({
@@ -204,7 +204,7 @@ def _is_name(text: str) -> bool:
 
 
 def _latex(bare: str) -> str | None:
-    """LaTeX that the parser reads as it is meant; None for words, and for numbers that stand beside each other."""
+    """LaTeX that the parser reads as it is meant; None for words, and for numbers that stand next to each other."""
     text = _GROUPED.sub(lambda found: re.sub(r"\D", "", found.group()), bare)
     text = _MIXED.sub(_improper, re.sub(r"(?<=\d)([½⅓⅔¼¾])", r" \1", text).translate(_SIGNS))
     text = _ROOT.sub(lambda found: rf"\sqrt{'[3]' if found[1] == '∛' else ''}{{{found[2] or found[3] or found[4]}}}", text)
@@ -443,7 +443,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def allow(seconds: int) -> None:
-    """So many seconds of the processor from now on; the kernel then ends this process by SIGXCPU."""
+    """This many seconds of the processor from now on; the kernel then ends this process by SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, hard))

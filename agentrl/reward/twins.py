@@ -32,7 +32,7 @@ class TurnOutcome(NamedTuple):
 class Twin(Protocol):
     """An environment that plays an episode once more; `agentrl.env.copying.EnvTwin` is that of a ToolEnv.
 
-    `scripted`: what its user does depends on nothing that the policy says. `talks`: somebody listens to a turn without calls.
+    `scripted`: what its user does depends on nothing that the policy says. `talks`: a user listens to a turn without calls.
     """
 
     scripted: bool

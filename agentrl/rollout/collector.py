@@ -107,7 +107,7 @@ class Collector:
         say: Callable[[str], None] = log.warning,
     ) -> None:
         """`envs`: those that `tasks` names. `greedy`: in these environments each group also gets a greedy episode of its task,
-        as `Group.baseline`. `on_group` is told of each group with enough scored members, and `accept` asked about those that
+        as `Group.baseline`. `on_group` hears of each group with enough scored members, and `accept` asked about those that
         could be trained; what they raise, `collect` raises. `say`: gets warnings."""
         self.player, self.tasks, self.config = player, tasks, config
         self.envs = {env.name: env for env in envs}
@@ -202,7 +202,7 @@ class Collector:
         return f"{min(ended, wanted)}/{wanted} episodes"
 
     def trouble(self) -> str:
-        """The attempts at an episode that came to no score so far, and the first of them, in words; "" if there are none. May be
+        """The attempts at an episode that came to no score so far, and the first of them, in words; "" without any. May be
         called from any thread."""
         return self.progress.trouble()
 

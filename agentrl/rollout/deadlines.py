@@ -187,7 +187,7 @@ class Waits:
     ) -> Answer:
         """Time limit on the environment's answers. Raises EnvError after `limit`, and CutError if the episode's time is up.
         Time in which all tool calls in progress are queued, or the environment itself is, does not count; who is responsible
-        for the rest is decided by the running calls (see `running`), or is `blame` if there are none."""
+        for the rest is decided by the running calls (see `running`), or is `blame` without any."""
         task = asyncio.ensure_future(run_contained(work, f"{what} of environment {env.id}"))
         calls, spent = list(env.waiting), 0.0
 

@@ -442,14 +442,14 @@ class RequestRouter(Generic[Host]):
         return placed
 
     def told(self, placed: Placed[Host], sampled: int) -> None:
-        """The request has sampled so many tokens, so its prompt is computed."""
+        """The request has sampled this many tokens, so its prompt is computed."""
         if sampled and placed.host in self._loads:
             left = max(placed.need.expected - sampled, 0.0)
             self._loads[placed.host].queued -= placed.left - left
             placed.left = left
 
     def end(self, placed: Placed[Host], sampled: int | None) -> None:
-        """The request is over, having sampled so many tokens; None if it failed. Its prompt and they are cached."""
+        """The request is over, having sampled this many tokens; None if it failed. Its prompt and they are cached."""
         load = self._loads.get(placed.host)
         if load is None:
             return

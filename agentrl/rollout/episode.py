@@ -87,7 +87,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
-    """Identity of an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: so many gold
+    """Identity of an episode: its task and its position in the run. `key` routes it to one prefix cache. `given`: this many gold
     calls are made before the policy begins (`rollout.start`)."""
 
     task_seed: int
@@ -153,7 +153,7 @@ class Policy:
 
 
 class Course(Protocol):
-    """Course of an episode: here turn by turn; in `harness.episode` by an agent of somebody else's."""
+    """Course of an episode: here turn by turn; in `harness.episode` by an agent of another program's."""
 
     error: str | None
 

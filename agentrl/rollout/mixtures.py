@@ -153,7 +153,7 @@ class BySuccessMixture(Mixture):
 
     s (1 - s) is the variance of a 0/1 reward within a group: how much the group can teach (learnability in Rutherford et al.
     2024, arXiv 2408.15099); it is taken group by group, since an environment whose tasks are half solved always and half never
-    teaches nothing. The factor 4 makes it 1 at s = 0.5. The mean begins at 1, as of one group, and older groups are discounted
+    teaches nothing. The factor 4 makes it 1 at s = 0.5. The mean begins at 1, as in one group, and older groups are discounted
     by `decay` per group of the same environment. `floor` keeps sampling all, so that what was learned and lost is noticed.
     """
 
@@ -337,7 +337,7 @@ class MixedTasks:
         return replace(self.sources[name].draw(place), env=name)
 
     def finished(self, index: int, success: float | None, tokens: int) -> None:
-        """A group finished with this share of successes (None: unknown) and so many sampled tokens."""
+        """A group finished with this share of successes (None: unknown) and this many sampled tokens."""
         name, place = self._places.pop(index)
         whole = self.sources[name].finished(place, success)
         self._outcomes.append(EnvOutcome(index, name, whole, tokens))

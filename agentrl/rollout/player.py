@@ -85,7 +85,7 @@ def _record_without_fork(spec: EpisodeSpec, fork: Fork, error: str) -> Trajector
 
 
 class Agents(Protocol):
-    """Agents of somebody else's, which play episodes in place of turn by turn."""
+    """Agents of another program's, which play episodes in place of turn by turn."""
 
     async def play(
         self, env: ToolEnv, policy: Policy, spec: EpisodeSpec, limits: Limits, scorer: Scorer | None, watch: Watch
@@ -153,7 +153,7 @@ class Player(ABC):
         """The finished and scored episode; `watch` is told what it waits for and when something arrives.
 
         A fault of the infrastructure is recorded in the trajectory (`run_episode`) and never raised. If the process that plays
-        dies, the job is played again in another one; raises WorkerDiedError if there is none left. Cancellation ends the episode,
+        dies, the job is played again in another one; raises WorkerDiedError without one left. Cancellation ends the episode,
         frees its requests, tears its environment down and propagates.
         """
 
@@ -277,7 +277,7 @@ async def forest(numbers: Sequence[int], roots: int, tree: PlayTree, member: Pla
 
 @dataclass(slots=True)
 class Trees:
-    """Plays the trees of one group. `job`: that of an attempt at a member. `attempted` is told of each attempt (its number counts
+    """Plays the trees of one group. `job`: that of an attempt at a member. `attempted` hears of each attempt (its number counts
     from 0) and says whether it was the last; `over` of each member that has ended."""
 
     player: Player
@@ -309,7 +309,7 @@ class Trees:
 
 
 class EpisodeSlots:
-    """So many episodes at once; who asks first gets first."""
+    """This many episodes at once; who asks first gets first."""
 
     def __init__(self, count: int) -> None:
         self._free, self._several = asyncio.Semaphore(count), asyncio.Lock()
@@ -419,7 +419,7 @@ async def evaluate(
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
-    """Success and mean reward over the episodes for which they are known; None if there are none.
+    """Success and mean reward over the episodes for which they are known; None without any.
 
     If a spec compares the members of a group, single episodes have no reward, only success.
     """
@@ -472,6 +472,6 @@ def end_of(trajectory: Trajectory) -> str:
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """The share of successes among the episodes whose success is known; None if there are none."""
+    """The share of successes among the episodes whose success is known; None without any."""
     known = [t.success for t in trajectories if t.success is not None]
     return sum(known) / len(known) if known else None

@@ -260,7 +260,7 @@ def engine_ask(token_ids: Sequence[int], sampling: Sampling) -> dict[str, Json]:
 
 
 def _plain(sampling: Sampling) -> dict[str, Json]:
-    """The answer's inputs as plain values: not what is told beside it, nor what episodes never set."""
+    """The answer's inputs as plain values: not what is told next to it, nor what episodes never set."""
     return {name: value for name, value in asdict(sampling).items() if name not in _LEFT_OUT}
 
 

@@ -393,7 +393,7 @@ class ByProgressSampler(TaskSampler):
 # predicted
 
 MOST_TRIED = 32
-"""So many sets of parameters, corners among them, are tried before a run; so no more than 5 parameters may vary."""
+"""This many sets of parameters, corners among them, are tried before a run; so no more than 5 parameters may vary."""
 BINS = 5
 FADE = 0.98
 """What a group's weight in the calibration error is multiplied by with each later one."""
@@ -511,7 +511,7 @@ class PredictedSampler(TaskSampler):
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the numbers 0 ... count - 1, evenly spaced, with both ends."""
+    """At most this many of the numbers 0 ... count - 1, evenly spaced, with both ends."""
     return sorted({round(float(at)) for at in np.linspace(0, count - 1, min(count, most))})
 
 

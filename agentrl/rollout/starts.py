@@ -25,7 +25,7 @@ from agentrl.rollout.samplers import TaskChoice, uniform
 log = logging.getLogger(__name__)
 
 MOST_BUILT = 64
-"""So many environments, one for each set of parameters, are kept to look up horizons."""
+"""This many environments, one for each set of parameters, are kept to look up horizons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,5 +283,5 @@ async def close_fork(env: ToolEnv) -> None:
 
 
 def places(config: BranchConfig, branches: int) -> int:
-    """At how many of its turns an episode with so many branches branches at most."""
+    """At how many of its turns an episode with this many branches branches at most."""
     return -(-branches // config.width)

@@ -32,14 +32,14 @@ class Progress:
     moved: float = field(default_factory=time.monotonic)
 
     def add(self, turns: int, tokens: int) -> None:
-        """An attempt at an episode has ended, of so many turns and sampled tokens of its own."""
+        """An attempt at an episode has ended, of this many turns and sampled tokens of its own."""
         self.episodes += 1
         self.turns += turns
         self.tokens += tokens
         self.moved = time.monotonic()
 
     def trouble(self) -> str:
-        """The attempts at an episode that came to no score, and the first of them, in words; "" if there are none."""
+        """The attempts at an episode that came to no score, and the first of them, in words; "" without any."""
         faults = dict(self.faults)  # a copy: may be called from any thread
         return f"{sum(faults.values())} episodes came to no score; the first: {self.first_fault}" if faults else ""
 
@@ -81,7 +81,7 @@ MAX_REPLACEMENTS_PER_GROUP = 8
 """If more than this many times an update's groups failed or went stale, the run stops with an error that says why."""
 
 MIN_DEAD_GROUPS = 4
-"""So many groups, and as many as an update has, without a single scored episode end a run that has scored none before."""
+"""This many groups, and as many as an update has, without a single scored episode end a run that has scored none before."""
 
 MOST_REFUSED = 32
 """If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
@@ -119,7 +119,7 @@ class Tally:
             self.fault = fault_of(lost[0])
 
     def grown(self, members: int) -> None:
-        """A group got so many members more (`rollout.grow`)."""
+        """A group got this many members more (`rollout.grow`)."""
         self._played["members_grown"] += members
 
     def unscored(self, trajectory: Trajectory) -> None:

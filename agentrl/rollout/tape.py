@@ -386,7 +386,7 @@ class _Course:
         self.at = digest([_begun(of, record.task), self._heard[:1]])
 
     def add(self, turn: Message | ToolCall) -> None:
-        """Of a text only what somebody hears counts: nobody does if the user is scripted, and so one pass serves many."""
+        """Of a text only what a user hears counts: nobody does if the user is scripted, and so one pass serves many."""
         if isinstance(turn, ToolCall):
             done: Json = {"user": as_row(turn)}
         elif turn.tool_calls:

@@ -139,8 +139,8 @@ def assemble(
     room: int | None = None,
 ) -> Assembly:
     """All parts. `model` and `temperature`, if given, replace `model.path` and `rollout.temperature`; `pools`: the run's.
-    `connected`: for a process beside the driver's, the engine as it is reached from there; `asks`: as of `LocalPlayer`;
-    `room`: as of `make_engine`.
+    `connected`: for a process next to the driver's, the engine as it is reached from there; `asks`: as in `LocalPlayer`;
+    `room`: as in `make_engine`.
 
     Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
@@ -254,7 +254,7 @@ def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tup
 
 
 def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
-    """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError if there is none."""
+    """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError without one."""
     path, init = model or config.model.path, config.model.init
     if path is not None:
         return load_tokenizer(path, config.model.trust_remote_code, config.model.chat_template)

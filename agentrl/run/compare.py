@@ -83,7 +83,7 @@ def print_official(tables: Mapping[str, Any], console: Console) -> None:
 
 
 def read_official(folder: Path) -> dict[str, Any]:
-    """The tables in the report.json of an evaluation's folder; empty if there are none, or no report."""
+    """The tables in the report.json of an evaluation's folder; empty without any, or no report."""
     file = folder / "report.json"
     report = read_json(file.read_text()) if file.is_file() else {}
     found: dict[str, Any] = report.get("official") or {}
@@ -157,7 +157,7 @@ class Results:
 def read_results(folder: Path) -> dict[str, Results]:
     """The evaluations in a folder of `agentrl eval`, by environment: its own, or those of its folders.
 
-    Raises ConfigError if there is none, or if one has no episodes yet.
+    Raises ConfigError without one, or if one has no episodes yet.
     """
     if (folder / "eval.json").is_file():
         found = _read(folder, _label(folder))
@@ -203,7 +203,7 @@ def _result(members: Sequence[Trajectory]) -> TaskResult:
 def compare(results: Sequence[Results]) -> dict[str, Any]:
     """A row for each of the evaluations of one environment. `difference` is to the first, over the tasks that both have: the mean
     of success on a task minus the first's success on it, with a 95 % interval over tasks; `better` and `worse` count the tasks on
-    which it differs. `also`: what differs between the two beside the model.
+    which it differs. `also`: what differs between the two next to the model.
 
     Raises ConfigError if an evaluation has no task in common with the first.
     """
@@ -223,7 +223,7 @@ def compare(results: Sequence[Results]) -> dict[str, Any]:
 
 
 def _by_horizon(results: Sequence[Results]) -> dict[str, list[dict[str, Any]]]:
-    """By the calls of the gold solution, if tasks differ in it, a row for each evaluation: its tasks of so many calls, the mean
+    """By the calls of the gold solution, if tasks differ in it, a row for each evaluation: its tasks of this many calls, the mean
     of success on them, and its mean difference to the first over those that both have."""
     bins = Bins.of({task.horizon for own in results for task in own.tasks.values() if task.horizon is not None})
     labels = [{name: bins.label(task.horizon) for name, task in own.tasks.items() if task.horizon is not None} for own in results]
@@ -285,7 +285,7 @@ def _also(first: Results, own: Results) -> list[str]:
 
 
 def compare_all(folders: Sequence[Mapping[str, Results]]) -> dict[str, Any]:
-    """`compare` of each environment that all have. Raises ConfigError if there is none."""
+    """`compare` of each environment that all have. Raises ConfigError without one."""
     shared = [env for env in folders[0] if all(env in other for other in folders)]
     if not shared:
         there = "; ".join(", ".join(found) for found in folders)

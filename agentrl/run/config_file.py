@@ -68,7 +68,7 @@ def resume_overrides(args: argparse.Namespace) -> list[str]:
 
 
 def find_config_file(name: str) -> Path:
-    """The TOML file at the path `name`, or the config of that name on a shelf. Raises UserError if there is none."""
+    """The TOML file at the path `name`, or the config of that name on a shelf. Raises UserError without one."""
     path = Path(name)
     if path.is_file():
         return path

@@ -207,7 +207,7 @@ log = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 5.0
 _PLAIN_MOST_S = 40.0
-"""Plain lines about one activity come less and less often, down to one in so many seconds."""
+"""Plain lines about one activity come less and less often, down to one in this many seconds."""
 _BEAT_S = 1.0
 _PER_SECOND = 4
 NONE: Mapping[str, Any] = MappingProxyType({})

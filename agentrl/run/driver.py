@@ -120,7 +120,7 @@ def execute(
 ) -> int:
     """Run `config` in `folder`: all phases, or the warm start alone. Returns the exit code: 0 done, 1 failed, 130 interrupted.
 
-    `notes`: warnings of the caller, for the display and the log. `callbacks`: beside those of the config. `interrupt`: how the
+    `notes`: warnings of the caller, for the display and the log. `callbacks`: next to those of the config. `interrupt`: how the
     caller stops it, if it is not by a signal. `origins`: where the values of a resumed run's config are from; the config in the
     folder becomes this one. `restarts`: how often it has started again. Raises UserError for what the user can fix: ConfigError
     if another process writes this run. Else the summary is always written.

@@ -549,8 +549,8 @@ async def run_eval(
     about: Mapping[str, Any] = NOTHING,
 ) -> tuple[dict[str, Any] | None, RolloutOutcome]:
     """Run the missing episodes of the evaluation. Returns its report, also written to `request.out` (None after Ctrl-C), and
-    the episodes. Of a suite the report has the benchmark's own table, too ("official"). `shared`: as of `run_rollout`; `about`:
-    what the report says beside the numbers. Raises ConfigError if `request.out` has an evaluation of something else.
+    the episodes. Of a suite the report has the benchmark's own table, too ("official"). `shared`: as in `run_rollout`; `about`:
+    what the report says next to the numbers. Raises ConfigError if `request.out` has an evaluation of something else.
     """
     outcome = await run_rollout(config, request, display, shared)
     if outcome.interrupted:

@@ -386,7 +386,7 @@ class RunFolder:
 
 
 def stored_object(path: Path, mend: str) -> dict[str, Any] | None:
-    """A JSON object of a run; None if there is no such file. Raises RunFolderError, which ends with what to do, `mend`."""
+    """A JSON object of a run; None if there is no such file. Raises RunFolderError, which ends with what to do, `fix`."""
     try:
         found = read_json(read_plain(path))
     except FileNotFoundError:

@@ -43,7 +43,7 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 class _Signals:
-    """Tells signals apart: of two that come at once the second is none of its own, if a parent passes them on."""
+    """Tells signals apart: of two that come at once the second is not one of its own, if a parent passes them on."""
 
     def __init__(self) -> None:
         self._last = -math.inf

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 FILE = "horizons.json"
 MOST = 6
-"""Bins of an environment: up to so many different numbers are told apart one by one."""
+"""Bins of an environment: up to this many different numbers are told apart one by one."""
 TASKS, LOOKED = 24, 120
 """Tasks of each set of parameters that are looked at, and of an environment in all."""
 SECONDS = 30.0
@@ -164,7 +164,7 @@ def seeds_in(env: ToolEnv, split: str, seeds: Sequence[int]) -> Sequence[int]:
 
 
 def _horizons(one: TrainConfig, until: float) -> Iterator[int]:
-    """Horizons of tasks, in turn of each set of parameters, of so many tasks or until the time is over."""
+    """Horizons of tasks, in turn of each set of parameters, of this many tasks or until the time is over."""
     built = [(ref.build(), split, seeds) for _, ref, split, seeds in variants_of(one)]
     try:
         turns = [[(env, split, seed) for seed in seeds_in(env, split, seeds)] for env, split, seeds in built]

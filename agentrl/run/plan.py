@@ -391,7 +391,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
     came of one rehearsed episode if an agent plays.
 
     `gpu_memory`: GiB of each card, for a run on another machine or on a cluster whose cards do not say; else that of the
-    cards of the nodes that run it, or host memory if there are none. `nodes`: with it, the number of nodes that the run is
+    cards of the nodes that run it, or host memory without any. `nodes`: with it, the number of nodes that the run is
     planned for, whether or not it would join a cluster, and the cards of each; by default one, with as many as it takes.
 
     Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.

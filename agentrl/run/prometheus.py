@@ -57,7 +57,7 @@ def check_prometheus(config: TrainConfig) -> None:
 
 
 def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
-    """The family and address to listen at. Raises ConfigError for a host that is none."""
+    """The family and address to listen at. Raises ConfigError for a host that is not one."""
     try:
         found = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as problem:

@@ -186,7 +186,7 @@ class RunModel:
 
 
 def run_folder(path: str | Path) -> RunFolder:
-    """The run in this folder. Raises ConfigError, naming the runs beside it, if it is none."""
+    """The run in this folder. Raises ConfigError, naming the runs next to it, if it is none."""
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
         inside, beside = (
@@ -216,7 +216,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
     """The model of a run that `which` names: the "last", the "best" by the run's own evaluations, or that of a step; 0 is what
     the updates started from. A checkpoint is written as a model folder into the run's `exports`, once.
 
-    Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is none of these.
+    Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is not one of these.
     """
     return while_chosen(lambda: _model_of(folder, which), named=which not in ("last", "best"))
 
@@ -251,7 +251,7 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
 
 
 def _final_step(folder: RunFolder) -> int | None:
-    """The updates that the model in `final` has had; None if there is none, or the run went on after it."""
+    """The updates that the model in `final` has had; else None, or the run went on after it."""
     if not (folder.final / "config.json").is_file() or (summary := folder.read_summary()) is None:
         return None
     return None if summary["status"] in ("failed", "interrupted") else int(summary["steps"])

@@ -32,7 +32,7 @@ PHASES = {"before": "before", "eval": "eval", "step": "train", "after": "after"}
 _NAME = re.compile(r"([a-z]+)_(\d+)")
 _ORDER = {"before": 0, "train": 1, "eval": 2, "rollout": 2, "after": 3}
 LIVE_S = 120.0
-"""A run without a final word is taken to be going on for so many seconds after its last sign of life, or four of its steps if
+"""A run without a final word is taken to be going on for this many seconds after its last sign of life, or four of its steps if
 these are longer."""
 
 
@@ -67,7 +67,7 @@ class RunRecord:
 
     @cached_property
     def text(self) -> str:
-        """config.toml as it is; "" if there is none. Raises RunFolderError if it cannot be read."""
+        """config.toml as it is; "" without one. Raises RunFolderError if it cannot be read."""
         try:
             return read_plain(self.folder.config, "replace")
         except FileNotFoundError:
@@ -85,7 +85,7 @@ class RunRecord:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """The validated config. Raises RunFolderError if there is none, ConfigError if it is of another version."""
+        """The validated config. Raises RunFolderError without one, ConfigError if it is of another version."""
         from agentrl.config import load_config
 
         if not self.folder.config.is_file():
@@ -214,7 +214,7 @@ def is_run(path: Path) -> bool:
 
 
 def load_run(path: str | Path) -> RunRecord:
-    """The run in a folder. Raises RunFolderError if there is none, with what is near it."""
+    """The run in a folder. Raises RunFolderError without one, with what is near it."""
     folder = Path(path)
     if is_run(folder):
         return RunRecord(folder)
@@ -283,7 +283,7 @@ def _evaluated_rate(run: RunRecord) -> float | None:
 
 
 def _json(path: Path) -> Any:
-    """A JSON file; None if there is none. Raises RunFolderError if it is damaged."""
+    """A JSON file; else None. Raises RunFolderError if it is damaged."""
     try:
         return read_json(read_plain(path))
     except FileNotFoundError:

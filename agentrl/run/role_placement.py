@@ -106,7 +106,7 @@ def check_room(config: TrainConfig, engine_name: str) -> None:
 
 
 def check_worker_room(config: TrainConfig, trains: bool) -> None:
-    """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` beside the run's other processes; `trains`:
+    """Raise ResourceError if the nodes have too few CPU slots for `rollout.workers` next to the run's other processes; `trains`:
     whether there are any."""
     workers = workers_apart(config)
     slots = sum(node.cpus for node in nodes_of(config.cluster, "actor"))

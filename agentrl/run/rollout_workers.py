@@ -213,7 +213,7 @@ def with_workers(
 
 
 def is_kept(config: TrainConfig, version: int) -> bool:
-    """Return True if an episode that starts after so many updates may be trained in one whose trajectories are kept."""
+    """Return True if an episode that starts after this many updates may be trained in one whose trajectories are kept."""
     steps = range(version + 1, version + 2 + config.rollout.max_staleness)
     return any(step % config.trajectories_every == 0 or step == config.steps for step in steps)
 

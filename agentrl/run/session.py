@@ -92,7 +92,7 @@ class Demonstrations:
         self._failed = {one["group"]: TaskChoice(**one["choice"]) for one in state}
 
     async def take(self) -> tuple[TensorDict | None, dict[str, float]]:
-        """The rows of the next update's demonstrations (None if there are none), and metrics."""
+        """The rows of the next update's demonstrations (None without any), and metrics."""
         failed, self._failed = self._failed, {}
         made: list[tuple[int, Trajectory]] = []
         skipped = 0
@@ -237,7 +237,7 @@ class Saver:
         return self._config.checkpoint.keep_best > 0 and score is not None and (best is None or score > best[1])
 
     async def load(self) -> bool:
-        """Load the newest complete checkpoint; False if there is none. Metrics after it are removed."""
+        """Load the newest complete checkpoint; False without one. Metrics after it are removed."""
         # Before `newest`: it may move back a checkpoint, which is then the newest one.
         lost = self._checkpoints.lost()
         newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
@@ -387,7 +387,7 @@ def model_folder(config: TrainConfig, folder: RunFolder) -> str:
 
 
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
-    """Start every part; `callbacks`: beside those that the config names. If one fails, the parts that were already started are
+    """Start every part; `callbacks`: next to those that the config names. If one fails, the parts that were already started are
     closed."""
     config = with_threads(config)
     async with AsyncExitStack() as opened:  # closes users before what they use

@@ -36,7 +36,7 @@ class SandboxConfig(Frozen):
     args: dict[str, Any] = Field(default_factory=dict)
     """The provider's own arguments, such as `image`."""
     warm: Annotated[NotNegativeInt, Unit("sandboxes")] = 0
-    """So many are started before anybody asks, so that an episode does not wait for a start."""
+    """This many are started before anybody asks, so that an episode does not wait for a start."""
     limit: Annotated[PositiveInt, Unit("sandboxes")] = 64
     """How many run at once in each process that plays episodes; who comes later waits."""
 
@@ -85,7 +85,7 @@ class ToolsConfig(Frozen):
 
 
 class AgentConfig(Frozen):
-    """An agent that somebody already has and that plays the episodes in place of the built-in loop (docs/agents.md): exactly
+    """An agent that a user already has and that plays the episodes in place of the built-in loop (docs/agents.md): exactly
     one of `command`, `python` and `url`."""
 
     command: list[str] = Field(default_factory=list)
@@ -110,8 +110,8 @@ class AgentConfig(Frozen):
     concurrency: Annotated[PositiveInt, Unit("agents")] = 32
     """How many agents run at once in each process that plays."""
     pass_env: list[str] = Field(default_factory=list)
-    """Names of the environment variables that a command gets from the run's own, beside PATH, HOME and those of language and time
-    zone."""
+    """Names of the environment variables that a command gets from the run's own, next to PATH, HOME and those of language and
+    time zone."""
     env: dict[str, str] = Field(default_factory=dict)
     """Other environment variables of a command, by value."""
     host: str = "127.0.0.1"
@@ -235,7 +235,7 @@ class VllmConfig(Frozen):
     replicas: Replicas = 1
     """How many there are."""
     max_replicas: Replicas | None = None
-    """Up to so many run as the cluster has room, on machines that join in mid-run too; those that leave with a machine do not
+    """Up to this many run as the cluster has room, on machines that join in mid-run too; those that leave with a machine do not
     count as respawns. By default always `replicas`."""
     max_respawns: Annotated[NotNegativeInt, Unit("replicas")] = 3
     """How many dead replicas are replaced in a run, in total."""
@@ -324,7 +324,7 @@ class ApiConfig(Frozen):
 
 class JudgeEngineConfig(Frozen):
     """A judge of the run's own, which a judge leaf asks as `"model": "engine:NAME"`: a model whose weights stay as they are, on
-    an engine beside the policy's, from the start of the run to its end. It samples greedily; of an engine that can, only what
+    an engine next to the policy's, from the start of the run to its end. It samples greedily; of an engine that can, only what
     fits the form of a verdict. Of `reward.judge` it heeds `cache`, `timeout` and `retries`; no budget is spent."""
 
     path: str
@@ -394,8 +394,8 @@ Factor = Annotated[float, Field(ge=1.0, le=8.0), Unit("1")]
 
 
 class StartConfig(Frozen):
-    """A reverse curriculum: episodes of training begin after so many calls of the gold solution that few are left to the policy,
-    and more are left as it succeeds (docs/howto/long_horizon.md).
+    """A reverse curriculum: episodes of training begin after this many calls of the gold solution that few are left to the
+    policy, and more are left as it succeeds (docs/howto/long_horizon.md).
 
     The calls before are made in the environment and stand in the prompt, untrained; all members of a group begin at the same
     place. Success is that of the whole task, and rewards of the turns before are not the policy's.
@@ -404,11 +404,11 @@ class StartConfig(Frozen):
     left: Annotated[PositiveInt, Unit("calls")] = 2
     """Calls of the solution that are left to the policy at first."""
     step: Annotated[PositiveInt, Unit("calls")] = 2
-    """So many more are left once it mostly succeeds: of tasks with as many calls as these, which go on by themselves."""
+    """This many more are left once it mostly succeeds: of tasks with as many calls as these, which go on by themselves."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0), Unit("share")] = 0.7
     """The success of the last `window` groups at which that is so."""
     window: Annotated[PositiveInt, Unit("groups")] = 8
-    """Over so many groups of tasks with as many calls."""
+    """Over this many groups of tasks with as many calls."""
     whole: Annotated[float, Field(ge=0.0, lt=1.0), Unit("share")] = 0.2
     """Share of the groups that begin at the beginning all the same; samplers and mixtures learn from these alone."""
 
@@ -426,7 +426,7 @@ class BranchConfig(Frozen):
     entropy), those that cut the episode into equal parts (or `turns`), or those with a failed tool call. Never before the first:
     a branch for which an episode has no such turn begins at the beginning."""
     roots: Annotated[PositiveInt, Unit("episodes")] = 4
-    """So many of the `group_size` members begin at the beginning; the others are dealt out to them as branches."""
+    """This many of the `group_size` members begin at the beginning; the others are dealt out to them as branches."""
     width: Annotated[PositiveInt, Unit("episodes")] = 1
     """Branches of one turn, before the next is taken."""
     turns: list[Turns] = Field(default_factory=list)
@@ -438,7 +438,7 @@ class RolloutConfig(Frozen):
     """Episodes and their limits. docs/rollouts.md says how to choose."""
 
     groups: Annotated[PositiveInt, Unit("groups")] = 16
-    """Groups of an update: so many tasks, each tried `group_size` times."""
+    """Groups of an update: this many tasks, each tried `group_size` times."""
     group_size: Annotated[PositiveInt, Unit("episodes")] = 8
     """Episodes of a group: all of one task, compared with one another."""
     oversample: Factor = 1.0
@@ -468,12 +468,12 @@ class RolloutConfig(Frozen):
     max_episodes: Annotated[PositiveInt, Unit("episodes")] = 256
     """How many run at once; the others wait."""
     workers: Annotated[NotNegativeInt, Unit("processes")] = 0
-    """So many processes on the run's nodes play the episodes (environment, tools, rendering, scoring), beside the driver; 0: the
-    driver does. With vLLM, as many as `vllm.replicas` live in the replicas themselves."""
+    """This many processes on the run's nodes play the episodes (environment, tools, rendering, scoring), next to the driver;
+    0: the driver does. With vLLM, as many as `vllm.replicas` live in the replicas themselves."""
     worker_timeout: Seconds = 60.0
     """A worker that is not heard of for so long counts as dead; its episodes are played again elsewhere."""
     worker_respawns: Annotated[NotNegativeInt, Unit("workers")] = 8
-    """So many dead workers are replaced, in total, before a run goes on with fewer."""
+    """This many dead workers are replaced, in total, before a run goes on with fewer."""
     max_turns: Turns = 16
     """Turns of the policy in an episode."""
     max_turn_tokens: Tokens = 2048
@@ -506,7 +506,7 @@ class RolloutConfig(Frozen):
     router_replay: bool = False
     """Of a mixture of experts: the trainer sends each token to the experts that the engine sent it to (docs/moe.md)."""
     max_filtered: Annotated[NotNegative, Unit("1")] = 4.0
-    """`filter_zero_variance` replaces at most so many times the groups of an update; after that the update accepts such groups
+    """`filter_zero_variance` replaces at most this many times the groups of an update; after that the update accepts such groups
     too."""
     accept: Choice | None = None
     """Which finished groups are trained: a function of the group, in `plugins/` or given in Python; those that it refuses are

@@ -99,11 +99,11 @@ class ModelConfig(Frozen):
     replicas: Ranks = 1
     """Shard within `cluster.actors` / `replicas` ranks and replicate across (HSDP)."""
     sequence_parallel: Ranks = 1
-    """So many ranks share the tokens of each micro-batch (Ulysses)."""
+    """This many ranks share the tokens of each micro-batch (Ulysses)."""
     tensor_parallel: Ranks = 1
-    """So many ranks split each matrix by the model's plan, and the attention heads with them."""
+    """This many ranks split each matrix by the model's plan, and the attention heads with them."""
     expert_parallel: Ranks = 1
-    """So many ranks have other experts each, to which tokens travel (docs/moe.md)."""
+    """This many ranks have other experts each, to which tokens travel (docs/moe.md)."""
     cpu_offload: bool = False
     """Keep weights and optimizer in host memory (GPUs only)."""
     offload: Literal["never", "idle"] = "never"
@@ -161,7 +161,7 @@ class DataConfig(Frozen):
     success: bool = False
     """Of episodes: only those that solved their task."""
     per_task: Annotated[PositiveInt, Unit("episodes")] | None = None
-    """Of episodes: so many of each task at most, the best first; with a loss of pairs, so many pairs of each task. By default
+    """Of episodes: this many of each task at most, the best first; with a loss of pairs, this many pairs of each task. By default
     all, and one pair."""
     rerender: bool = False
     """Of episodes: not the tokens that were sampled, but those of their messages as the model's chat template writes them now;
@@ -186,7 +186,7 @@ class SftConfig(Frozen):
     """Of several environments, the names of those that take part, by default all with a weight at step 0; transcripts are shared
     out by these weights. The gate opens once each of them reaches its own."""
     max_steps: Annotated[PositiveInt, Unit("optimizer steps")] = 1500
-    """After so many steps the warm start fails if its gate has not opened."""
+    """After this many steps the warm start fails if its gate has not opened."""
     min_steps: Annotated[PositiveInt, Unit("optimizer steps")] = 400
     """The gate is measured from this step on; the learning rate falls until here."""
     batch: Annotated[PositiveInt, Unit("transcripts")] = 8
@@ -198,7 +198,7 @@ class SftConfig(Frozen):
     matrix_lr: Rate | None = None
     """Learning rate of Muon (as `optim.matrix_lr`)."""
     warmup: Annotated[NotNegativeInt, Unit("optimizer steps")] = 30
-    """The learning rate rises over so many steps."""
+    """The learning rate rises over this many steps."""
     teacher: dict[str, Any] = Field(default_factory=dict)
     """The teacher's own parameters, by name."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -241,20 +241,20 @@ class ExperienceConfig(Frozen):
     part in no baseline and in no statistic of a group."""
 
     size: Annotated[PositiveInt, Unit("episodes")] = 64
-    """So many are kept at most, the newest."""
+    """This many are kept at most, the newest."""
     rare: Annotated[float, Field(gt=0.0, le=1.0), Unit("share")] = 0.25
     """A success is rare if at most this share of its group succeeded."""
     share: Annotated[Positive, Unit("1")] = 0.25
-    """So many times the episodes of an update are added to it from those that are kept: drawn without replacement, fewer if fewer
-    are kept."""
+    """This many times the episodes of an update are added to it from those that are kept: drawn without replacement, fewer if
+    fewer are kept."""
     max_age: Annotated[PositiveInt, Unit("updates")] = 8
     """Their bound on staleness: an episode is forgotten once the oldest weights that sampled it are more updates behind."""
     term: Literal["policy", "supervised"] = "policy"
     """In the policy loss, with the advantages that they had and the ratio to the policy that sampled them; or -log pi of their
     tokens, which is added to the loss."""
     coef: Annotated[Positive, Unit("1")] = 1.0
-    """In the policy loss each counts as much as so many episodes of the update; of the supervised term the mean over their tokens
-    is multiplied by it."""
+    """In the policy loss each counts as much as this many episodes of the update; of the supervised term the mean over their
+    tokens is multiplied by it."""
 
 
 class DemonstrationsConfig(Frozen):
@@ -262,7 +262,7 @@ class DemonstrationsConfig(Frozen):
     made small (docs/algorithms.md)."""
 
     episodes: Annotated[PositiveInt, Unit("episodes")] = 4
-    """So many at most in an update: of the groups that failed since the last one, those with the lowest numbers."""
+    """This many at most in an update: of the groups that failed since the last one, those with the lowest numbers."""
     coef: Annotated[Positive, Unit("1")] = 0.1
     """What the mean of -log pi over their tokens is multiplied by."""
 
@@ -311,7 +311,7 @@ class AlgorithmConfig(Frozen):
     kl: KlConfig = KlConfig()
     """A penalty for moving away from the reference policy."""
     entropy_bonus: Annotated[NotNegative, Unit("1")] = 0.0
-    """So many times the entropy of each token's distribution is subtracted from its loss."""
+    """This many times the entropy of each token's distribution is subtracted from its loss."""
     experience: ExperienceConfig | None = None
     """Rare successes are kept for later updates; by default none."""
     distillation: DistillationConfig | None = None
@@ -348,7 +348,7 @@ class OptimConfig(Frozen):
     max_grad_norm: Annotated[Positive, Unit("1")] = 1.0
     """Gradients with a longer norm (over all parameters) are scaled down to it."""
     warmup: Annotated[NotNegativeInt, Unit("updates")] = 0
-    """The learning rate rises linearly over so many updates."""
+    """The learning rate rises linearly over this many updates."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after that: it would be 0 one update after the run's last. With n updates after the warm-up the
     last one has 1/n of `lr` ("linear"), or about 2.5/n^2 ("cosine")."""
@@ -372,4 +372,4 @@ class CriticConfig(Frozen):
     epochs: Annotated[PositiveInt, Unit("passes")] = 1
     """How often it goes over the episodes of an update."""
     warmup: Annotated[NotNegativeInt, Unit("updates")] = 0
-    """During the first so many updates only the critic learns."""
+    """During the first this many updates only the critic learns."""

@@ -128,7 +128,7 @@ class CheckpointConfig(Frozen):
     keep: Annotated[PositiveInt, Unit("checkpoints")] = 2
     """How many of the newest are kept."""
     keep_best: Annotated[NotNegativeInt, Unit("checkpoints")] = 1
-    """How many of the best by held-out evaluation are kept beside them."""
+    """How many of the best by held-out evaluation are kept next to them."""
     best: Literal["success", "reward"] = "success"
     """The metric that decides which are best: success rate or mean reward."""
     asynchronous: bool = True
@@ -139,14 +139,14 @@ class KeepConfig(Frozen):
     """Retention of files that grow with a run's length (checkpoints: `checkpoint.keep`)."""
 
     trajectories: Annotated[NotNegativeInt, Unit("steps")] = 0
-    """Of so many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
+    """Of this many of the newest steps the episodes of updates and evaluations stay in `trajectories/` and `tokens/`; 0: of all.
     Those before and after training always stay."""
     trajectories_mib: Annotated[NotNegative, Unit("MiB")] = 0.0
     """As many of the newest steps stay as fit this size of `trajectories/`, at least one; 0: any size."""
     log_mib: Annotated[Positive, Unit("MiB")] = 64.0
     """At this size `log.txt` becomes `log.txt.1`, that one `log.txt.2`, ..., and a new one is begun."""
     log_files: Annotated[PositiveInt, Unit("files")] = 4
-    """So many of these older ones stay."""
+    """This many of these older ones stay."""
 
 
 class HealthConfig(Frozen):
@@ -164,8 +164,8 @@ class HealthConfig(Frozen):
     preflight_timeout: Seconds = 20.0
     """In which each of them must answer."""
     idle_updates: Annotated[PositiveInt, Unit("updates")] = 5
-    """After so many in a row that trained nothing the run says so, with the cause; one that ends so "trained nothing", with exit
-    code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
+    """After this many in a row that trained nothing the run says so, with the cause; one that ends so "trained nothing", with
+    exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
     max_unscored: Fraction = 0.5
     """The largest share of episodes that may be unscored, over as many updates or in an evaluation, before the run says so; one
     of which more are is "mostly unscored", with exit code 1."""
@@ -247,7 +247,7 @@ class TrainConfig(Frozen):
     """Where metrics are written in addition to metrics.jsonl: "tensorboard", "jsonl", "wandb", "mlflow", "trackio"
     (docs/observability.md), or one in `plugins/`."""
     callbacks: list[Choice] = Field(default_factory=list)
-    """What is told of each update and of each finished group: classes in `plugins/` (docs/python.md)."""
+    """What hears of each update and of each finished group: classes in `plugins/` (docs/python.md)."""
 
     traces: TracesConfig | None = None
     """OpenTelemetry traces of steps; by default none."""

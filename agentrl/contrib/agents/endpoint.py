@@ -141,13 +141,13 @@ class Endpoint:
         return Access(session, f"{base}/v1", base, key)
 
     def session(self, name: str) -> AgentSession:
-        """An open session. Raises KeyError if there is none of that name."""
+        """An open session. Raises KeyError without one of that name."""
         return self._sessions[name][0]
 
     async def take(self, name: str) -> AgentSession:
         """End a session and return what it recorded. Requests under way are given up, and later ones refused.
 
-        Raises KeyError if there is none of that name."""
+        Raises KeyError without one of that name."""
         session, _ = self._sessions.pop(name)
         await session.close()
         return session
@@ -182,7 +182,7 @@ class Endpoint:
             return _refusal(wire, problem)
 
     def _of(self, request: Request) -> AgentSession:
-        """The request's session. Raises RequestError if there is none, or its key is not in the request."""
+        """The request's session. Raises RequestError without one, or its key is not in the request."""
         found = self._sessions.get(str(request.path_params["session"]))
         if found is None:
             raise RequestError("there is no such session", status=404, code="session_not_found")

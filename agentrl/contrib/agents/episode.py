@@ -356,7 +356,7 @@ class AgentEpisode:
             raise RequestError("the episode is over", status=404, code="episode_over")
 
     def _room(self, prompt: int, held: int) -> tuple[int, StopReason]:
-        """The tokens that a turn after so many may sample, of which the ledger has `held` already, and why the episode ends if
+        """The tokens that a turn after this many may sample, of which the ledger has `held` already, and why the episode ends if
         none are left."""
         assert self.session is not None
         taken = sum(map(len, self.session.ledgers)) + self._reserved

@@ -336,7 +336,7 @@ class AgentSession:
 
 
 def grammar_of_turn(ask: Ask, renderer: Renderer) -> str | None:
-    """The grammar of the turn that is asked for; None if any will do. Raises RequestError if there is none for it."""
+    """The grammar of the turn that is asked for; None if any will do. Raises RequestError without one for it."""
     if ask.schema is None and not ask.calls:
         return None
     tools = [tool for tool in ask.tools if ask.only in (None, tool["function"]["name"])]
@@ -354,7 +354,7 @@ def _teller(choice: int, reader: TurnReader, hear: Hear) -> Told:
 
 
 class Live:
-    """One request. What is told of a choice's text, and `rest` at the end, are together the content of its message."""
+    """One request. What hears of a choice's text, and `rest` at the end, are together the content of its message."""
 
     def __init__(self, session: AgentSession, ask: Ask) -> None:
         self._queue: asyncio.Queue[Heard | None] = asyncio.Queue()

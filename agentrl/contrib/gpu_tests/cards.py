@@ -280,7 +280,7 @@ class CardPool:
         self._read_at: float | None = None
         self._unread: str | None = None
         self.missing = missing
-        """Why there is no card at all, if there is none."""
+        """Reason why there is no card at all; "" with one."""
         self.out: dict[int, str] = {}
         """Cards out of service, and why."""
 
@@ -319,7 +319,7 @@ class CardPool:
                 self._retire(card, f"{now - since:.0f} s after {who} ended: {self._told(card)}")
 
     def free(self) -> list[int]:
-        """Cards that can be given now, as of the last reading."""
+        """Cards that can be given now, as in the last reading."""
         busy = {*self._taken, *self._settling, *self._locked_out, *self.out}
         return [card for card in self._numbers if card not in busy and self._used.get(card, self._limit + 1) <= self._limit]
 

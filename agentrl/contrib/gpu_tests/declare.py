@@ -315,7 +315,7 @@ def network_mount(folder: Path, mounts: str) -> str | None:
 def local_folder(current: Path, mounts: str | None = None, places: Sequence[str] = PLACES) -> tuple[Path, str | None]:
     """`current` if it is local, else the first of `places` that is and can be written to, with the type of the network mount.
 
-    Raises ResourceError if there is none.
+    Raises ResourceError without one.
     """
     mounts = MOUNTS.read_text(errors="replace") if mounts is None else mounts
     kind = network_mount(current, mounts)

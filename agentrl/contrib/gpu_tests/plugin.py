@@ -2,7 +2,7 @@
 
 A scheduled session appends one JSON object per line to its journal (`--agentrl-journal`): it began (with its process id), what
 was collected, each test's start and reports. So all that is known of a session survives its death. On the signal `DUMP` it
-writes where each of its threads is into the file beside the journal, also while it is stuck in C code.
+writes where each of its threads is into the file next to the journal, also while it is stuck in C code.
 """
 
 from __future__ import annotations

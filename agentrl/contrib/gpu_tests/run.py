@@ -51,7 +51,7 @@ OUT = Path(".pytest_cache") / "agentrl"
 @dataclass(frozen=True)
 class TestRun:
     """The options of `agentrl test`; times in seconds. `words`: files, folders, `FILE::TEST`. `cards`: their numbers, None for
-    all. `simulate`: so many made-up cards instead. `args`: for pytest. `junit_xml`: None for `junit.xml` in `out`."""
+    all. `simulate`: this many made-up cards instead. `args`: for pytest. `junit_xml`: None for `junit.xml` in `out`."""
 
     __test__ = False  # no class of tests, whatever pytest thinks of its name
 

@@ -33,7 +33,7 @@ class Queued:
 
 @dataclass(frozen=True)
 class Held:
-    """A file that runs on so many `cards`, until about `end` (seconds on the run's clock; infinite: not known)."""
+    """A file that runs on this many `cards`, until about `end` (seconds on the run's clock; infinite: not known)."""
 
     name: str
     cards: int

@@ -252,7 +252,7 @@ class OpenEnvFace:
 
 
 LARGEST = 100 << 20
-"""Bytes of a message, as of OpenEnv's own client."""
+"""Bytes of a message, as in OpenEnv's own client."""
 
 
 def openenv_app(build: Callable[..., ToolEnv], scorer: ScorerLike | None = None, sessions: int = 64) -> Any:

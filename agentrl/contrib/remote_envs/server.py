@@ -67,7 +67,7 @@ class EnvApp:
         self.sessions = EnvSessions(offer.build, self.limits, self.boot)
 
     def asgi(self) -> Any:
-        """The app, with OpenEnv's routes beside agentrl's."""
+        """The app, with OpenEnv's routes next to agentrl's."""
         from starlette.applications import Starlette
         from starlette.routing import Route
 

@@ -318,7 +318,7 @@ class EnvSessions:
         return sum(session.active for session in self._open.values())
 
     def find(self, key: str) -> EnvSession:
-        """Raises RefusedError if there is none with that id, and says what became of it."""
+        """Raises RefusedError without one with that id, and says what became of it."""
         if key in self._open:
             return self._open[key]
         if key in self._closed:
@@ -326,7 +326,7 @@ class EnvSessions:
         raise RefusedError(404, "unknown_session", "the server knows no such session")
 
     def begin(self, key: str) -> EnvSession:
-        """The session of that id: a new one if there is none. Raises RefusedError if there are too many."""
+        """The session of that id: a new one if it is unknown. Raises RefusedError if there are too many."""
         if key in self._open or key in self._closed:
             return self.find(key)
         return self.adopt(key, None)

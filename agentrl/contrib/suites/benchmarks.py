@@ -36,7 +36,7 @@ _LOCK = fork_safe(threading.RLock())
 
 def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> ModuleType:
     """The module of a package whose folder is `folder` ("toy.rules" of .../src/toy), without running the package's own
-    `__init__`. What is installed beside it (`pip install --target`) is found while it is imported. `extra`: the extra of agentrl
+    `__init__`. What is installed next to it (`pip install --target`) is found while it is imported. `extra`: the extra of agentrl
     that installs what the module imports, if one does, for errors.
 
     Raises ConfigError if the package was imported from elsewhere in this process, or does not load on this Python;
@@ -98,7 +98,7 @@ def named_if_missing(suite: str) -> Iterator[None]:
 @cache
 def text_constant(file: Path, name: str) -> str:
     """The text that a module's source assigns to a name at its top level: the longest string in the assigned expression, with
-    white space around it removed. Nothing is run. Raises ConfigError if there is none."""
+    white space around it removed. Nothing is run. Raises ConfigError without one."""
     if not file.is_file():
         raise ConfigError(f"{file} is missing")
     for node in module_of(file.read_text(encoding="utf-8")).body:

@@ -241,7 +241,7 @@ class Foreign:
             process.end()
 
     def close(self) -> None:
-        """End all processes, also those that somebody holds."""
+        """End all processes, also those that a user holds."""
         self.end()
         for process in list(self._out):
             process.end()
@@ -265,7 +265,7 @@ def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int 
 class ForeignSuite(SuiteEnv):
     """A suite over processes of the benchmark's own Python, which serve the functions of `script`, a file of the suite.
 
-    `inside`: the processes. A subclass that adds to `beside` or `shared` keeps what is here (`ForeignSuite.beside | {...}`)."""
+    `inside`: the processes. A subclass that adds to `beside` or `shared` keeps what is here (`ForeignSuite.next to | {...}`)."""
 
     script: ClassVar[Path]
     beside = frozenset({"python", "processes"})

@@ -1,6 +1,6 @@
 """Imports for scripts that `foreign_main` runs, as `agentrl_foreign`; needs nothing but Python 3.9.
 
-from agentrl_foreign import beside, steady
+from agentrl_foreign import next to, steady
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def beside(script: str, name: str) -> Any:
-    """The module in NAME.py beside a script, loaded once. (The script's folder is not searched by imports: a benchmark's modules
+    """The module in NAME.py next to a script, loaded once. (The script's folder is not searched by imports: a benchmark's modules
     must not be shadowed.)"""
     known = f"agentrl_foreign_{name}"
     if known not in sys.modules:

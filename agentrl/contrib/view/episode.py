@@ -124,7 +124,7 @@ def _tokenizer(path: Path, changed: int) -> Any:
 
 
 def tokenizer_file(run: RunRecord) -> Path | None:
-    """The tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; None if there is none."""
+    """The tokenizer.json of the run's model: in its folder, at `model.path`, or in the hub's cache; else None."""
     folder = run.folder
     folders = [folder.model, folder.warm_start, folder.final]
     model = run.table.get("model") if run.text else _asked_model(run)

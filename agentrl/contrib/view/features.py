@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 @dataclass(slots=True)
 class Features:
-    """`columns`: of the table of episodes. The others: (name, ...) rows of the tables beside it. `task`: which episodes belong
+    """`columns`: of the table of episodes. The others: (name, ...) rows of the tables next to it. `task`: which episodes belong
     together, (environment, task, seed), in a file."""
 
     columns: dict[str, Any]

@@ -71,7 +71,7 @@ def _row(line: bytes) -> dict[str, Json]:
 
 @dataclass(slots=True)
 class Shelved:
-    """A run with what is known of it. `wanted`: when somebody last asked about its episodes."""
+    """A run with what is known of it. `wanted`: when a user last asked about its episodes."""
 
     ident: str
     run: RunRecord

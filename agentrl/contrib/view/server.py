@@ -56,7 +56,7 @@ Asked = Mapping[str, str]
 
 
 def make_app(library: Library, envs: bool = True) -> Starlette:
-    """The app for a library, whose thread the caller starts. `envs`: as of Api."""
+    """The app for a library, whose thread the caller starts. `envs`: as in Api."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 

@@ -253,7 +253,7 @@ MOST_IDS = 1 << 24
 
 
 def kind_of(path: str, cache: bool, trust: bool) -> type[EmbeddedModel]:
-    """The class that runs a model. Raises ModelError if there is none for it."""
+    """The class that runs a model. Raises ModelError without one for it."""
     from transformers import AutoConfig
 
     try:

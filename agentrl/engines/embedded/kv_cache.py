@@ -340,7 +340,7 @@ class Cascade:
         return torch.stack([kv[:, slot, :, : self.length] for slot in self.leaders], 1)
 
     def attend(self, query: Tensor, shared: Tensor, own: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """`query` [rows, kv heads, queries, dim]; `shared` as of `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens
+        """`query` [rows, kv heads, queries, dim]; `shared` as in `leading`; `own` [2, rows, kv heads, keys, dim]: of the tokens
         after these, which `mask` [rows, 1, 1, keys] is for. Returns the shape of `query`."""
         rows, heads, queries, dim = query.shape
         length, keys = self.length, own.shape[3]

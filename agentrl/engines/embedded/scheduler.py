@@ -375,7 +375,7 @@ class Batcher:
         return True
 
     def _evict(self, spare: Sequence | None = None) -> bool:
-        """Forget the episode that has been idle longest, except `spare`. False if there is none."""
+        """Forget the episode that has been idle longest, except `spare`. False without one."""
         for key, sequence in self._idle.items():
             if sequence is not spare:
                 del self._idle[key]

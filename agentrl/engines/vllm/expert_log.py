@@ -2,7 +2,7 @@
 
 A request keeps the choices of each of its tokens as they were computed *first*: what is computed again, after a publish or a
 preemption, may go elsewhere, and later tokens were sampled with the first. Tokens that the prefix cache gave were computed for an
-earlier request; theirs are found by the cache's slots, where they lie beside the keys and values.
+earlier request; theirs are found by the cache's slots, where they lie next to the keys and values.
 """
 
 from __future__ import annotations

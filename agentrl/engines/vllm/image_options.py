@@ -16,7 +16,7 @@ RECEIVER = "agentrl.engines.vllm.image_worker.VisionReceiver"
 OLDEST = (0, 32)
 """The first vLLM that takes what is made here."""
 OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
-"""Arguments of vLLM, beside those that begin with `mm_`, of its own preparation of images, which has no part in it."""
+"""Arguments of vLLM, next to those that begin with `mm_`, of its own preparation of images, which has no part in it."""
 
 
 def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -272,7 +272,7 @@ REFUSED_ON_CPU: dict[str, str] = {
 
 
 def family_of(model: ModelConfig) -> Any:
-    """Transformers' config of the model in `model.path`; None if there is none that can be read, which other checks say."""
+    """Transformers' config of the model in `model.path`; else None. Other checks report a config that cannot be read."""
     if model.init is not None or model.path is None:
         return None
     from transformers import AutoConfig
@@ -407,7 +407,7 @@ def _cpu_options(cfg: VllmConfig) -> dict[str, Any]:
 
 
 def _max_lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError if there is none."""
+    """The smallest rank that vLLM has kernels for and that is at least `rank`. Raises ConfigError without one."""
     for supported in _LORA_RANKS:
         if rank <= supported:
             return supported

@@ -500,7 +500,7 @@ class Elastic:
 PATIENCE = 10.0
 """Seconds in which a worker that was told to end must have left its replica."""
 ENDINGS = 3
-"""After so many workers that ended by themselves, a live replica gets no more."""
+"""After this many workers that ended by themselves, a live replica gets no more."""
 
 
 class ReplicaSeat(Seat):

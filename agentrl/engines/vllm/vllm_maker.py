@@ -122,7 +122,7 @@ def check_room(config: TrainConfig, dtype: str) -> None:
 
 
 def check_fraction(config: TrainConfig, fraction: float, device: int, taken: EngineMemory) -> None:
-    """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence beside the weights, as `taken` says."""
+    """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence next to the weights, as `taken` says."""
     vllm, shape = config.vllm, CacheShape.of(config.model)
     if shape is None:
         return

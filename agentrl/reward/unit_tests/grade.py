@@ -272,7 +272,7 @@ class CodeTests(Leaf):
 
 def last_block(text: str) -> str | None:
     """The last block of Python in a text, or one that names no language, as Markdown has them: between fences of three or more
-    ` or ~, indented as the first of them is. None if there is none that ends."""
+    ` or ~, indented as the first of them is. None without one that ends."""
     found, opened, lines, language = None, "", list[str](), ""
     indent = 0
     for line in text.splitlines(keepends=True):

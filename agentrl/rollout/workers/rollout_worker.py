@@ -94,7 +94,7 @@ class Outbox:
         return TracePlace(**{**{key: value for key, value in fields.items() if key not in ("all", "sent")}, **numbers})
 
     def frame(self) -> SpanFields | None:
-        """The spans that have ended since the last call; None if there are none."""
+        """The spans that have ended since the last call; None without any."""
         if not self._found:
             return None
         found = [to_json(one) for one in self._found]

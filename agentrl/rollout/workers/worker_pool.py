@@ -257,7 +257,7 @@ class RemoteWorker:
             self._channel.send("heard", watch=number, moves=elsewhere)
 
     def median_turn_s(self) -> float | None:
-        """Seconds that a turn takes beside the engine's; None before there are a few episodes."""
+        """Seconds that a turn takes next to the engine's; None before there are a few episodes."""
         return statistics.median(self.turn_s) if len(self.turn_s) >= RECENT // 8 else None
 
 
@@ -326,13 +326,13 @@ class WorkerPool(Player):
         await self.add(self._count)
 
     async def add(self, count: int = 1) -> list[str]:
-        """Start so many more, and wait until they play; returns their names. Raises as `start`."""
+        """Start this many more, and wait until they play; returns their names. Raises as `start`."""
         fresh = [self._begin(next(self._numbers)) for _ in range(count)]
         await asyncio.gather(*(self._settled(worker) for worker in fresh))
         return [worker.name for worker in fresh]
 
     async def remove(self, name: str) -> None:
-        """Let a worker finish its episodes, give it no more, and end it. Raises KeyError if there is none of that name."""
+        """Let a worker finish its episodes, give it no more, and end it. Raises KeyError without one of that name."""
         worker = next((one for one in self._workers if one.name == name and one.gone is None), None)
         if worker is None:
             raise KeyError(f"no rollout worker is called {name!r}; there are {[one.name for one in self._workers]}")
@@ -444,7 +444,7 @@ class WorkerPool(Player):
         self._say(f"warning: {line}")
 
     def _places(self, free: int) -> None:
-        """So many processes came for which no worker was begun; what is waited for may have changed too."""
+        """This many processes came for which no worker was begun; what is waited for may have changed too."""
         for _ in range(0 if self._closing else free):
             dead = next((worker.number for worker in self._workers if worker.gone is not None), None)
             self.respawned += dead is not None
@@ -535,7 +535,7 @@ class WorkerPool(Player):
         return max(sum(len(ledger) for ledger in trajectory.ledgers) - first, 0)
 
     async def _able(self, key: str, watch: Watch) -> list[RemoteWorker]:
-        """The workers that take jobs. Raises WorkerDiedError if there is none, and will be none."""
+        """The workers that take jobs. Raises WorkerDiedError without one, and will be none."""
         while not (able := [worker for worker in self._workers if worker.able]):
             starting = any(not worker.settled.done() for worker in self.workers)
             if self._closing or not (self._coming or starting or self._seats.hopeful()):
@@ -549,8 +549,8 @@ class WorkerPool(Player):
     def metrics(self) -> dict[str, float]:
         """`rollout/workers`, `rollout/respawns`, `rollout/returned`: workers that play, dead ones replaced and episodes played
         again so far. Of each worker i since the last call: `rollout/worker_i/episodes` and `turns`; `turn_ms`: median time of
-        a turn beside the engine's, `lag_ms`: the longest that its event loop did not listen, `blocked_s`: how long it stood still
-        in calls that took longer than rollout.slow_loop."""
+        a turn next to the engine's, `lag_ms`: the longest that its event loop did not listen, `blocked_s`: how long it stood
+        still in calls that took longer than rollout.slow_loop."""
         found = {
             "rollout/workers": float(len(self.workers)),
             "rollout/respawns": float(self.respawned),

@@ -123,7 +123,7 @@ async def _rollout(
     quiet: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Trajectory]:
-    """The scored episodes of a model or a policy, `k` on each of the first `n` tasks of a split, in the order of tasks; as of
+    """The scored episodes of a model or a policy, `k` on each of the first `n` tasks of a split, in the order of tasks; as in
     `evaluate`, but they are sampled as in training (`rollout.temperature`)."""
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "rollout")
     with tempfile.TemporaryDirectory(prefix="agentrl-rollout-") as folder:

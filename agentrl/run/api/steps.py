@@ -346,7 +346,7 @@ async def _session(
     """Open the parts of a run for a step-wise loop: the actors, the engine with the first weights in it, the environments. With
     an [sft] section the warm start is done first, as a run does it.
 
-    `config`: as of `agentrl.train`, with `overrides` on top. `folder`: keeps model and checkpoints there, and goes on from the
+    `config`: as in `agentrl.train`, with `overrides` on top. `folder`: keeps model and checkpoints there, and goes on from the
     newest if there are some; by default a temporary one. Raises a UserError for what the user can fix, before anything starts.
     """
     made = config_of(config, overrides)

@@ -178,7 +178,7 @@ def _sizes(one: TrainConfig) -> str | None:
 
 
 def _turns(branch: BranchConfig, branches: int, max_turns: int) -> str | None:
-    """Problem with `turns`, of roots that have at most so many branches."""
+    """Problem with `turns`, of roots that have at most this many branches."""
     if branch.turns and branch.at != "depth":
         return f'turns are read with at = "depth" alone, and at = "{branch.at}"; leave turns out, or set at = "depth"'
     if branch.turns and max(branch.turns) >= max_turns:

@@ -277,7 +277,7 @@ PAGE = "docs/howto/images.md"
 
 def check_vision(config: TrainConfig, trains: bool = True) -> None:
     """Raise ConfigError, naming the key, if the policy's model takes images and the config asks for what is not right with them,
-    or if a model beside it takes images.
+    or if a model next to it takes images.
 
     Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
     rollout.start, rollout.colocate, weights.lora.

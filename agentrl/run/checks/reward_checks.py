@@ -349,7 +349,7 @@ def _gold_tasks(env: EnvRef, splits: Iterable[str]) -> Iterator[Task]:
 # Lint
 
 LINT_SECONDS = 2.0
-"""No probe is begun after so many seconds, so that an environment that starts slowly costs a run little more than its gold."""
+"""No probe is begun after this many seconds, so that an environment that starts slowly costs a run little more than its gold."""
 
 UNSAID = frozenset({"never-varies", "escapes-scoring"})
 """Codes that say little before a run: a part is at its best in every probe, as a format that no script violates; an episode

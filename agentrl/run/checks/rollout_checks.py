@@ -253,7 +253,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
 # Room for the solution
 
 SOLVABLE_SECONDS = 3.0
-"""No solution of an environment is begun after so many seconds."""
+"""No solution of an environment is begun after this many seconds."""
 NAMED = 5
 """Tasks that are named."""
 OFF = "AGENTRL_SURVEY"

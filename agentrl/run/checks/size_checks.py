@@ -134,7 +134,7 @@ LARGE = 100_000_000
 """Models with at least this many parameters get a warning about learning rates meant for tiny models."""
 
 HIGH, LOW = 30.0, 10.0
-"""A rate that is so many times the usual one, or a part of it, gives a warning; working recipes are within a factor of ten."""
+"""A rate that is this many times the usual one, or a part of it, gives a warning; working recipes are within a factor of ten."""
 WORDS: dict[Task, str] = {
     "rl": "reinforcement learning",
     "critic": "a critic",
@@ -233,7 +233,7 @@ def check_heads(config: TrainConfig, engine_name: str) -> None:
 
 
 def check_cache(config: TrainConfig) -> None:
-    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: beside its weights on this machine's GPUs, or
+    """Raise ConfigError or ResourceError if the engine's cache holds no sequence: next to its weights on this machine's GPUs, or
     as `engine_args` says. A cluster's are not asked: they may be in use until the run has them.
 
     Reads: engine_args, vllm, model, cluster, rollout, optim, sft, critic, reward_model, reward, algorithm, env, data.
