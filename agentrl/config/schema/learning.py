@@ -48,9 +48,6 @@ class InitModelConfig(Frozen):
     `hidden` must be `heads` times `head_dim`."""
 
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 class LoraSection(Frozen):
     """Train low-rank adapters instead of the weights (needs the extra `peft`). `weights.lora` says how they are published."""
 
@@ -58,9 +55,9 @@ class LoraSection(Frozen):
     """Rank of each adapter."""
     alpha: Annotated[Positive, Unit("1")] = 32.0
     """The adapter's output is multiplied by `alpha` / `rank`."""
-    modules: list[str] = Field(default_factory=lambda: list(LINEAR))
-    """Names of the linear layers that get an adapter; by default those of attention and of the MLP. Adapters of attention alone
-    learn less (Schulman et al. 2025, "LoRA Without Regret")."""
+    modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Last parts of the names of the linear layers that get an adapter; by default all but output head, routers, experts and
+    vision tower. Adapters of attention alone learn less (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
 class ModelConfig(Frozen):
