@@ -470,7 +470,7 @@ class Actor(TrainedRole):
         engine = self._ready()
         if engine.cfg.lora is None:
             raise ConfigError("export_adapter: the model has no adapter (model.lora)")
-        return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, tuple(engine.cfg.lora.modules), engine.adapter())
+        return Adapter(engine.cfg.lora.rank, engine.cfg.lora.alpha, engine.adapter())
 
     def export_hf(self, folder: str) -> None:
         """Write a folder that plain transformers and vLLM can load."""

@@ -24,11 +24,13 @@ from agentrl.utils.errors import ConfigError, DependencyError, ModelError, did_y
 
 TOWER = r".*\bvisual\..*"
 """Pattern of a vision tower's layers, for peft."""
+ROUTERS = ("router", "gate", "shared_expert_gate")
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
-    """Add adapters to the linear layers that `cfg.modules` names, but for those of a vision tower, and freeze everything else.
+    """Add adapters to the linear layers that `cfg.modules` names (by default all but head and routers), but for those of a vision
+    tower, and freeze everything else.
 
     The adapters start as a zero change. Raises DependencyError without peft, ModelError if no layer has
     such a name.
@@ -39,16 +41,28 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
     # A tower's layers may have the same names.
     tower = {"exclude_modules": TOWER} if takes_images(getattr(model, "config", None)) else {}
-    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.modules), lora_dropout=0.0, **tower)
+    names = cfg.modules or _linear_names(model)
+    settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **tower)
+    own = model.config
+    # By its family peft would read names of an MLP as those of experts in one tensor, whose adapters nothing here publishes.
+    model.config = {"model_type": "custom"}
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # every rank must draw the same adapters
             inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
             _draw(model)
     except ValueError as error:
-        raise ModelError(f"model.lora.modules = {cfg.modules}: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"model.lora.modules = {names}: {str(error).splitlines()[0]}") from error
+    finally:
+        model.config = own
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _linear_names(model: Any) -> list[str]:
+    head = model.get_output_embeddings()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    return sorted({last for name in linear if (last := name.rpartition(".")[2]) not in ROUTERS})
 
 
 @contextmanager

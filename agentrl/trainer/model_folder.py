@@ -356,7 +356,7 @@ def saved_adapter(folder: Path, lora: LoraSection) -> Adapter:
     """The adapters alone of a folder that `save_state` wrote. Raises CheckpointError."""
     names, read = saved_tensors(folder)
     held = [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]
-    return Adapter(lora.rank, lora.alpha, tuple(lora.modules), adapter_of(held, lambda name: read(MODEL + name)))
+    return Adapter(lora.rank, lora.alpha, adapter_of(held, lambda name: read(MODEL + name)))
 
 
 def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str, Tensor]]:

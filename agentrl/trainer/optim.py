@@ -246,7 +246,7 @@ Task = Literal["rl", "critic", "sft", "dpo", "reward"]
 RATES: dict[Task, tuple[float, float, float]] = {
     "rl": (1e-6, 1e-5, 1e-3),
     "critic": (1e-5, 1e-4, 1e-3),
-    "sft": (2e-5, 2e-4, 3e-3),
+    "sft": (1e-5, 1e-4, 3e-3),
     "dpo": (1e-6, 1e-5, 1e-3),
     "reward": (1e-5, 1e-4, 1e-3),
 }

@@ -183,13 +183,13 @@ def test_a_learning_rate_of_a_toy_is_warned_of_on_a_real_model_and_only_there(tm
     def said(*more: str, **sections: Any) -> list[str]:
         return sizes.advice(config_of(*more, model={"path": path}, **sections))
 
-    assert said() == said("critic={}", "sft={}") == said("optim.lr=1e-7") == said("optim.lr=2.9e-5") == []
+    assert said() == said("critic={}", "sft={}") == said("optim.lr=1.1e-7") == said("optim.lr=2.9e-5") == []
     [line] = said("optim.lr=1e-3")
     assert line.startswith("optim.lr = 0.001 is high for reinforcement learning of 202M parameters: 1e-06 is a good start")
-    assert said("optim.lr=9e-8")[0].startswith("optim.lr = 9e-08 is low for reinforcement learning")
+    assert said("optim.lr=1e-7")[0].startswith("optim.lr = 1e-07 is low for reinforcement learning")
     data = "data.path=['x']"  # the same rate is right or wrong by what is trained
     assert said(data, "optim.lr=1e-4") == said(data) == []
-    assert said(data, "optim.lr=1e-6")[0].startswith("optim.lr = 1e-06 is low for supervised training of 202M parameters: 2e-05")
+    assert said(data, "optim.lr=1e-6")[0].startswith("optim.lr = 1e-06 is low for supervised training of 202M parameters: 1e-05")
     assert said(data, "data.loss=dpo", "optim.lr=1e-6") == said("optim.name=sgd", "optim.lr=0.1") == []
     lines = said("optim.lr=1e-3", "critic.lr=1e-3", "sft.lr=3e-3", "sft.matrix_lr=0.02")
     assert [line.split()[0] for line in lines] == ["optim.lr", "critic.lr", "sft.lr", "sft.matrix_lr"]

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import MIXED, model_of
+from tiny_families import tiny_model
 from train_batches import make_batch, toy_optim, toy_sft, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.collate import collate
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.layers import inject
 from agentrl.trainer.optim import muon, sft_optim
 from tests.publishing import weights_of
 
@@ -129,6 +132,20 @@ def test_rank_alpha_and_modules_are_the_shape_the_scale_and_the_place_of_the_ada
         assert down.shape[0] == up.shape[1] == rank and (up.shape[0], down.shape[1]) == SIZES[name.split(".")[-2]]
         expected = alpha / rank * (up @ down)
         assert expected.abs().max() > 1e-4 and torch.allclose(moved[name], expected, atol=1e-7)
+
+
+ROUTERS = ("router", "gate", "shared_expert_gate")
+
+
+@pytest.mark.parametrize("family", ["mistral", "deepseek-v3", "llama4", "opt", "phi", "lfm2", "qwen3_next"])
+def test_adapters_are_on_all_linear_layers_whatever_the_family_calls_them(family: str) -> None:
+    """But for head and routers: attention, fused and latent projections, convolutions, linear attention, MLPs."""
+    model = model_of(family) if family in MIXED else tiny_model(family)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    expected = {name for name in linear if name.rpartition(".")[2] not in ("lm_head", *ROUTERS)}
+    inject(model, LoraSection())
+    adapted = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert adapted == expected and len(expected) >= 8
 
 
 def test_muon_moves_the_matrices_inside_the_layers_and_neither_embeddings_nor_an_output_head_of_its_own() -> None:

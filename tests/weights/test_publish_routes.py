@@ -387,7 +387,7 @@ def test_an_adapter_alone_is_published_in_place_of_the_one_before(tiny: str) -> 
             assert gap(actors, await ledger_of(engine, version)) > 1e-3  # control: the adapter of before
         wrong = actors.run(Actor.export_adapter)
         with pytest.raises(EngineError, match="is not a linear layer"):
-            await engine.adapt(3, Adapter(4, 8.0, ("x",), {f"z{n}": t for n, t in wrong.tensors.items()}))
+            await engine.adapt(3, Adapter(4, 8.0, {f"z{n}": t for n, t in wrong.tensors.items()}))
         await engine.close()
 
     asyncio.run(run())

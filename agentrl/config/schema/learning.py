@@ -48,9 +48,6 @@ class InitModelConfig(Frozen):
     `hidden` must be `heads` times `head_dim`."""
 
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 class LoraSection(Frozen):
     """Train low-rank adapters instead of the weights (needs the extra `peft`). `weights.lora` says how they are published."""
 
@@ -58,9 +55,9 @@ class LoraSection(Frozen):
     """Rank of each adapter."""
     alpha: Annotated[Positive, Unit("1")] = 32.0
     """The adapter's output is multiplied by `alpha` / `rank`."""
-    modules: list[str] = Field(default_factory=lambda: list(LINEAR))
-    """Names of the linear layers that get an adapter; by default those of attention and of the MLP. Adapters of attention alone
-    learn less (Schulman et al. 2025, "LoRA Without Regret")."""
+    modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Last parts of the names of the linear layers that get an adapter; by default all but output head, routers, experts and
+    vision tower. Adapters of attention alone learn less (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
 class ModelConfig(Frozen):
@@ -194,7 +191,7 @@ class SftConfig(Frozen):
     optimizer: OptimizerName | None = None
     """Its optimizer (as `optim.name`); by default "muon" if `matrix_lr` is set, and else `optim.name`."""
     lr: Rate | None = None
-    """Learning rate; by default 2e-5, with `[model.lora]` 2e-4, and 3e-3 for a model of random weights."""
+    """Learning rate; by default 1e-5, with `[model.lora]` 1e-4, and 3e-3 for a model of random weights."""
     matrix_lr: Rate | None = None
     """Learning rate of Muon (as `optim.matrix_lr`)."""
     warmup: Annotated[NotNegativeInt, Unit("optimizer steps")] = 30
@@ -335,7 +332,7 @@ class OptimConfig(Frozen):
     extra `torchao`); "muon" 4 for matrices inside the layers, for which it computes several products a step; "sgd" 4, or 0 if the
     first of `betas` is 0."""
     lr: Rate | None = None
-    """Learning rate; by default of reinforcement learning and pairs 1e-6, of transcripts 2e-5, of a reward model 1e-5, ten times
+    """Learning rate; by default of reinforcement learning and pairs 1e-6, of transcripts and of a reward model 1e-5, ten times
     that with `[model.lora]`, and 1e-3 for a model of random weights (transcripts 3e-3). "sgd" has no default."""
     matrix_lr: Rate | None = None
     """Learning rate of "muon" for matrices inside the layers, as Jordan (2024) scales it; by default a step of theirs is as long

@@ -319,12 +319,16 @@ class MembersChangedError(EngineError):
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A low-rank change of some linear layers: W + alpha / rank * B A. `tensors`: `{layer}.lora_A.weight` [rank, in] and
-    `{layer}.lora_B.weight` [out, rank], on the host; `modules`: last parts of the layers' names."""
+    `{layer}.lora_B.weight` [out, rank], on the host."""
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]
     tensors: dict[str, Tensor]
+
+    @property
+    def modules(self) -> list[str]:
+        """Last parts of the layers' names."""
+        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.tensors})
 
 
 class WeightTarget(ABC):

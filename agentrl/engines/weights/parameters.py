@@ -314,7 +314,7 @@ def write_adapter(folder: Path, adapter: Adapter, base: str | None = None) -> No
         "task_type": "CAUSAL_LM",
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "target_modules": list(adapter.modules),
+        "target_modules": adapter.modules,
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,

@@ -134,7 +134,8 @@ LARGE = 100_000_000
 """Models with at least this many parameters get a warning about learning rates meant for tiny models."""
 
 HIGH, LOW = 30.0, 10.0
-"""A rate that is this many times the usual one, or a part of it, gives a warning; working recipes are within a factor of ten."""
+"""A rate of more than HIGH times the usual one, or of a part of LOW of it or less, gives a warning (RL's 1e-6 for supervised
+training, too); working recipes are nearer."""
 WORDS: dict[Task, str] = {
     "rl": "reinforcement learning",
     "critic": "a critic",
@@ -260,7 +261,7 @@ def advice(config: TrainConfig) -> list[str]:
         for key, lr in (("lr", optim.lr), ("matrix_lr", optim.matrix_lr))
         if lr is not None
     ]
-    far = [one for one in rates if one[1] > HIGH * one[3] or one[1] < one[3] / LOW]
+    far = [one for one in rates if one[1] > HIGH * one[3] or one[1] < 1.001 * one[3] / LOW]
     size = 0
     # Only then, because counting builds the model's skeleton. Between a tiny model and LARGE, rates of either kind are right.
     if not far or (not scratch and (size := count_parameters(str(model.path), model.trust_remote_code)) < LARGE):
