@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from jsonschema import ValidationError
 
 from agentrl.data.trajectory import Blame, Json
-from agentrl.utils.errors import did_you_mean
+from agentrl.utils.errors import ToolSchemaError, did_you_mean
 from agentrl.utils.schemas import BadSchemaError, check_schema, checked_validator, first_fault
 
 
@@ -36,7 +36,7 @@ def compile_validator(name: str, parameters: Mapping[str, Json]) -> Check:
     try:
         return _compiled_check(json.dumps(parameters))
     except BadSchemaError as problem:
-        raise TypeError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
+        raise ToolSchemaError(f"tool {name}: its parameters are not a valid JSON Schema: {problem}") from problem
 
 
 def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
@@ -44,7 +44,7 @@ def safe_schema(name: str, parameters: Mapping[str, Json]) -> None:
     try:
         check_schema(parameters)
     except BadSchemaError as problem:
-        raise TypeError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
+        raise ToolSchemaError(f"tool {name}: the schema of its parameters cannot be used, {problem}") from problem
 
 
 @lru_cache(maxsize=4096)

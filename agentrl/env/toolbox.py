@@ -16,7 +16,15 @@ from agentrl.env.call_options import MAX_OUTPUT, Problem, form_error, nearest
 from agentrl.env.tools import Tool
 from agentrl.env.tools import tool as make_tool
 from agentrl.utils.child_process import Child
-from agentrl.utils.errors import AgentrlError, EnvError, ImageError, PolicyTimeoutError, ToolError, ToolTimeoutError
+from agentrl.utils.errors import (
+    AgentrlError,
+    EnvError,
+    ImageError,
+    PolicyTimeoutError,
+    ToolError,
+    ToolSchemaError,
+    ToolTimeoutError,
+)
 from agentrl.utils.event_loop import LateError, run_contained, within
 from agentrl.utils.parsing import deep_copy_json, in_json, json_text
 from agentrl.utils.redaction import redact, redact_json, redact_said
@@ -286,7 +294,7 @@ class Toolbox:
         """Add a tool at the end. Raises TypeError if the name is taken or the signature does not fit."""
         added = item if isinstance(item, Tool) else make_tool(item)
         if added.name in self._tools:
-            raise TypeError(f"two tools are called {added.name!r}")
+            raise ToolSchemaError(f"two tools are called {added.name!r}")
         _ = added.schema, added.check  # both are lazy: a bad signature should fail here, not in an episode
         self._tools = {**self._tools, added.name: added}
 
@@ -294,7 +302,7 @@ class Toolbox:
         """Add a table of tools that many episodes share, before those that are here (a tool set's, say). Raises TypeError if a
         name is taken."""
         if taken := sorted(tools.keys() & self._tools.keys()):
-            raise TypeError(f"two tools are called {taken[0]!r}")
+            raise ToolSchemaError(f"two tools are called {taken[0]!r}")
         self._tools = {**tools, **self._tools} if self._tools else tools
 
     def replace(self, item: Tool) -> None:

@@ -22,6 +22,7 @@ from pydantic_core import SchemaError
 from agentrl.data.trajectory import Json
 from agentrl.env.call_options import DEFAULT, Options, Problem, as_called, as_object, compile_validator, safe_schema
 from agentrl.utils.child_process import Child, child_for, function_ref
+from agentrl.utils.errors import ToolSchemaError
 from agentrl.utils.schemas import DATA
 from agentrl.utils.threads import TOOLS
 
@@ -66,7 +67,7 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as problem:
-        raise TypeError(f"tool {function.__name__}: an annotation cannot be resolved: {problem}") from problem
+        raise ToolSchemaError(f"tool {function.__name__}: an annotation cannot be resolved: {problem}") from problem
     summary, described = read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     hidden: list[str] = []
@@ -87,9 +88,9 @@ def read_signature(function: Callable[..., Any], *, method: bool) -> Signature:
 def _hint(function: Callable[..., Any], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
     place = f"tool {function.__name__}: parameter {parameter.name!r}"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-        raise TypeError(f"{place} must be an ordinary named parameter, not {parameter.kind.description}")
+        raise ToolSchemaError(f"{place} must be an ordinary named parameter, not {parameter.kind.description}")
     if parameter.name not in hints:
-        raise TypeError(f"{place} has no type annotation; a tool's schema is made from its annotations")
+        raise ToolSchemaError(f"{place} has no type annotation; a tool's schema is made from its annotations")
     return hints[parameter.name]
 
 
@@ -104,19 +105,19 @@ def _model(function: Callable[..., Any], fields: Mapping[str, Any]) -> type[Base
     try:
         return create_model(f"{function.__name__}_arguments", __config__=config, **renamed)
     except (PydanticSchemaGenerationError, PydanticUserError) as problem:
-        raise TypeError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
+        raise ToolSchemaError(f"tool {function.__name__}: no JSON form for its parameters: {problem}") from problem
     except SchemaError as problem:  # a pattern or a bound
         said, of = str(problem), re.search(rf'Field "{_PREFIX}(\w+)"', str(problem))
         place = f"parameter {of[1]!r}" if of else "its parameters"
         why = re.sub(r"^\s*(\w*Error|error): ", "", said.splitlines()[-1])
-        raise TypeError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
+        raise ToolSchemaError(f"tool {function.__name__}: {place}: {why}. Change its pattern or bound") from problem
 
 
 def _schema(function: Callable[..., Any], model: type[BaseModel]) -> dict[str, Json]:
     try:
         return model.model_json_schema(by_alias=True)
     except (PydanticUserError, TypeError) as problem:
-        raise TypeError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
+        raise ToolSchemaError(f"tool {function.__name__}: no JSON Schema for its parameters: {problem}") from problem
 
 
 def _converter(model: type[BaseModel], fields: Mapping[str, Any]) -> Callable[[Mapping[str, Json]], dict[str, Any]]:

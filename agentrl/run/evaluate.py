@@ -181,7 +181,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 FEW = 8
 """Rows of a report that are printed without `--all`."""
-_FIRST = ("pass@", "pass^", "reward", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
+_FIRST = ("pass@", "pass^", "reward", "usd_total", "unscored", "stops", "turns", "tokens", "errors", "tool_errors", "metrics")
 """Begins of the keys that come first, in this order."""
 
 

@@ -60,6 +60,10 @@ class ConfigError(UserError):
     """A config file, key or value is wrong."""
 
 
+class ToolSchemaError(UserError, TypeError):
+    """A tool's parameters have no schema: an annotation is missing, or has no JSON form."""
+
+
 class CatalogError(UserError):
     """No environment, tool, reward or config has that id."""
 

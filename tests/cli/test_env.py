@@ -83,8 +83,9 @@ def test_new_writes_an_environment_that_passes_its_checks(here: Path, capsys: py
     ],
 )
 def test_each_template_passes_its_checks_and_has_room_for_its_gold(
-    here: Path, capsys: pytest.CaptureFixture[str], template: str, env: list[str]
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, template: str, env: list[str]
 ) -> None:
+    monkeypatch.delenv("AGENTRL_SURVEY", raising=False)
     if template == "mcp":
         pytest.importorskip("mcp", reason="needs agentrl[mcp]")
     assert run("new", "shop", "--template", template) == 0

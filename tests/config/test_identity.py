@@ -58,7 +58,7 @@ EVERY: dict[str, Any] = {  # every section is there, and every table holds somet
     "model": {
         "path": "m",
         "init": {},
-        "lora": {},
+        "lora": {"modules": ["q_proj"]},
         "chat_template": "hermes",
         "date": "2026-01-02",
         "dtype": "float32",

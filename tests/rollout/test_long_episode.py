@@ -114,7 +114,7 @@ def test_compacted_episodes_go_on(played: tuple[Path, Listening, dict[str, Traje
     episode = played[2]["compact"]
     assert episode.stop is StopReason.MAX_TURNS and len(episode.turns) == 200
     # `tokens` is where it happens: one answer, the request and the summary may lie beyond it.
-    assert len(episode.ledgers) > 3 and all(len(ledger) <= 560 for ledger in episode.ledgers)
+    assert len(episode.ledgers) > 3 and max(map(len, episode.ledgers)) <= 640  # an answer to a cut call has 45 tokens
     assert len(played[1].calls["compact"]) == 200 + len(episode.rewrites)
 
 

@@ -51,7 +51,7 @@ def evaluate(server: Loopback, *more: str, model: str = "api:openai/test", code:
 
 def test_an_api_model_is_evaluated_with_tokens_latency_and_a_price(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
-        report = evaluate(server, "-n", "3", "-k", "2", "api.usd_per_million=[10, 20]")
+        report = evaluate(server, "-n", "3", "-k", "2", "--all", "api.usd_per_million=[10, 20]")
         asked = len(server.requests)
         assert report["pass@1"]["mean"] == report["pass^2"]["mean"] == 1.0
         assert report["unscored"] == 0 and report["stops"] == {"done": 6} and report["metrics"]["success"] == 1.0

@@ -90,6 +90,9 @@ def test_what_a_size_decides(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Path) -> None:
     group = start(tiny, LORA)
     before = weights(group)
@@ -99,7 +102,7 @@ def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Pa
         group.run(Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
     after = weights(group)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {n for n in before if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    assert changed == {n for n in before if n.split(".")[-2] in LINEAR}
     for name in changed:
         assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 4
     group.run(Actor.export_hf, str(tmp_path / "merged"))

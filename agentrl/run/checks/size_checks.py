@@ -318,9 +318,11 @@ def sequence_ratio_notes(config: TrainConfig) -> list[str]:
 
 
 def start_notes(config: TrainConfig) -> list[str]:
-    """Warnings of a start and of a dry run: rates, ratios of sequences, and, unless the run is planned for other machines, the
-    model's files."""
-    return [*advice(config), *sequence_ratio_notes(config), *([] if is_planned() else model_notes(config))]
+    """Warnings of a start and of a dry run: rates, ratios of sequences, and files of the model, unless a run is planned for other
+    machines or for a model that is known by its shape alone."""
+    path = config.model.path
+    shape = path is not None and Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    return [*advice(config), *sequence_ratio_notes(config), *([] if shape or is_planned() else model_notes(config))]
 
 
 # Places
