@@ -22,7 +22,7 @@ help:
 	@echo "make peers             suites of other projects, fetched from registries: JSON Schema's, MCP's (ARGS='-k json_schema')"
 	@echo "make gpu               the tests and benchmarks of GPUs, with the python on the path (PYTHON=... ARGS='--cards 0')"
 	@echo "make faults            each known fault alone: do its tests see it? (ARGS='-k entropy')"
-	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/algorithm')"
+	@echo "make mutate            a sample of small faults: how many do the tests see? (ARGS='--only agentrl/trainer/algorithms')"
 	@echo "make lint              formatting, ruff, strict types, and declared dependencies"
 	@echo "make docs              the documentation site in build/site: a broken link, anchor or page without a place fails"
 	@echo "make bench             measure every claim of the benchmark book, under 20 minutes (ARGS='--only publish')"

@@ -1,6 +1,6 @@
 """Mutation testing: how many small faults in the code do the tests see? (`make mutate`; docs/testing.md)
 
-    python .ci/mutate.py [--only agentrl/algorithm ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30]
+    python .ci/mutate.py [--only agentrl/trainer/algorithms ...] [--per-file 5] [--seed 0] [--jobs 2] [--budget 30]
 
 mutmut makes the mutants, records which test calls which function, and runs those tests on each mutant, in
 processes forked from one that has imported everything. Added here: a seeded sample per file, without mutants that
@@ -32,11 +32,11 @@ from scratch import ROOT, copy_tree, environment
 WORK = ROOT / "build" / "mutate"
 # The tests, as folders and files, that may kill a mutant of a room. Those that do not call it cost nothing.
 TESTS = {
-    "agentrl/algorithm": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
-    "agentrl/batch": ["tests/batch", "tests/train"],
+    "agentrl/trainer/algorithms": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
+    "agentrl/data": ["tests/batch", "tests/train"],
     "agentrl/reward": ["tests/reward", "tests/cli/test_reward.py", "tests/rollout"],
     "agentrl/rollout": ["tests/rollout", "tests/run"],
-    "agentrl/train": ["tests/train", "tests/weights", "tests/run"],
+    "agentrl/trainer": ["tests/train", "tests/weights", "tests/run"],
     "agentrl/data/token_ledger.py": ["tests/rollout", "tests/batch"],
     "agentrl/data/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
