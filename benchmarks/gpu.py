@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --page > docs/gpu.md      # the page, from the files of results
 
 Parts in the order of what is asked first; benchmarks/gpu_proof.sh runs them on a card without a network, and says what to carry
-there. Needs neither network nor Ray, but for `vllm` and `one_card`; each part takes less than 9 minutes. Speeds are given with a
+there. Needs no network; `agentrl train` imports Ray. Each part takes less than 9 minutes. Speeds are given with a
 limit that was measured in the same run: one large product (`limit_tflops`, for MFU), a copy on the card, a plain write to the
 disk. `--results` writes the figures to benchmarks/results/gpu-CARD-DATE.json (parts that are there already from the same day
 are kept). One JSON object last.

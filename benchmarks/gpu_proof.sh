@@ -2,7 +2,7 @@
 # What users ask first of a card, in that order, on a machine without a network: benchmarks/gpu.py part by part.
 #
 #   benchmarks/gpu_proof.sh loads       with a network, on x86-64: writes .gpu/ and says what to carry, each load below 50 MB
-#   benchmarks/gpu_proof.sh [PART...]   on the card, the loads in .gpu/: learn, trainer, kernels, publish, vllm (all by default)
+#   benchmarks/gpu_proof.sh [PART...]   on the card, the loads in .gpu/: learn, trainer, kernels, publish, vllm (all by default), bfcl
 #   benchmarks/gpu_proof.sh rehearse [PART...]    the same on a CPU, in tiny shapes
 #
 # PYTHON names the interpreter there (python3), OUT a folder for a copy of the results. A part that fails takes no other with it.
@@ -94,15 +94,44 @@ model_is_there() {
   [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: carry all of .gpu/model" >&2; return 1; }
 }
 
+# The seeds of docs/results.md beside one another, each in a session of its own that outlives this command: call it again to wait on.
+bfcl() {
+  model_is_there || return 1
+  mkdir -p evals "$GPU/seeds"
+  local keys="model.path=$PWD/$MODEL engine=embedded cluster.backend=inline optim.micro_tokens=16384 checkpoint.every=10 ${KEYS:-steps=30}"
+  local config=configs/results/bfcl_grpo.toml tasks=${TASKS:-696} seed
+  if [ ! -e "$GPU/seeds/started" ]; then
+    : > "$GPU/seeds/started"
+    for seed in ${SEEDS:-0 1 2}; do
+      background "bfcl_$seed" "agentrl train $config seed=$seed name=bfcl_$seed $keys &&
+        agentrl eval test --run runs/bfcl_$seed --checkpoint 0 --checkpoint last -n $tasks"
+    done
+    background untouched "agentrl eval test --config $config --model $MODEL -n $tasks --out evals/bfcl_untouched $keys"
+  fi
+  local until=$((SECONDS + ${LIMIT:-530}))
+  while [ "$(find "$GPU/seeds" -name '*.end' | wc -l)" -lt "$(wc -l < "$GPU/seeds/started")" ] && [ $SECONDS -lt $until ]; do sleep 2; done
+  tail -n 12 "$GPU"/seeds/*.log
+  [ -z "${OUT:-}" ] || tar -czf "$OUT/bfcl.tgz" --ignore-failed-read "$GPU/seeds" evals runs/bfcl_*/{metrics.jsonl,summary.json,config.toml}
+  ! cat "$GPU"/seeds/*.end | grep -v '^0$'
+}
+
+# NAME and agentrl's commands, whose exit code the file NAME.end holds.
+background() {
+  echo "$1" >> "$GPU/seeds/started"
+  local words=${2//agentrl /$PYTHON -m agentrl }
+  setsid bash -c "{ $words; } > $GPU/seeds/$1.log 2>&1; echo \$? > $GPU/seeds/$1.end" > /dev/null 2>&1 < /dev/null &
+}
+
 part() {
   case $1 in
+    bfcl) bfcl ;;
     learn) model_is_there && bench --only learn --real "$MODEL" ;;
     trainer) LIMIT=260 bench --only limits --only step --model 0.6B && LIMIT=260 bench --only step --model 4B ;;
     kernels) bench --only attention --only checkpoint ;;
     publish) bench --only publish ;;
     vllm) first=0; one engine || first=1; one vllm || first=1; one one_card && [ $first = 0 ] ;;
     engine | replica | one_card) one "${1/replica/vllm}" ;;
-    *) echo "benchmarks/gpu_proof.sh: no part $1: learn, trainer, kernels, publish, vllm" >&2; return 2 ;;
+    *) echo "benchmarks/gpu_proof.sh: no part $1: learn, trainer, kernels, publish, vllm, bfcl" >&2; return 2 ;;
   esac
 }
 
