@@ -38,6 +38,7 @@ def publish(device: torch.device, quick: bool) -> dict[str, Any]:
             found[route] = {"gb_s": rounded(mib * 2**20 / _measure(route, mib, device) / 1e9)}
         except AgentrlError as problem:
             found[route] = {"error": str(problem)[:200]}
+        print(f"publish {route}: {found[route]}", flush=True)  # a route that hangs takes no figure of another with it
         clear(device)
     return found
 
