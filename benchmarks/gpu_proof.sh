@@ -96,6 +96,7 @@ model_is_there() {
 
 # The seeds of docs/results.md beside one another, each in a session of its own that outlives this command: call it again to wait on.
 bfcl() {
+  [ "${MODE[0]}" = --results ] || { echo "bfcl has no tiny shapes: run it on a card" >&2; return 2; }
   model_is_there || return 1
   mkdir -p evals "$GPU/seeds"
   local keys="model.path=$PWD/$MODEL engine=embedded cluster.backend=inline optim.micro_tokens=16384 checkpoint.every=10 ${KEYS:-steps=30}"
@@ -109,11 +110,14 @@ bfcl() {
     background untouched "agentrl eval test --config $config --model $MODEL -n $tasks --out evals/bfcl_untouched $keys"
   fi
   local until=$((SECONDS + ${LIMIT:-530}))
-  while [ "$(find "$GPU/seeds" -name '*.end' | wc -l)" -lt "$(wc -l < "$GPU/seeds/started")" ] && [ $SECONDS -lt $until ]; do sleep 2; done
+  while bfcl_runs && [ $SECONDS -lt $until ]; do sleep 2; done
   tail -n 12 "$GPU"/seeds/*.log
   [ -z "${OUT:-}" ] || tar -czf "$OUT/bfcl.tgz" --ignore-failed-read "$GPU/seeds" evals runs/bfcl_*/{metrics.jsonl,summary.json,config.toml}
+  if bfcl_runs; then echo "bfcl still runs: call it again to wait on" >&2; return 1; fi
   ! cat "$GPU"/seeds/*.end | grep -v '^0$'
 }
+
+bfcl_runs() { [ "$(find "$GPU/seeds" -name '*.end' | wc -l)" -lt "$(wc -l < "$GPU/seeds/started")" ]; }
 
 # NAME and agentrl's commands, whose exit code the file NAME.end holds.
 background() {
