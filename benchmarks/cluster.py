@@ -39,6 +39,7 @@ from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfi
 from agentrl.data.rows import Ragged, build, nested_tensor, select
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.pretrained import init_model
 
 MIB = 1 << 20
@@ -255,10 +256,14 @@ def scale(rows: int) -> dict[str, float]:
         updates = WorkerGroup(Actor, "simulated", Mesh.of(None, workers), Simulated())
         start = time.process_time()
         passes.run(Taker.take, batch)
-        updates.run(Actor.update, with_trees(Ragged.of(batch), "auto").batch, algorithm)
+        updates.run(Actor.update, cut_update(with_trees(Ragged.of(batch), "auto").batch, algorithm, workers), algorithm)
         out[f"controller_s_{workers}"] = time.process_time() - start
     out["growth_8_to_1024"] = out["controller_s_1024"] / out["controller_s_8"]
     return out
+
+
+def _updated(actor: WorkerGroup[Actor], batch: TensorDict, algorithm: AlgorithmConfig) -> None:
+    actor.run(Actor.update, cut_update(batch, algorithm, 1), algorithm)
 
 
 def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, float]:
@@ -273,12 +278,12 @@ def prefix(prompt: int, members: int, response: int, times: int) -> dict[str, fl
         actor.run(Actor.init_model, path, ModelConfig(), OptimConfig(lr=1e-6, micro_tokens=1 << 16))
     logprobs = [actor.run(Actor.compute_logprob, ways[mode])["logprobs"].values() for mode in ("off", "on")]
     algorithm = AlgorithmConfig(minibatch=members)
-    ratio = actor.run(Actor.update, ways["on"], algorithm)["prefix_ratio"]
+    ratio = actor.run(Actor.update, cut_update(ways["on"], algorithm, 1), algorithm)["prefix_ratio"]
     seconds = {mode: float("inf") for mode in MODES}
     # Each way first in its turn: what runs behind "off" has that one's memory to fault in again.
     for first in range(times):
         for mode in (*MODES[first % 3 :], *MODES[: first % 3]):
-            call = partial(actor.run, Actor.update, ways[mode], algorithm)
+            call = partial(_updated, actor, ways[mode], algorithm)
             seconds[mode] = min(seconds[mode], best(call, 1, time.process_time))
     return {
         **{f"{mode}_s": value for mode, value in seconds.items()},

@@ -36,6 +36,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.publish import Publisher
 from agentrl.trainer.update import mismatch
 
@@ -132,7 +133,7 @@ async def measure(name: str, path: str, args: argparse.Namespace) -> None:
         row: dict[str, Any] = {"engine": name, "step": step, "tokens": int(sampled.values().sum())}
         if step == 0:
             row["routed_elsewhere"] = elsewhere(path, batch)
-        metrics = actors.run(Actor.update, batch, AlgorithmConfig(), step=step)
+        metrics = actors.run(Actor.update, cut_update(batch, AlgorithmConfig(), 1, step=step), AlgorithmConfig(), step=step)
         for key in replayed:
             row |= {f"{key} without": free[key], f"{key} with": replayed[key]}
         row |= {key: metrics[key] for key in metrics if key.startswith("experts_") or key == "mismatch_kl"}

@@ -41,7 +41,7 @@ from agentrl.run.loop import make_batch
 from agentrl.run.session import _write_driver
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.estimator_inputs import with_advantages
-from agentrl.trainer.minibatch import broken_rows
+from agentrl.trainer.minibatch import broken_rows, cut_update
 from agentrl.utils.threads import in_thread
 
 GIB = 2**30
@@ -135,13 +135,17 @@ def chosen(ledger: GroupLedger, groups: list[Group]) -> list[Group]:
     return ready
 
 
-def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool, **given: Any) -> list[Any]:
+def shipped(method: Callable[..., Any], batch: TensorDict, ranks: int, ray: bool) -> list[Any]:
     """Split a call over `ranks` workers, and put its columns where they read them. Returns references that keep them there."""
     strategy = Actor.dispatch_table[method.__name__]
     mesh = Mesh.of({"dp": ranks, "sp": 1}, ranks)
-    shipment = strategy.scatter(Call("benchmark", ("batch",), (batch,), given), mesh)
+    shipment = strategy.scatter(Call("benchmark", ("batch",), (batch,), {}), mesh)
     assert isinstance(shipment.batch, TensorDict)
     return COLUMNS.put(shipment.batch) if ray else [shipment]
+
+
+def cut_and_shipped(batch: TensorDict, algorithm: AlgorithmConfig, ranks: int, ray: bool) -> list[Any]:
+    return shipped(Actor.update, cut_update(batch, algorithm, ranks), ranks, ray)
 
 
 async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -171,7 +175,7 @@ async def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     with meter.phase("dispatch_forward"):
         first = await in_thread("batch", shipped, Actor.compute_logprob, batch, args.ranks, args.ray)
     with meter.phase("dispatch_update"):
-        second = await in_thread("batch", shipped, Actor.update, batch, args.ranks, args.ray, algorithm=algorithm, seed=0, step=0)
+        second = await in_thread("batch", cut_and_shipped, batch, algorithm, args.ranks, args.ray)
     stored = own_memory("RssShmem")
     del batch, first, second
     await asyncio.sleep(0.05)  # the loop keeps a reference to a thread's result for one more iteration

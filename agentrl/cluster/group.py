@@ -199,6 +199,8 @@ class Shard(Strategy):
 
     def _shards(self, label: str, batch: TensorDict, count: int) -> list[np.ndarray]:
         if self.balance == "column":
+            if "dp_rank" not in batch.keys():  # noqa: SIM118 - `in` of a batch asks for an item
+                raise DispatchError(f"{label}: the batch has no column dp_rank. Cut it into minibatches first (cut_update)")
             owner = np.asarray(batch.get("dp_rank"))
             least = 0 if self.collect == "source" else -1
             if len(owner) and (owner.min() < least or owner.max() >= count):
@@ -419,7 +421,7 @@ class WorkerGroup(Generic[W]):
     def put(self, batch: TensorDict) -> TensorDict:
         """Store a batch where the workers can read it, once, for several calls; returns a placeholder for it."""
         # Typed as a batch, so that calls that take it still type-check; Shard unwraps it.
-        stand_in: Any = Stored([self.backend.put(batch)], [_all_rows(batch)], batch)
+        stand_in: Any = Stored([self.backend.put(batch)], [np.arange(len(batch), dtype=np.int64)], batch)
         stored: TensorDict = stand_in
         return stored
 
@@ -454,10 +456,6 @@ class WorkerGroup(Generic[W]):
         known = strategy.collect == "source" and bool(shipment.rows)
         rows = [shipment.rows[rank] for rank in sources] if known else None
         return Stored([pending.handles[rank] for rank in sources], rows)
-
-
-def _all_rows(batch: TensorDict) -> np.ndarray:
-    return np.arange(len(batch), dtype=np.int64)
 
 
 # Folders that the driver and a group's processes must share: proven with files, never assumed because the paths are equal.

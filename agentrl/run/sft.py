@@ -26,6 +26,7 @@ from agentrl.run.run_log import RunLog, evaluation_row
 from agentrl.run.session import Session, republish_to_new_replicas
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import seal
+from agentrl.trainer.minibatch import cut_steps
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.processor import TINY
@@ -98,7 +99,8 @@ async def _to_the_gate(
         for number in range(first, last):
             rows += await source.take(number * config.batch, config.batch)
             skipped.append(source.skipped)
-        return await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing), skipped
+        batch = await in_thread("batch", steps_batch, rows, config.batch, session.learner.sharing)
+        return await in_thread("batch", cut_steps, batch, len(skipped), session.actors.mesh.size("dp")), skipped
 
     async with OwnedTasks() as tasks:
         drawing = tasks.start(drawn(step), "transcripts")
@@ -108,7 +110,7 @@ async def _to_the_gate(
             if not _is_measured(step, config):  # else the gate may end it here
                 drawing = tasks.start(drawn(step), "transcripts")
             with session.display.doing("supervised steps"):
-                steps = await session.actors.arun(Actor.sft_steps, batch, len(skipped))
+                steps = await session.actors.arun(Actor.sft_steps, batch)
             yield [one | {"transcripts_skipped": float(left_out)} for one, left_out in zip(steps, skipped, strict=True)]
             if _is_measured(step, config):
                 return

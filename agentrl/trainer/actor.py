@@ -27,7 +27,7 @@ from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, 
 from agentrl.engines.weights.host_routes import Joined, join
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms.losses import bradley_terry, dpo
-from agentrl.trainer.minibatch import SOURCE, LogRatios, RowsShard, StepsShard, UpdateShard, Visits, counts_of, minibatches
+from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
 from agentrl.trainer.optim import optim_of, rate, sft_optim
 from agentrl.trainer.roles import POLICIES, TrainedRole, open_engine
 from agentrl.trainer.train_engine import BaseEngine
@@ -266,17 +266,17 @@ class Actor(TrainedRole):
         "show": Broadcast(),
         "compute_logprob": RowsShard(),
         "compute_reference": RowsShard(),
-        "update": UpdateShard(collect="metrics", balance="column"),
+        "update": MINIBATCHES,
         "visited": Broadcast(),
-        "forward_backward": UpdateShard(collect="metrics", balance="column"),
+        "forward_backward": MINIBATCHES,
         "optim_step": Broadcast(),
         "drop_gradients": Broadcast(),
         "end_update": Broadcast(),
         "begin_sft": Broadcast(),
-        "sft_steps": StepsShard(collect="metrics", balance="column"),
+        "sft_steps": MINIBATCHES,
         "end_sft": Broadcast(),
-        "supervise": StepsShard(collect="metrics", balance="column"),
-        "prefer": StepsShard(collect="metrics", balance="column"),
+        "supervise": MINIBATCHES,
+        "prefer": MINIBATCHES,
         "open_route": Broadcast(),
         "route_attached": Broadcast(),
         "next_bucket": Broadcast(),
@@ -329,9 +329,10 @@ class Actor(TrainedRole):
         temperature: float = 1.0,
         kl_coef: float | None = None,
     ) -> dict[str, float]:
-        """One training step (`epochs` x minibatches optimizer steps); metrics over all ranks.
+        """One training step (`epochs` x minibatches optimizer steps) on a batch from `cut_update` with the same arguments; its
+        metrics over all ranks.
 
-        Needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
+        That needs the columns of `collate` and `advantages`; `ref_logprobs` if the loss has a KL term, and `old_logprobs`
         (from `compute_logprob` before the update) if the proximal policy is to be recomputed.
         `temperature` is the rollout's; `kl_coef` replaces `algorithm.kl.coef` (an adaptive coefficient).
         """
@@ -363,8 +364,8 @@ class Actor(TrainedRole):
         kl_coef: float | None = None,
         part: int = 0,
     ) -> dict[str, float]:
-        """The gradients of one minibatch (`part`) of those into which `update` with the same arguments cuts the batch, added to
-        those that wait for `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
+        """The gradients of minibatch `part` of a batch from `cut_update` with the same arguments, added to those that wait for
+        `optim_step` (`add_gradients`). Returns its metrics; nothing is changed yet."""
         engine = self._ready()
         check_algorithm(algorithm)
         coef = algorithm.kl.coef if kl_coef is None else kl_coef
@@ -411,13 +412,13 @@ class Actor(TrainedRole):
         self._sft, self._sft_done = cfg, 0
         engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
-    def sft_steps(self, batch: TensorDict, count: int) -> list[dict[str, float]]:
-        """`count` supervised optimizer steps over equal parts of the rows, in order: the metrics of each."""
+    def sft_steps(self, batch: TensorDict) -> list[dict[str, float]]:
+        """The supervised optimizer steps of a batch from `cut_steps`, in order: the metrics of each."""
         if self._sft is None:
             raise AgentrlError("sft_steps: call begin_sft first")
         rate_at = partial(sft_rate, cfg=self._sft)
         metrics = sft_steps(self._ready(), Ragged.of(batch), rate_at, self._sft_done, self._optim.micro_tokens)
-        self._sft_done += count
+        self._sft_done += len(metrics)
         return metrics
 
     def end_sft(self, folder: str) -> None:
@@ -429,18 +430,18 @@ class Actor(TrainedRole):
 
     # -- data that is there already --------------------------------------------------------------------
 
-    def supervise(self, batch: TensorDict, count: int) -> dict[str, float]:
-        """One supervised optimizer step (`count` is 1), with the optimizer and the schedule of [optim]."""
+    def supervise(self, batch: TensorDict) -> dict[str, float]:
+        """One supervised optimizer step, with the optimizer and the schedule of [optim]."""
         [metrics] = sft_steps(self._ready(), Ragged.of(batch), self._rate_at, self._updates, self._optim.micro_tokens)
-        self._updates += count
+        self._updates += 1
         return {**metrics, "lr": metrics["lr_factor"] * self._lr}
 
-    def prefer(self, batch: TensorDict, count: int, pairs: int, loss: Dpo) -> dict[str, float]:
-        """One optimizer step (`count` is 1) of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
+    def prefer(self, batch: TensorDict, pairs: int, loss: Dpo) -> dict[str, float]:
+        """One optimizer step of `loss` over the rows of `pairs` pairs: episodes 2 i (chosen) and 2 i + 1 by the
         column `trajectory`, with the row column `reference` (trainer/actor.py)."""
         engine, view, factor = self._ready(), Ragged.of(batch), self._set_rate()
         metrics = pair_step(engine, view, self._optim.micro_tokens, pairs, policy_totals, loss)
-        self._updates += count
+        self._updates += 1
         return {**metrics, "lr": factor * self._lr}
 
     def open_route(self, route: str, cfg: WeightsConfig, receivers: int, saved: bool = False) -> Offer:

@@ -41,6 +41,7 @@ from agentrl.trainer.minibatch import (
     TrainedTokens,
     adapted_kl_coef,
     broken_rows,
+    cut_update,
     describe_broken,
     recomputed_ratios,
 )
@@ -428,17 +429,18 @@ class Learner:
 
     async def _learn(self, batch: TensorDict, whole: TensorDict, step: int) -> dict[str, float]:
         """The updates of the critic on `batch` and of the actor on `whole`; during `critic.warmup` steps of the critic alone."""
-        algorithm, seed, metrics = self.algorithm, self.config.seed, {}
+        metrics, seed = dict[str, float](), self.config.seed
         if self.critics is not None:
-            rows = await in_thread("batch", critic_rows, batch, algorithm.advantage, self._own) if self._own else batch
+            rows = await in_thread("batch", critic_rows, batch, self.algorithm.advantage, self._own) if self._own else batch
             if len(rows):
-                metrics = await self.critics.arun(Critic.update, rows, algorithm, step=step, seed=seed)
+                metrics = await self.update_critic(rows, step)
             await self._rest("critic", self.critics)
         if self._policy_learns(step):
+            algorithm, ranks = with_coefficient(self.algorithm, self.entropy_coef), self.actors.mesh.size("dp")
             metrics |= await self.actors.arun(
                 Actor.update,
-                whole,
-                with_coefficient(algorithm, self.entropy_coef),
+                await in_thread("batch", cut_update, whole, algorithm, ranks, step=step, seed=seed),
+                algorithm,
                 step=step,
                 seed=seed,
                 temperature=self._temperature(step),
@@ -447,6 +449,13 @@ class Learner:
             if self._moving is not None and metrics.get("optimizer_steps", 0) > 0:
                 await self._moving.arun(Reference.follow, self._name, algorithm.kl.decay)
         return metrics
+
+    async def update_critic(self, batch: TensorDict, step: int) -> dict[str, float]:
+        """One training step of the critic on all rows of a batch. The config must have a critic."""
+        assert self.critics is not None
+        seed, ranks = self.config.seed, self.critics.mesh.size("dp")
+        rows = await in_thread("batch", cut_update, batch, self.algorithm, ranks, step=step, seed=seed, policy=False)
+        return await self.critics.arun(Critic.update, rows, self.algorithm, step=step, seed=seed)
 
     def _skip(self, step: int, what: str) -> dict[str, float]:
         """Count a skipped step; returns its metrics. Raises NonFiniteError if there were too many in a row."""

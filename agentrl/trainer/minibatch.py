@@ -129,8 +129,7 @@ def named_rows(view: Ragged, rows: Sequence[int]) -> str:
 
 # What an optimizer step consists of: its rows, its denominators, and which rows are computed at all. On the driver.
 #
-# The strategies here are used in the roles' dispatch tables. `UpdateShard` prepares a training step over the whole batch.
-# The order matters:
+# On the driver, `cut_update` prepares a training step over the whole batch; the worker group only ships it. The order matters:
 #
 # with_policies        the proximal policy, and the weights of an off-policy correction, which reject tokens
 # cut_minibatches      episodes -> optimizer steps                                     (data/schedule.py)
@@ -145,33 +144,47 @@ DRIVER_ONLY = ("rewards", "turns", "versions")
 """Token columns that only the driver reads, to compute advantages: they are not sent to the roles."""
 
 
-@dataclass(frozen=True)
-class UpdateShard(Shard):
-    """For `update(batch, algorithm, step, seed, ...)`: minibatches of episodes, each balanced over the ranks.
+def cut_update(
+    batch: TensorDict,
+    algorithm: AlgorithmConfig,
+    ranks: int,
+    *,
+    step: int = 0,
+    seed: int = 0,
+    policy: bool = True,
+    part: int | None = None,
+) -> TensorDict:
+    """The batch of `update` for `ranks` data-parallel ranks: minibatches of episodes, each balanced over the ranks.
 
     `policy`: for the policy's update, which has a proximal policy, an off-policy correction and picked tokens, and leaves
-    out rows that cannot have a gradient. Otherwise every row counts and is computed. With an argument `part` only that minibatch
-    is sent.
+    out rows that cannot have a gradient. Otherwise every row counts and is computed. With `part` only that minibatch is sent.
     """
+    view = Ragged.of(batch)
+    if policy:  # before anything is counted: a correction's rejected tokens are in no denominator
+        view = with_policies(view, algorithm)
+    parts = cut_minibatches(view, algorithm, seed, step)
+    view = with_counts(view, parts, norm_length(algorithm))
+    if policy:
+        view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
+        parts = without_idle_rows(view, parts, algorithm)
+    if part is not None:  # the others are not computed in this call
+        parts = [rows if number == part else rows[:0] for number, rows in enumerate(parts)]
+    return assign_ranks(view, parts, ranks, kept=algorithm.groups == "kept").batch
 
-    policy: bool = True
-    stays: tuple[str, ...] = DRIVER_ONLY
 
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        view, rest = _take_batch(call, "algorithm")
-        algorithm: AlgorithmConfig = rest.kwargs["algorithm"]
-        seed, step = rest.kwargs.get("seed", 0), rest.kwargs.get("step", 0)
-        if self.policy:  # before anything is counted: a correction's rejected tokens are in no denominator
-            view = with_policies(view, algorithm)
-        parts = cut_minibatches(view, algorithm, seed, step)
-        view = with_counts(view, parts, norm_length(algorithm))
-        if self.policy:
-            view = with_selection(view, parts, selection_of(algorithm.loss.name, algorithm.loss.args), seed + step)
-            parts = without_idle_rows(view, parts, algorithm)
-        if (part := rest.kwargs.get("part")) is not None:  # the others are not computed in this call
-            parts = [rows if number == part else rows[:0] for number, rows in enumerate(parts)]
-        view = assign_ranks(view, parts, mesh.size(self.mesh), kept=algorithm.groups == "kept")
-        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
+def cut_steps(batch: TensorDict, count: int, ranks: int) -> TensorDict:
+    """The batch of `count` supervised steps for `ranks` data-parallel ranks: nearly equal numbers of rows, in the rows' order.
+
+    Raises DispatchError if a step would have no row.
+    """
+    if not 1 <= count <= len(batch):
+        raise DispatchError(f"a batch of {len(batch)} rows cannot be split into {count} steps. Give each step a row")
+    parts = np.array_split(np.arange(len(batch)), count)
+    return assign_ranks(with_counts(Ragged.of(batch), parts), parts, ranks).batch
+
+
+MINIBATCHES = Shard(collect="metrics", balance="column", stays=DRIVER_ONLY)
+"""Strategy of the methods that train on a batch from `cut_update` or `cut_steps`."""
 
 
 @dataclass(frozen=True)
@@ -189,31 +202,6 @@ class RowsShard(Shard):
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
         by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
         return by_column.scatter(Call(call.label, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
-
-
-@dataclass(frozen=True)
-class StepsShard(Shard):
-    """For `sft_steps(batch, count)`: `count` optimizer steps over nearly equal numbers of rows, in the rows' order."""
-
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        view, rest = _take_batch(call, "count")
-        count: int = rest.kwargs["count"]
-        if not 1 <= count <= len(view):
-            raise DispatchError(f"{call.label}: {len(view)} rows cannot be split into {count} steps")
-        parts = np.array_split(np.arange(len(view)), count)
-        view = assign_ranks(with_counts(view, parts), parts, mesh.size(self.mesh))
-        return Shard.scatter(self, Call(call.label, call.names, (view.batch,), rest.kwargs), mesh)
-
-
-def _take_batch(call: Call, needed: str) -> tuple[Ragged, Call]:
-    """The batch, and the call without it. Raises DispatchError if one argument is missing."""
-    name = call.names[0]
-    batch, rest = call.take(name)
-    if not isinstance(batch, TensorDict):
-        raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
-    if needed not in rest.kwargs:
-        raise DispatchError(f"{call.label}: no argument given for {needed!r}")
-    return Ragged.of(batch), rest
 
 
 def norm_length(algorithm: AlgorithmConfig) -> int | None:

@@ -21,7 +21,7 @@ from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss
 from agentrl.trainer.language_model import Role
-from agentrl.trainer.minibatch import RowsShard, UpdateShard, counts_of, minibatches, proximal_of
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, counts_of, minibatches, proximal_of
 from agentrl.trainer.optim import critic_optim, free_cached, rate
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine, compute_dtype
 from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
@@ -234,7 +234,7 @@ class Critic(TrainedRole):
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_values": RowsShard(),
-        "update": UpdateShard(collect="metrics", balance="column", policy=False),
+        "update": MINIBATCHES,
     }
 
     def init_model(
@@ -256,7 +256,7 @@ class Critic(TrainedRole):
         return compute_values(self._ready(), Ragged.of(batch), self._cap)
 
     def update(self, batch: TensorDict, algorithm: AlgorithmConfig, step: int = 0, seed: int = 0) -> dict[str, float]:
-        """One training step on the columns `values` (old) and `returns`; metrics over all ranks.
+        """One training step on a batch from `cut_update` with `values` (old) and `returns`; metrics over all ranks.
 
         The learning rate follows `optim.warmup` and `optim.schedule`, counted in the critic's own updates.
         """

@@ -187,7 +187,7 @@ def update_policy(
 ) -> dict[str, float]:
     """All optimizer steps of one training step; every rank calls it with its own rows.
 
-    Needs the columns that `UpdateShard` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled), advantages,
+    Needs the columns that `cut_update` leaves in a batch: token_ids, sampled, logprobs (of the policy that sampled), advantages,
     minibatch, episode_tokens, if the config asks for them old_logprobs (of the proximal policy), weights, picked and
     ref_logprobs, and the batch-wide counts; if rows were added, origin and the batch-wide added. A minibatch without remaining
     rows still takes its optimizer step, with a gradient of zero. `visits` gets the ratios of the first epoch. Returns metrics,

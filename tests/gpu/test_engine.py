@@ -24,7 +24,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError
-from tests.train.train_batches import make_batch, toy_optim, trajectories
+from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
 PROMPT = list(range(20, 60))
@@ -35,7 +35,7 @@ def actor_of(small: str) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline")
     group.run(Actor.init_model, small, ModelConfig(dtype="bfloat16"), toy_optim(lr=1e-2, micro_tokens=2000))
     for step in range(3):
-        group.run(Actor.update, make_batch(16, seed=step), AlgorithmConfig(), step=step)
+        train_batch(group, Actor.update, make_batch(16, seed=step), AlgorithmConfig(), step=step)
     return group
 
 
@@ -152,6 +152,6 @@ def test_weights_arrive_in_another_process(small: str, device: torch.device, rou
     held = {name: float(tensor.double().sum()) for name, tensor in engine.tensors()}
     assert arrived.keys() == held.keys()
     assert all(arrived[name] == pytest.approx(held[name], abs=1e-3, rel=1e-6) for name in held)
-    actor.run(Actor.update, make_batch(16, seed=9), AlgorithmConfig(), step=9)  # control: other weights have other sums
+    train_batch(actor, Actor.update, make_batch(16, seed=9), AlgorithmConfig(), step=9)  # control: other weights have other sums
     moved = {name: float(tensor.double().sum()) for name, tensor in engine.tensors()}
     assert sum(abs(arrived[name] - moved[name]) > 1e-3 for name in held) > len(held) // 2

@@ -21,7 +21,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.update import Pack
 from tests.publishing import weights_of
-from tests.train.train_batches import make_batch, toy_optim
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
 HALF = torch.bfloat16
@@ -133,7 +133,7 @@ def trained(small: str, **model: Any) -> Any:
     """An actor after two updates, and its last metrics."""
     group = started(small, **model)
     for step in range(2):
-        metrics = group.run(Actor.update, make_batch(16, seed=step, longest=200), AlgorithmConfig(), step=step)
+        metrics = train_batch(group, Actor.update, make_batch(16, seed=step, longest=200), AlgorithmConfig(), step=step)
     return group, metrics
 
 
@@ -193,7 +193,7 @@ def test_a_saved_run_goes_on_to_the_digit(small: str, tmp_path: Path, device: to
     mine, theirs = weights_of(straight), weights_of(resumed)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     batch = make_batch(16, seed=7, longest=200)
-    one, other = (group.run(Actor.update, batch, AlgorithmConfig(), step=2) for group in (straight, resumed))
+    one, other = (train_batch(group, Actor.update, batch, AlgorithmConfig(), step=2) for group in (straight, resumed))
     # The sums of a GPU's attention backward have no fixed order.
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
@@ -204,7 +204,7 @@ def test_an_optimizer_step_waits_for_nothing_until_its_last_backward_pass(
 ) -> None:
     """torch raises where the host would wait for the card; the first update is not watched, since it sets up NCCL and cuBLAS."""
     group, watched = started(small), []
-    group.run(Actor.update, make_batch(16, longest=200), AlgorithmConfig(), step=0)
+    train_batch(group, Actor.update, make_batch(16, longest=200), AlgorithmConfig(), step=0)
     logprobs, backward = FsdpEngine.logprobs, FsdpEngine.backward
 
     def begun(self: FsdpEngine, *args: Any) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ def test_an_optimizer_step_waits_for_nothing_until_its_last_backward_pass(
     monkeypatch.setattr(FsdpEngine, "logprobs", begun)
     monkeypatch.setattr(FsdpEngine, "backward", ended)
     try:
-        group.run(Actor.update, make_batch(32, seed=1, longest=400), AlgorithmConfig(), step=1)
+        train_batch(group, Actor.update, make_batch(32, seed=1, longest=400), AlgorithmConfig(), step=1)
         assert len(watched) > 1 and watched[-1]
         torch.cuda.set_sync_debug_mode("error")
         with pytest.raises(RuntimeError, match="synchroniz"):  # control

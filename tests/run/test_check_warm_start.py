@@ -26,6 +26,7 @@ from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from agentrl.utils.errors import ConfigError
+from tests.train.train_batches import train_batch
 
 SEED = 3
 
@@ -117,7 +118,7 @@ async def test_steps_of_one_call_are_those_of_a_call_each(mode: Mode, tmp_path: 
         actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=1024))
         actor.run(Actor.begin_sft, config_of().sft)
         calls = [rows[first : first + 4 * each] for first in range(0, 12, 4 * each)]
-        metrics = [one for call in calls for one in actor.run(Actor.sft_steps, steps_batch(call, 4, mode), each)]
+        metrics = [one for call in calls for one in train_batch(actor, Actor.sft_steps, steps_batch(call, 4, mode), each)]
         actor.run(Actor.end_sft, str(tmp_path / str(each)))
         found.append((metrics, (tmp_path / str(each) / "model.safetensors").read_bytes()))
     assert len(found[0][0]) == 3 and found[0] == found[1]
@@ -133,7 +134,7 @@ async def test_transcripts_of_a_step_compute_the_prompt_that_they_share_once(tmp
         actor = launch(Actor, backend="inline")
         actor.run(Actor.init_model, str(model), ModelConfig(dtype="float32"), OptimConfig(micro_tokens=8192))
         actor.run(Actor.begin_sft, config_of().sft)
-        found[mode] = actor.run(Actor.sft_steps, batch[mode], 3)
+        found[mode] = train_batch(actor, Actor.sft_steps, batch[mode], 3)
         actor.run(Actor.end_sft, str(tmp_path / mode))
         weights[mode] = load_file(tmp_path / mode / "model.safetensors")
     for on, off in zip(found["on"], found["off"], strict=True):

@@ -48,6 +48,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import PACKED, register_packed_attention
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.language_model import Micro, PolicyModule, share_tokens
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.parallel import Ulysses
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.roles import Critic, ModelRole, Reference
@@ -174,12 +175,10 @@ def join(children: list[int]) -> None:
             sys.exit(f"a rank ended with status {status}")
 
 
-def mine(worker: type, method: str, batch: Any, algorithm: AlgorithmConfig, context: WorkerContext) -> Any:
-    """This rank's rows of an update, as the dispatch table shards them."""
-    strategy = worker.dispatch_table[method]
-    kwargs = {"algorithm": algorithm, "step": 1, "seed": 0}
-    call = Call("ranks", ("batch",), (batch,), kwargs)
-    shipment = strategy.scatter(call, context.mesh)
+def mine(worker: type[Actor | Critic], batch: Any, algorithm: AlgorithmConfig, context: WorkerContext) -> Any:
+    """This rank's rows of an update, as the learner cuts it and the dispatch table shards it."""
+    cut = cut_update(batch, algorithm, context.mesh.size("dp"), step=1, policy=worker is Actor)
+    shipment = worker.dispatch_table["update"].scatter(Call("ranks", ("batch",), (cut,), {}), context.mesh)
     return select(shipment.batch, shipment.rows[context.rank])
 
 
@@ -196,7 +195,7 @@ def measured(tiny: str, out: Path, layout: str) -> Body:
             algorithm = AlgorithmConfig(minibatch=7).model_copy(update=change)
             update_log = UpdateLog(actor._engine.named())
             actor._engine.optimizers = update_log
-            batch = mine(Actor, "update", BATCHES.get(name, noisy)(), algorithm, context)
+            batch = mine(Actor, BATCHES.get(name, noisy)(), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1)
             found[name] = metrics, update_log.seen
         found["broken"] = after_broken(tiny, model, optim, out / f"{layout}, trained", context)
@@ -226,7 +225,7 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
             actor.init_model(str(out / family), model, toy_optim(micro_tokens=400, max_grad_norm=1e9))
             engine = actor._made()
             engine.optimizers = update_log = UpdateLog(engine.named())
-            batch = mine(Actor, "update", sharing(noisy(120), "on"), algorithm, context)
+            batch = mine(Actor, sharing(noisy(120), "on"), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
             critic.init_model(str(out / family), model, toy_optim(micro_tokens=400), toy_critic())
             torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
@@ -244,7 +243,7 @@ def of_images(out: Path, name: str) -> Body:
         actor, algorithm, folder = Actor(context), AlgorithmConfig(minibatch=4), str(out / "vision")
         actor.init_model(folder, ModelConfig(packing="packed"), toy_optim(micro_tokens=100, max_grad_norm=1e9))
         actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
-        batch = mine(Actor, "update", pictured(folder), algorithm, context)
+        batch = mine(Actor, pictured(folder), algorithm, context)
         metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
         if context.rank == 0:
             torch.save((metrics, update_log.seen), out / f"{name}.pt")
@@ -258,7 +257,7 @@ def of_routers(path: str, model: ModelConfig, optim: OptimConfig, context: Worke
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(path, model.model_copy(update={"activation_checkpointing": True}), optim)
     actor._engine.optimizers = update_log = UpdateLog(actor._engine.named())
-    return actor.update(mine(Actor, "update", routed(), algorithm, context), algorithm, step=1), update_log.seen
+    return actor.update(mine(Actor, routed(), algorithm, context), algorithm, step=1), update_log.seen
 
 
 def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerContext) -> list[dict[str, float]]:
@@ -268,7 +267,7 @@ def loads(path: str, model: ModelConfig, optim: OptimConfig, context: WorkerCont
     actor._engine.optimizers = UpdateLog(actor._engine.named())
     for mode in ("off", "on"):
         batch, _ = by_token(sharing(noisy(120), mode), 2)
-        found.append(actor.update(mine(Actor, "update", batch, algorithm, context), algorithm, step=1))
+        found.append(actor.update(mine(Actor, batch, algorithm, context), algorithm, step=1))
     return found
 
 
@@ -279,7 +278,7 @@ def of_critic(tiny: str, model: ModelConfig, optim: OptimConfig, context: Worker
     torch.nn.init.constant_(critic._engine.module.head.weight, 0.05)
     update_log = UpdateLog(critic._engine.named())
     critic._engine.optimizers = update_log
-    batch = mine(Critic, "update", noisy(), algorithm, context)
+    batch = mine(Critic, noisy(), algorithm, context)
     batch["values"] = critic.compute_values(batch)["values"]
     return critic.update(batch, algorithm, step=1), update_log.seen
 
@@ -309,7 +308,7 @@ def reduced(tiny: str, out: Path) -> Body:
                         kept.append(gradients_kept(engine))
 
                 engine.backward = counted
-                actor.update(mine(Actor, "update", noisy(), algorithm, context), algorithm, step=1)
+                actor.update(mine(Actor, noisy(), algorithm, context), algorithm, step=1)
                 found[f"{name} {often}"] = update_log.seen, max(kept), len(kept), sum(p.numel() for _, p in engine.named())
         found["base"] = of_base(tiny, context)
         found["moved"] = moved(tiny, context)
@@ -326,7 +325,7 @@ def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, ModelConfig(engine=engine, offload="idle"), toy_optim())
     for _ in range(2):
-        batch = mine(Actor, "update", noisy(), algorithm, context)
+        batch = mine(Actor, noisy(), algorithm, context)
         actor.compute_logprob(batch)  # leaves the outermost part unsharded
         if away:
             actor.offload()
@@ -343,7 +342,7 @@ def of_base(tiny: str, context: WorkerContext) -> list[torch.Tensor]:
     actor, reference, algorithm = Actor(context), Reference(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, SHARDED["adapters"], toy_optim(lr=0.02))
     reference.init_model(tiny, ModelConfig(), toy_optim())
-    batch = mine(Actor, "update", noisy(), algorithm, context)
+    batch = mine(Actor, noisy(), algorithm, context)
     for _ in range(2):  # the second matrix of an adapter starts at zero, and the first has no gradient until it is not
         actor.update(batch, algorithm, step=1)
     asked = (actor.compute_logprob, actor.compute_reference, reference.compute_logprob)
@@ -357,7 +356,7 @@ def moved(tiny: str, context: WorkerContext) -> tuple[list[dict[str, torch.Tenso
     actor.init_model(tiny, ModelConfig(), toy_optim())
     reference.init_model(tiny, ModelConfig(), toy_optim())
     actor.show("policy")
-    batch, weights = mine(Actor, "update", noisy(), algorithm, context), [weights_on(reference)]
+    batch, weights = mine(Actor, noisy(), algorithm, context), [weights_on(reference)]
     actor.update(batch, algorithm, step=1)
     for decay in (0.75, 0.0):
         actor.compute_logprob(batch)
@@ -427,7 +426,7 @@ def after_broken(tiny: str, model: ModelConfig, optim: OptimConfig, saved: Path,
     """Metrics and weights after an update of two minibatches, one with an infinite advantage; also saved to a folder."""
     actor, algorithm = Actor(context), AlgorithmConfig(minibatch=7)
     actor.init_model(tiny, model, optim)
-    metrics = actor.update(mine(Actor, "update", broken(), algorithm, context), algorithm, step=1)
+    metrics = actor.update(mine(Actor, broken(), algorithm, context), algorithm, step=1)
     actor.save(str(saved))
     return metrics, [weights_on(actor)]
 
@@ -512,7 +511,7 @@ def saving_for_ever(tiny: str, root: Path) -> Body:
         batch, algorithm = collate(trajectories(8)), AlgorithmConfig(minibatch=8)
         batch["advantages"] = batch["logprobs"].clone()
         for step in range(1, 1000):
-            actor.update(mine(Actor, "update", batch, algorithm, context), algorithm, step=step)
+            actor.update(mine(Actor, batch, algorithm, context), algorithm, step=step)
             if context.rank == 0:
                 checkpoints.begin(step)
             weights = weights_on(actor)

@@ -115,7 +115,7 @@ def updated(path: str, case: Case, context: WorkerContext) -> tuple[Actor, dict[
     found = {"logprobs": actor.compute_logprob(noisy())["logprobs"].values()}
     if case.model == "moe" and "router_replay" in TRAIN_ENGINES.entry(case.cfg.engine).traits:
         found["routed"] = actor.compute_logprob(routed(EXPERTS["num_experts"]))["logprobs"].values()
-    found["metrics"] = actor.update(mine(Actor, "update", rows, ALGORITHM, context), ALGORITHM, step=1)
+    found["metrics"] = actor.update(mine(Actor, rows, ALGORITHM, context), ALGORITHM, step=1)
     return actor, {**found, "gradients": list(log.seen), "weights": weights_on(actor)}
 
 
@@ -170,7 +170,7 @@ def measured(folder: Path, out: Path, name: str, context: WorkerContext) -> None
 
 def step_of(actor: Actor, context: WorkerContext) -> dict[str, torch.Tensor]:
     """The weights after another update."""
-    actor.update(mine(Actor, "update", noisy(), ALGORITHM, context), ALGORITHM, step=2)
+    actor.update(mine(Actor, noisy(), ALGORITHM, context), ALGORITHM, step=2)
     return weights_on(actor)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, toy_sft, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
@@ -50,7 +50,7 @@ def test_logprobs_are_those_of_plain_transformers(tiny: str) -> None:
 def test_first_step_is_the_gradient_of_the_loss_by_hand(tiny: str) -> None:
     """One optimizer step on one minibatch: loss and gradient norm against a plain forward pass a row."""
     batch = make_batch(6)
-    metrics = start(tiny).run(Actor.update, batch, PLAIN)
+    metrics = train_batch(start(tiny), Actor.update, batch, PLAIN)
     model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
     total, tokens = torch.zeros(()), int(batch["sampled"].values().sum())
     for row in range(6):
@@ -69,7 +69,7 @@ def test_micro_batching_changes_nothing(tiny: str, aggregate: str) -> None:
     batch = make_batch(12)
     algorithm = AlgorithmConfig(minibatch=6, aggregate=aggregate)
     runs = [start(tiny, micro_tokens=cap) for cap in (4096, 150, 120)]
-    metrics = [group.run(Actor.update, batch, algorithm) for group in runs]
+    metrics = [train_batch(group, Actor.update, batch, algorithm) for group in runs]
     for other in metrics[1:]:
         assert other["minibatches"] == 2
         assert other["loss"] == pytest.approx(metrics[0]["loss"], abs=1e-5)
@@ -79,7 +79,7 @@ def test_micro_batching_changes_nothing(tiny: str, aggregate: str) -> None:
 def test_row_order_of_a_minibatch_changes_nothing_but_rounding(tiny: str) -> None:
     batch = make_batch(8)
     turned = select(batch, list(range(7, -1, -1)))
-    found = [start(tiny).run(Actor.update, b, PLAIN)["grad_norm"] for b in (batch, turned)]
+    found = [train_batch(start(tiny), Actor.update, b, PLAIN)["grad_norm"] for b in (batch, turned)]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
@@ -88,9 +88,9 @@ def test_rows_without_advantage_are_not_computed_but_under_an_entropy_bonus_they
     end = int(batch["advantages"].offsets()[4])
     batch["advantages"].values()[:end] = 0.0
     sampled = batch["sampled"].values()
-    assert start(tiny).run(Actor.update, batch, PLAIN)["tokens_computed"] == int(sampled[end:].sum())
+    assert train_batch(start(tiny), Actor.update, batch, PLAIN)["tokens_computed"] == int(sampled[end:].sum())
     bonus = PLAIN.model_copy(update={"entropy_bonus": 0.1})
-    metrics = start(tiny).run(Actor.update, batch, bonus)
+    metrics = train_batch(start(tiny), Actor.update, batch, bonus)
     assert metrics["tokens_computed"] == metrics["tokens_trained"] == int(sampled.sum())
 
 
@@ -99,7 +99,7 @@ def test_a_batch_without_any_advantage_leaves_the_weights(tiny: str) -> None:
     before = weights(group)
     batch = make_batch(4)
     batch["advantages"].values().zero_()
-    metrics = group.run(Actor.update, batch, PLAIN)
+    metrics = train_batch(group, Actor.update, batch, PLAIN)
     assert metrics["minibatches"] == 1 and metrics["grad_norm"] == 0
     assert same(before, weights(group))
 
@@ -110,7 +110,7 @@ def test_same_inputs_same_bits_and_another_seed_another_order(tiny: str) -> None
     found = []
     for seed in (1, 1, 2):
         group = start(tiny)
-        group.run(Actor.update, batch, algorithm, step=3, seed=seed)
+        train_batch(group, Actor.update, batch, algorithm, step=3, seed=seed)
         found.append(weights(group))
     assert same(found[0], found[1])
     assert not same(found[0], found[2])
@@ -120,13 +120,13 @@ def test_save_and_resume_is_an_unbroken_run(tiny: str, tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(minibatch=4)
     straight, broken, resumed = (start(tiny, warmup=3) for _ in range(3))
     for step in range(4):
-        straight.run(Actor.update, make_batch(8, seed=step), algorithm, step=step)
+        train_batch(straight, Actor.update, make_batch(8, seed=step), algorithm, step=step)
     for step in range(2):
-        broken.run(Actor.update, make_batch(8, seed=step), algorithm, step=step)
+        train_batch(broken, Actor.update, make_batch(8, seed=step), algorithm, step=step)
     broken.run(Actor.save, str(tmp_path / "c"))
     resumed.run(Actor.load, str(tmp_path / "c"))
     for step in range(2, 4):
-        metrics = resumed.run(Actor.update, make_batch(8, seed=step), algorithm, step=step)
+        metrics = train_batch(resumed, Actor.update, make_batch(8, seed=step), algorithm, step=step)
     assert metrics["lr"] == pytest.approx(1e-3)
     assert same(weights(straight), weights(resumed))
     assert not same(weights(straight), weights(broken))
@@ -142,7 +142,7 @@ def test_supervised_steps_learn_and_end_with_a_model_on_disk(tiny: str, tmp_path
     group = start(tiny)
     group.run(Actor.begin_sft, toy_sft(warmup=2, min_steps=64))
     batch = collate(trajectories(16, seed=5))
-    losses = [group.run(Actor.sft_steps, batch, 4)[-1]["loss"] for _ in range(16)]
+    losses = [train_batch(group, Actor.sft_steps, batch, 4)[-1]["loss"] for _ in range(16)]
     assert losses[-1] < 0.7 * losses[0]
     group.run(Actor.end_sft, str(tmp_path / "warm"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
@@ -159,7 +159,7 @@ def test_sft_loss_is_the_mean_over_assistant_tokens(tiny: str) -> None:
     group.run(Actor.begin_sft, toy_sft())
     batch = make_batch(6)
     expected = -group.run(Actor.compute_logprob, batch)["logprobs"].values().sum() / batch["sampled"].values().sum()
-    [metrics] = group.run(Actor.sft_steps, batch, 1)
+    [metrics] = train_batch(group, Actor.sft_steps, batch, 1)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -170,14 +170,14 @@ def test_clear_errors(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no such model folder; did you mean .*/tiny\?"):
         start(str(tmp_path / "tinny"))
     with pytest.raises(ConfigError, match="hard cap of 10 tokens"):
-        start(tiny, micro_tokens=10).run(Actor.update, make_batch(4), PLAIN)
+        train_batch(start(tiny, micro_tokens=10), Actor.update, make_batch(4), PLAIN)
     with pytest.raises(ConfigError, match="number of steps"):
         start(tiny, schedule="cosine")
     with pytest.raises(WorkerError, match="begin_sft"):
-        start(tiny).run(Actor.sft_steps, make_batch(4), 1)
+        train_batch(start(tiny), Actor.sft_steps, make_batch(4), 1)
     with pytest.raises(ConfigError, match="proximal"):
         wrong = AlgorithmConfig(loss=Choice(name="decoupled_ppo"))
-        start(tiny).run(Actor.update, make_batch(4), wrong)
+        train_batch(start(tiny), Actor.update, make_batch(4), wrong)
 
 
 def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(tiny: str) -> None:
@@ -185,7 +185,7 @@ def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(t
     batch["advantages"].values().zero_()
     group = start(tiny)
     before = weights(group)
-    metrics = group.run(Actor.update, batch, AlgorithmConfig(minibatch=4), step=0)
+    metrics = train_batch(group, Actor.update, batch, AlgorithmConfig(minibatch=4), step=0)
     assert same(before, weights(group)) and metrics["lr"] > 0
 
 

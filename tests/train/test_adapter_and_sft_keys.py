@@ -8,7 +8,7 @@ import pytest
 import torch
 from family_models import MIXED, model_of
 from tiny_families import tiny_model
-from train_batches import make_batch, toy_optim, toy_sft, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
@@ -36,7 +36,7 @@ def first_sft_step(tiny: str, **sft: Any) -> tuple[dict[str, torch.Tensor], dict
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9))
     before = named(group)
     group.run(Actor.begin_sft, toy_sft(**{"lr": 1e-3, "matrix_lr": 1e-2, "warmup": 0, "min_steps": 10, **sft}))
-    group.run(Actor.sft_steps, collate(trajectories(8)), 1)
+    train_batch(group, Actor.sft_steps, collate(trajectories(8)), 1)
     return before, {name: tensor - before[name] for name, tensor in named(group).items()}
 
 
@@ -94,7 +94,7 @@ def test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends(
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     group.run(Actor.begin_sft, toy_sft(**change))
-    found = [group.run(Actor.sft_steps, collate(trajectories(1)), 1)[0]["lr_factor"] for _ in factors]
+    found = [train_batch(group, Actor.sft_steps, collate(trajectories(1)), 1)[0]["lr_factor"] for _ in factors]
     assert found == pytest.approx(factors, abs=1e-4)
 
 
@@ -108,7 +108,7 @@ def adapted(tiny: str, **lora: Any) -> tuple[dict[str, torch.Tensor], dict[str, 
     group.run(Actor.init_model, tiny, ModelConfig(lora=section), toy_optim(lr=1e-2))
     before = named(group)
     for step in range(2):
-        group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=8), step=step)
+        train_batch(group, Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=8), step=step)
     tensors = {name: tensor.double() for name, tensor in group.run(Actor.export_adapter).tensors.items()}
     return {name: tensor - before[name] for name, tensor in named(group).items()}, tensors
 

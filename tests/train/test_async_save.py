@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster import group as shared_folder
 from agentrl.cluster.launch import launch
@@ -46,18 +46,18 @@ def flat(group: Any) -> torch.Tensor:
 
 def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Path) -> None:
     group = started(tiny)
-    group.run(Actor.update, make_batch(8), ALGORITHM)
+    train_batch(group, Actor.update, make_batch(8), ALGORITHM)
     before = flat(group)
     group.run(Actor.begin_save, str(tmp_path / "c"))
     for step in range(1, 4):
-        group.run(Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+        train_batch(group, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
     while not group.run(Actor.saved):
         pass
     resumed = started(tiny)
     resumed.run(Actor.load, str(tmp_path / "c"))
     assert torch.equal(flat(resumed), before) and not torch.equal(flat(group), before)
     for step in range(1, 4):
-        resumed.run(Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+        train_batch(resumed, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
     assert torch.equal(flat(resumed), flat(group))  # optimizer and schedule are those of the moment, too
 
 

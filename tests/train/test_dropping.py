@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
@@ -82,7 +82,7 @@ def both(tiny: str, batch: TensorDict, algorithm: AlgorithmConfig, monkeypatch: 
             if not dropping:
                 patch.setattr(minibatch, "teaches", lambda batch, algorithm: np.ones(len(batch), dtype=bool))
             actor = start(tiny, lr=1e-4, weight_decay=0.1)
-            metrics = actor.run(Actor.update, batch, algorithm, **given)
+            metrics = train_batch(actor, Actor.update, batch, algorithm, **given)
             found.append((metrics, weights(actor)))
     return found
 
@@ -143,7 +143,7 @@ def test_one_of_four_groups_that_teaches_gives_the_gradient_of_a_kl_term_next_to
             loss=Choice(name="reinforce"),
             length_norm=64 if mode.endswith("norm") else None,
         )
-        found.append(start(tiny, max_grad_norm=1e9).run(Actor.update, batch, algorithm))
+        found.append(train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, algorithm))
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
     assert found[0]["tokens_computed"] < found[1]["tokens_computed"] == found[1]["tokens_trained"]
 
@@ -152,7 +152,7 @@ def test_the_number_of_optimizer_steps_is_that_of_all_episodes(tiny: str) -> Non
     batch = make_batch(16)
     batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
     for rows in (batch, several(teaching=1)):
-        metrics = start(tiny).run(Actor.update, rows, AlgorithmConfig(minibatch=4))
+        metrics = train_batch(start(tiny), Actor.update, rows, AlgorithmConfig(minibatch=4))
         assert metrics["minibatches"] == metrics["optimizer_steps"] == 4
 
 
@@ -163,9 +163,9 @@ def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) ->
     actor = start(tiny, lr=1e-2, betas=(0.9, 0.99), max_grad_norm=1e9)
     algorithm = AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
     start_at = weights(actor)
-    actor.run(Actor.update, batch, algorithm)
+    train_batch(actor, Actor.update, batch, algorithm)
     after_one = weights(actor)
-    metrics = actor.run(Actor.update, still, algorithm)
+    metrics = train_batch(actor, Actor.update, still, algorithm)
     second = weights(actor) - after_one
     assert metrics["grad_norm"] == metrics["loss"] == 0 and metrics["optimizer_steps"] == 1
     # m_2 / (1 - .9^2) = .9 * .1 g / .19, v_2 / (1 - .99^2) = .99 * .01 g^2 / .0199; the first step was lr sign(g)
@@ -208,7 +208,7 @@ def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str
     algorithm = AlgorithmConfig(
         minibatch=6, aggregate=mode, loss=Choice(name="reinforce"), length_norm=37 if mode.endswith("norm") else None
     )
-    metrics = start(tiny, max_grad_norm=1e9, micro_tokens=cap).run(Actor.update, batch, algorithm)
+    metrics = train_batch(start(tiny, max_grad_norm=1e9, micro_tokens=cap), Actor.update, batch, algorithm)
     loss, norm = by_hand(tiny, batch, mode, 37)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -257,7 +257,7 @@ def test_the_first_minibatch_keeps_a_row_so_that_the_engine_is_compared(tiny: st
     batch["advantages"].values().zero_()
     own = start(tiny).run(Actor.compute_logprob, batch)["logprobs"].values()
     batch["logprobs"].values().copy_((own + 0.5) * batch["sampled"].values())
-    metrics = start(tiny).run(Actor.update, batch, AlgorithmConfig(minibatch=2))
+    metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=2))
     assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["mismatch_kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5, abs=1e-4)
 
@@ -269,7 +269,7 @@ def test_means_over_tokens_are_over_what_was_computed(tiny: str) -> None:
     entropy = actor.run(Actor.compute_logprob, batch)["entropy"].values()
     end = int(offsets_of(batch["advantages"])[4])
     sampled = batch["sampled"].values()
-    metrics = actor.run(Actor.update, batch, AlgorithmConfig(minibatch=8))
+    metrics = train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=8))
     assert metrics["tokens_computed"] == int(sampled[:end].sum()) and metrics["tokens_trained"] == int(sampled.sum())
     assert metrics["entropy"] == pytest.approx(float(entropy[:end].sum() / sampled[:end].sum()), rel=1e-5)
 
@@ -290,8 +290,11 @@ def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
     plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118
-    metrics = critic.run(
-        Critic.update, TensorDict(plain, batch_size=[len(batch)]), AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean")
+    metrics = train_batch(
+        critic,
+        Critic.update,
+        TensorDict(plain, batch_size=[len(batch)]),
+        AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean"),
     )
     episode = Ragged.of(batch).episode
     rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
@@ -328,7 +331,7 @@ def test_masked_episodes_are_trained_as_if_they_were_not_there(
     for rows, truncated in ((batch, "mask"), (select(batch, (~cut).nonzero().squeeze(1).numpy()), "score"), (batch, "score")):
         group = start(tiny, lr=1e-2)
         before = weights(group)
-        group.run(Actor.update, rows, algorithm.model_copy(update={"truncated": truncated}), step=0, seed=0, kl_coef=0.1)
+        train_batch(group, Actor.update, rows, algorithm.model_copy(update={"truncated": truncated}), step=0, seed=0, kl_coef=0.1)
         moved.append(weights(group) - before)
     assert (moved[0] - moved[1]).norm() < 1e-4 * moved[1].norm()
     assert (moved[0] - moved[2]).norm() > 1e-2 * moved[1].norm()
@@ -346,7 +349,7 @@ def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weig
     )
     actor = start(tiny)
     before = weights(actor)
-    metrics = actor.run(Actor.update, several(), algorithm)
+    metrics = train_batch(actor, Actor.update, several(), algorithm)
     assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
     assert "entropy" not in metrics and "ratio" not in metrics, "of no token nobody knows them; an entropy of 0 would be alarming"
     assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, weights(actor))
@@ -357,7 +360,7 @@ def test_means_do_not_depend_on_the_number_of_epochs(tiny: str) -> None:
     found = []
     for epochs in (1, 2):
         algorithm = AlgorithmConfig(minibatch=3, epochs=epochs, loss=Choice(name="reinforce"))
-        found.append(start(tiny, lr=1e-12, max_grad_norm=1e9).run(Actor.update, make_batch(8), algorithm))
+        found.append(train_batch(start(tiny, lr=1e-12, max_grad_norm=1e9), Actor.update, make_batch(8), algorithm))
     for name in ("entropy", "kl_behaviour", "mismatch_kl", "mismatch_max", *COMPARED[:4]):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-5), name
     assert found[1]["tokens_computed"] == 2 * found[0]["tokens_computed"] and found[1]["optimizer_steps"] == 6

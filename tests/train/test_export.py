@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import build_parser, main
@@ -36,7 +36,7 @@ def run_folder(tiny: str, tmp_path: Path) -> Path:
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, tiny, config.model, toy_optim())
     for step in (1, 2):
-        actors.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+        train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
         with Checkpoints(folder / "checkpoints", keep=2).writing(step) as aside:
             actors.run(Actor.save, str(aside / "actor"))
         actors.run(Actor.export_hf, str(folder / f"direct{step}"))
@@ -164,7 +164,7 @@ def test_the_adapter_alone_is_what_peft_loads_over_the_start_model(tiny: str, tm
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, tiny, model, toy_optim(lr=1e-2))
     for step in (1, 2):  # the first step moves only B, which begins as zeros
-        actors.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+        train_batch(actors, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
     with Checkpoints(run / "checkpoints", keep=2).writing(2) as aside:
         actors.run(Actor.save, str(aside / "actor"))
     args = build_parser().parse_args(["export", str(run), str(tmp_path / "adapter"), "--adapter"])

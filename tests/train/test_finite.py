@@ -15,7 +15,7 @@ import pytest
 import torch
 from learners import config_of, opened, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -125,18 +125,18 @@ def test_an_optimizer_step_that_is_not_finite_is_not_taken_and_the_others_are(
     values[spot] = value
     actor, algorithm = start(tiny), AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
     with caplog.at_level(logging.ERROR, "agentrl"):
-        metrics = actor.run(Actor.update, broken, algorithm)
+        metrics = train_batch(actor, Actor.update, broken, algorithm)
     assert metrics["skipped_optimizer_steps"] == metrics["optimizer_steps"] == 1
     assert "(group 0, member 0, ledger 0)" in caplog.text
     assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
 
     [good] = [part for part in cut_minibatches(Ragged.of(broken), algorithm, 0, 0) if 0 not in part]
     alone = start(tiny)
-    alone.run(Actor.update, select(broken, good), AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce")))
+    train_batch(alone, Actor.update, select(broken, good), AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce")))
     assert torch.allclose(flat(alone), flat(actor), atol=1e-6)
     follow = make_batch(4, seed=3)
     for group in (actor, alone):
-        group.run(Actor.update, follow, algorithm, step=1)
+        train_batch(group, Actor.update, follow, algorithm, step=1)
     assert torch.allclose(flat(alone), flat(actor), atol=2e-6)
 
 
@@ -173,7 +173,7 @@ def test_the_critic_skips_an_optimizer_step_too(tiny: str) -> None:
     batch.update({"returns": nested_tensor(returns, offsets), "values": nested_tensor(torch.zeros(len(sampled)), offsets)})
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
-    metrics = critic.run(Critic.update, batch, AlgorithmConfig(minibatch=4))
+    metrics = train_batch(critic, Critic.update, batch, AlgorithmConfig(minibatch=4))
     assert metrics["critic/skipped_optimizer_steps"] == metrics["critic/optimizer_steps"] == 1
     assert torch.isfinite(critic.run(Critic.compute_values, batch)["values"].values()).all()
 
@@ -188,13 +188,13 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
         if role == "critic":
             critic = launch(Critic, backend="inline", world_size=1)
             critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic(lr=math.inf))
-            critic.run(Critic.update, batch, AlgorithmConfig())
+            train_batch(critic, Critic.update, batch, AlgorithmConfig())
         elif role == "sft":
             actor = start(tiny)
             actor.run(Actor.begin_sft, SftConfig(lr=math.inf, warmup=0))
-            actor.run(Actor.sft_steps, batch, 1)
+            train_batch(actor, Actor.sft_steps, batch, 1)
         else:
-            start(tiny, lr=math.inf).run(Actor.update, batch, AlgorithmConfig())
+            train_batch(start(tiny, lr=math.inf), Actor.update, batch, AlgorithmConfig())
 
 
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

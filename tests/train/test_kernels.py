@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
@@ -42,7 +42,7 @@ def test_compiled_layers_give_the_same_update(tiny: str, form: str) -> None:
     for compiled in (False, True):
         group = launch(Actor, backend="inline")
         group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, **FORMS[form]), toy_optim(micro_tokens=150))
-        metrics = [group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=6)) for step in range(2)]
+        metrics = [train_batch(group, Actor.update, make_batch(8, seed=step), AlgorithmConfig(minibatch=6)) for step in range(2)]
         found.append((metrics, weights_of(group), counters["stats"].get("unique_graphs", 0)))
         counters.clear()
     (plain, mine, none), (fast, theirs, graphs) = found
@@ -59,7 +59,7 @@ def test_micro_batches_of_other_sizes_do_not_compile_again(tiny: str) -> None:
     group.run(Actor.init_model, tiny, ModelConfig(compile=True), toy_optim(micro_tokens=150))
     seen = []
     for step in range(4):  # every one has micro-batches of lengths, and layouts, of its own
-        group.run(Actor.update, make_batch(6 + step, seed=step), AlgorithmConfig(minibatch=6))
+        train_batch(group, Actor.update, make_batch(6 + step, seed=step), AlgorithmConfig(minibatch=6))
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[1] == seen[-1] > 0, seen
 
@@ -73,7 +73,7 @@ def test_compiled_layers_of_a_sharded_model(tiny: str) -> None:
     for compiled in (False, True):
         group = launch(Actor, backend="inline")
         group.run(Actor.init_model, tiny, ModelConfig(compile=compiled, dtype="bfloat16"), toy_optim(micro_tokens=150))
-        metrics = group.run(Actor.update, make_batch(8), AlgorithmConfig(minibatch=6))
+        metrics = train_batch(group, Actor.update, make_batch(8), AlgorithmConfig(minibatch=6))
         found.append((metrics["loss"], metrics["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert counters["stats"]["unique_graphs"] > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain_trainer import Batch, PlainActor, PlainCritic
 from tensordict import TensorDict
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -182,7 +182,7 @@ def test_the_first_optimizer_step_of_each_rate_is_the_rate_against_the_sign_of_t
     actor.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**{"betas": (0.0, 0.0), "max_grad_norm": 1e9, **change}), TOTAL)
     before = named(actor)
     for step, expected in enumerate(rates):
-        metrics = actor.run(Actor.update, make_batch(6), AlgorithmConfig(minibatch=6), step=step)
+        metrics = train_batch(actor, Actor.update, make_batch(6), AlgorithmConfig(minibatch=6), step=step)
         after = named(actor)
         moved = torch.cat([(after[name] - before[name]).flatten().abs() for name in after])
         assert metrics["lr"] == pytest.approx(expected)
@@ -253,7 +253,7 @@ def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str
     critic = launch(Critic, backend="inline", world_size=1)
     critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(warmup=2), section, TOTAL)
     rows = [
-        critic.run(Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
+        train_batch(critic, Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
         for step, batch in enumerate(batches(tiny))
     ]
     batch = batches(tiny)[0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learners import config_of, opened
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -242,7 +242,7 @@ def test_rejected_tokens_leave_every_count(tiny: str) -> None:
     proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
     batch["old_logprobs"] = nested_tensor(proximal, batch["token_ids"].offsets())
     batch["advantages"] = batch["logprobs"].clone()
-    metrics = learner.actors.run(Actor.update, batch, algorithm)
+    metrics = train_batch(learner.actors, Actor.update, batch, algorithm)
     kept = (proximal <= batch["logprobs"].values()) & batch["sampled"].values()
     assert metrics["tokens_trained"] == int(kept.sum()) < int(batch["sampled"].values().sum())
 

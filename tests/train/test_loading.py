@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
@@ -250,7 +250,7 @@ def test_an_export_of_a_run_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     (run / "config.toml").write_text(to_toml(TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=path))))
     actors = launch(Actor, backend="inline", world_size=1)
     actors.run(Actor.init_model, path, ModelConfig(), toy_optim())
-    actors.run(Actor.update, make_batch(4), AlgorithmConfig())
+    train_batch(actors, Actor.update, make_batch(4), AlgorithmConfig())
     with Checkpoints(run / "checkpoints", keep=1).writing(1) as aside:
         actors.run(Actor.save, str(aside / "actor"))
     actors.run(Actor.export_hf, str(tmp_path / "direct"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from learners import config_of, opened
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from agentrl.cluster.launch import launch
@@ -76,7 +76,7 @@ def test_an_actor_that_is_sent_away_frees_its_storages_and_learns_the_same(
     trained = sum(p.numel() for _, p in engine_of(goes).named())
     for step in range(3):
         batch = make_batch(8, seed=step)
-        rows = [group.run(Actor.update, batch, ALGORITHM, step=step) for group in (stays, goes)]
+        rows = [train_batch(group, Actor.update, batch, ALGORITHM, step=step) for group in (stays, goes)]
         assert rows[0] == rows[1]
         assert resident(goes) == 4 * numbers + 8 * trained  # float32, and AdamW's two moments
         goes.run(Actor.offload)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pair_batches import PAIRS, episodes, models
-from train_batches import toy_optim
+from train_batches import toy_optim, train_batch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
@@ -49,7 +49,7 @@ def same(found: dict[str, float], name: str) -> None:
 
 def test_the_supervised_loss_is_trls(folder: Path) -> None:
     chosen = steps_batch(episodes()[0::2], PAIRS, "off")
-    same(group(Actor, folder / "policy", 512).run(Actor.supervise, chosen, 1), "sft")
+    same(train_batch(group(Actor, folder / "policy", 512), Actor.supervise, chosen, 1), "sft")
 
 
 @pytest.mark.parametrize(("cap", "sharing"), [(512, "off"), (512, "on"), (40, "off")])
@@ -57,13 +57,15 @@ def test_the_dpo_loss_and_its_gradient_are_trls_also_with_the_rows_of_a_pair_apa
     """A cap of 40 tokens puts nearly every row into a micro-batch of its own."""
     before = group(Actor, folder / "reference", cap).run(Actor.compute_logprob, paired().batch)["logprobs"]
     reference = torch.stack([row.sum() for row in before.unbind()]).double()
-    found = group(Actor, folder / "policy", cap).run(Actor.prefer, paired(reference, sharing).batch, 1, PAIRS, Dpo(TRL["beta"]))
+    found = train_batch(
+        group(Actor, folder / "policy", cap), Actor.prefer, paired(reference, sharing).batch, 1, PAIRS, Dpo(TRL["beta"])
+    )
     same(found, "dpo")
 
 
 def test_the_reward_models_loss_is_trls_and_what_it_writes_is_a_reward_model(folder: Path, tmp_path: Path) -> None:
     trained = group(RewardTrainer, folder / "classifier", 512)
-    same(trained.run(RewardTrainer.prefer, paired().batch, 1, PAIRS), "reward")
+    same(train_batch(trained, RewardTrainer.prefer, paired().batch, 1, PAIRS), "reward")
     trained.run(RewardTrainer.export_hf, str(tmp_path / "out"))
     judge = group(RewardModel, tmp_path / "out", 512)
     now = trained.run(RewardTrainer.compute_scores, paired().batch)["score"]
@@ -80,5 +82,5 @@ def test_an_episode_of_several_rows_counts_once_in_dpo_with_all_and_in_scores_wi
     zero = torch.zeros(len(view), dtype=torch.float64)
     whole = torch.tensor([False, *[True] * (len(view) - 1)])
     batch = view.with_rows(reference=zero, whole=whole).batch
-    same(group(RewardTrainer, folder / "classifier", 512).run(RewardTrainer.prefer, batch, 1, PAIRS), "reward")
+    same(train_batch(group(RewardTrainer, folder / "classifier", 512), RewardTrainer.prefer, batch, 1, PAIRS), "reward")
     assert len(rest) == 2 * PAIRS - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
@@ -40,7 +40,7 @@ def test_activation_checkpointing_changes_nothing(tiny: str) -> None:
     plain, thin = start(tiny, ModelConfig()), start(tiny, ModelConfig(activation_checkpointing=True))
     for step in range(2):
         batch = make_batch(8, seed=step)
-        agree(plain.run(Actor.update, batch, ALGORITHM), thin.run(Actor.update, batch, ALGORITHM))
+        agree(train_batch(plain, Actor.update, batch, ALGORITHM), train_batch(thin, Actor.update, batch, ALGORITHM))
     mine, theirs = weights(plain), weights(thin)
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
 
@@ -99,7 +99,7 @@ def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Pa
     plain = weights(start(tiny, ModelConfig()))
     assert before.keys() == plain.keys() and all(torch.equal(before[n], plain[n]) for n in plain)
     for step in range(3):
-        group.run(Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+        train_batch(group, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
     after = weights(group)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed == {n for n in before if n.split(".")[-2] in LINEAR}
@@ -117,11 +117,11 @@ def test_lora_trains_adapters_alone_and_publishes_merged(tiny: str, tmp_path: Pa
 
 def test_lora_save_and_resume(tiny: str, tmp_path: Path) -> None:
     straight, resumed = start(tiny, LORA), start(tiny, LORA)
-    straight.run(Actor.update, make_batch(8), ALGORITHM)
+    train_batch(straight, Actor.update, make_batch(8), ALGORITHM)
     straight.run(Actor.save, str(tmp_path / "c"))
     resumed.run(Actor.load, str(tmp_path / "c"))
     for group in (straight, resumed):
-        group.run(Actor.update, make_batch(8, seed=1), ALGORITHM, step=1)
+        train_batch(group, Actor.update, make_batch(8, seed=1), ALGORITHM, step=1)
     mine, theirs = weights(straight), weights(resumed)
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
 
@@ -151,8 +151,8 @@ def test_against_one_rank(ray_up: None, tiny: str, tmp_path: Path, ranks: int, m
         for step in range(2):
             batch = make_batch(11, seed=step)
             agree(
-                one.run(Actor.update, batch, ALGORITHM, step=step),
-                many.run(Actor.update, batch, ALGORITHM, step=step),
+                train_batch(one, Actor.update, batch, ALGORITHM, step=step),
+                train_batch(many, Actor.update, batch, ALGORITHM, step=step),
             )
         batch = make_batch(5, seed=7)
         logprobs = [group.run(Actor.compute_logprob, batch)["logprobs"].values() for group in (one, many)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from learners import start
-from train_batches import make_batch
+from train_batches import make_batch, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice
@@ -25,10 +25,10 @@ def test_the_pieces_of_an_update_are_the_update_bit_for_bit(tiny: str, more: dic
     whole, pieces = start(tiny), start(tiny)
     for step in range(2):
         batch = make_batch(8, seed=step)
-        count = int(whole.run(Actor.update, batch, algorithm, step=step, seed=5)["minibatches"])
+        count = int(train_batch(whole, Actor.update, batch, algorithm, step=step, seed=5)["minibatches"])
         assert count > 1
         for part in range(count):
-            pieces.run(Actor.forward_backward, batch, algorithm, step=step, seed=5, part=part)
+            train_batch(pieces, Actor.forward_backward, batch, algorithm, step=step, seed=5, part=part)
             assert pieces.run(Actor.optim_step)["optimizer_steps"] == 1.0
         pieces.run(Actor.end_update)
     expected, found = weights_of(whole), weights_of(pieces)
@@ -46,7 +46,7 @@ def test_gradients_of_two_calls_are_those_of_the_batch_that_joins_them(tiny: str
     rows: list[torch.Tensor] = []
     losses = []
     for batch in batches:
-        losses.append(actor.run(Actor.forward_backward, batch, algorithm)["loss"])
+        losses.append(train_batch(actor, Actor.forward_backward, batch, algorithm)["loss"])
         for row in range(len(batch)):
             ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
             logprobs = torch.log_softmax(model(ids[None]).logits[0].double(), -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
@@ -70,7 +70,7 @@ def test_a_rate_of_ones_own_and_the_schedules(tiny: str) -> None:
         if lr == "end":
             actor.run(Actor.end_update)
             continue
-        actor.run(Actor.forward_backward, batch, algorithm)
+        train_batch(actor, Actor.forward_backward, batch, algorithm)
         found.append(actor.run(Actor.optim_step, lr)["lr"])
     assert found == pytest.approx([0.25e-3, 0.25e-3, 0.5e-3, 5e-4])
 
@@ -80,10 +80,10 @@ def test_what_is_not_finite_takes_no_step_and_dropped_gradients_leave_nothing(ti
     before = weights_of(actor)
     batch = make_batch(4)
     batch["advantages"].values()[batch["sampled"].values()] = float("nan")
-    actor.run(Actor.forward_backward, make_batch(4, seed=3), algorithm)
-    actor.run(Actor.forward_backward, batch, algorithm)
+    train_batch(actor, Actor.forward_backward, make_batch(4, seed=3), algorithm)
+    train_batch(actor, Actor.forward_backward, batch, algorithm)
     assert actor.run(Actor.optim_step)["optimizer_steps"] == 0.0
-    actor.run(Actor.forward_backward, make_batch(4), algorithm)
+    train_batch(actor, Actor.forward_backward, make_batch(4), algorithm)
     actor.run(Actor.drop_gradients)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(actor).items())
     with pytest.raises(AgentrlError, match="no gradients wait"):

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from train_batches import sharing, toy_critic, toy_optim
+from train_batches import sharing, toy_critic, toy_optim, train_batch
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.worker import Call, Mesh
 from agentrl.config.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -30,6 +29,7 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
 from tests.conftest import proof
 from tests.publishing import weights_of
@@ -99,8 +99,8 @@ def agree(one: dict[str, float], other: dict[str, float]) -> None:
 def test_an_update_is_the_same_with_shared_prefixes(tiny: str, sizes: tuple[int, ...], cap: int) -> None:
     batch = groups_of(sizes)
     plain, shared = start(Actor, tiny, cap=cap), start(Actor, tiny, cap=cap)
-    one = plain.run(Actor.update, batch, ALGORITHM)
-    other = shared.run(Actor.update, sharing(batch, "on"), ALGORITHM)
+    one = train_batch(plain, Actor.update, batch, ALGORITHM)
+    other = train_batch(shared, Actor.update, sharing(batch, "on"), ALGORITHM)
     agree(one, other)
     assert (weights(plain) - weights(shared)).abs().max() < 1e-5
     assert one["prefix_ratio"] == 1.0 and other["prefix_ratio"] > (1.1 if len(sizes) == 1 else 1.3)
@@ -115,7 +115,7 @@ def test_the_critic_is_the_same_with_shared_prefixes(tiny: str) -> None:
     found = []
     for rows in (batch, sharing(batch, "on")):
         critic = start(Critic, tiny)
-        metrics = critic.run(Critic.update, rows, algorithm)
+        metrics = train_batch(critic, Critic.update, rows, algorithm)
         found.append((metrics, critic.run(Critic.compute_values, rows)["values"].values()))
     agree(found[0][0], found[1][0])
     assert found[0][1].abs().max() > 0 and torch.allclose(found[0][1], found[1][1], atol=1e-5)
@@ -127,7 +127,7 @@ def test_auto_shares_where_it_wins_and_not_where_it_does_not(tiny: str) -> None:
     ratios = {}
     for prompt in (200, 17, 16):
         for mode in ("off", "auto", "on"):
-            metrics = actor.run(Actor.update, sharing(groups_of((2,), prompt), mode), ALGORITHM)
+            metrics = train_batch(actor, Actor.update, sharing(groups_of((2,), prompt), mode), ALGORITHM)
             ratios[prompt, mode] = metrics["prefix_ratio"]
     assert ratios[200, "auto"] == ratios[200, "on"] > 1.5 and ratios[200, "off"] == 1.0
     assert ratios[17, "auto"] == ratios[17, "on"] > 1.0
@@ -213,8 +213,7 @@ def test_the_key_groups_keeps_a_group_in_one_minibatch_and_on_one_rank(groups: s
     in each, one on either rank. Split: groups are spread over both."""
     batch = groups_of((4,) * 6)
     algorithm = AlgorithmConfig(minibatch=8, groups=groups)  # type: ignore[arg-type]
-    call = Call("test", ("batch",), (batch,), {"algorithm": algorithm})
-    planned = Actor.dispatch_table["update"].scatter(call, Mesh.of({"dp": 2}, 2)).batch
+    planned = cut_update(batch, algorithm, 2)
     homes: dict[int, set[tuple[int, int]]] = {}
     for group, part, rank in zip(planned["group"], planned["minibatch"], planned["dp_rank"], strict=True):
         homes.setdefault(int(group), set()).add((int(part), int(rank)))
@@ -243,10 +242,10 @@ def test_two_ranks_share_as_one_and_tokens_may_be_spread_over_ranks(ray_up: None
         free = ALGORITHM.model_copy(update={"groups": "split"})
         for step, (sizes, algorithm) in enumerate([((1, 3, 7), ALGORITHM), ((6,), free)]):
             batch = groups_of(sizes, seed=step)
-            expected = start(Actor, tiny, cap=130).run(Actor.update, batch, algorithm) if not step else None
+            expected = train_batch(start(Actor, tiny, cap=130), Actor.update, batch, algorithm) if not step else None
             shared = sharing(batch, "on")
             for group in (two, tokens):
-                metrics = group.run(Actor.update, shared, algorithm)
+                metrics = train_batch(group, Actor.update, shared, algorithm)
                 assert metrics["prefix_ratio"] > 1.2
                 if expected:
                     agree(expected, metrics)

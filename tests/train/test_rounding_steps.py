@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from learners import start
-from train_batches import make_batch, sharing
+from train_batches import make_batch, sharing, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, KlConfig
@@ -54,7 +54,7 @@ def exact(tiny: str, batch: Any, moved: float) -> float:
 def stepped(actor: Any, batch: Any) -> tuple[float, float]:
     """The gradient's norm, and the farthest that a weight went in its optimizer step."""
     before = {name: tensor.clone() for name, tensor in weights_of(actor).items()}
-    actor.run(Actor.forward_backward, batch, ALGORITHM, kl_coef=COEF)
+    train_batch(actor, Actor.forward_backward, batch, ALGORITHM, kl_coef=COEF)
     norm = actor.run(Actor.optim_step)["grad_norm"]
     return norm, max(float((tensor - before[name]).abs().max()) for name, tensor in weights_of(actor).items())
 

@@ -19,6 +19,7 @@ from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.data.expert_routing import FREE, Routers, RouterWatch, load_metrics
 from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ModelError
 from tests import moe
@@ -76,9 +77,9 @@ def logprobs(actor: Any, batch: TensorDict) -> Tensor:
     return values
 
 
-def mine(method: str, batch: TensorDict, **arguments: Any) -> TensorDict:
+def mine(method: str, batch: TensorDict) -> TensorDict:
     """What the dispatch table gives the only rank."""
-    shipment = Actor.dispatch_table[method].scatter(Call("one", ("batch",), (batch,), arguments), CONTEXT.mesh)
+    shipment = Actor.dispatch_table[method].scatter(Call("one", ("batch",), (batch,), {}), CONTEXT.mesh)
     return select(shipment.batch, shipment.rows[0])
 
 
@@ -133,7 +134,7 @@ class Kept:
 
 def updated(actor: Actor, batch: TensorDict) -> tuple[dict[str, float], dict[str, Tensor]]:
     kept = Kept(actor)
-    metrics = actor.update(mine("update", batch, algorithm=AlgorithmConfig(), step=1, seed=0), AlgorithmConfig(), step=1)
+    metrics = actor.update(mine("update", cut_update(batch, AlgorithmConfig(), 1, step=1)), AlgorithmConfig(), step=1)
     return metrics, kept.gradients
 
 

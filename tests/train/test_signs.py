@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim
+from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -43,7 +43,7 @@ def test_an_entropy_bonus_raises_entropy(tiny: str) -> None:
     group = start(tiny, lr=1e-3)
     entropy = [mean_of(group, "entropy", batch)]
     for step in range(3):
-        group.run(Actor.update, batch, REINFORCE.model_copy(update={"entropy_bonus": 1.0}), step=step)
+        train_batch(group, Actor.update, batch, REINFORCE.model_copy(update={"entropy_bonus": 1.0}), step=step)
         entropy.append(mean_of(group, "entropy", batch))
     assert entropy == sorted(entropy) and entropy[3] > entropy[0] + 0.003, entropy
 
@@ -53,7 +53,7 @@ def test_tokens_with_a_positive_advantage_become_likelier_and_the_others_less(ti
     group = start(tiny)
     before = group.run(Actor.compute_logprob, batch)["logprobs"].values()
     for step in range(3):
-        group.run(Actor.update, batch, REINFORCE, step=step)
+        train_batch(group, Actor.update, batch, REINFORCE, step=step)
     moved = group.run(Actor.compute_logprob, batch)["logprobs"].values() - before
     assert float((moved * batch["advantages"].values()).sum()) > 0.1
 
@@ -62,7 +62,7 @@ def test_weight_decay_shrinks_matrices_by_its_rate_and_leaves_norms(tiny: str) -
     """Without a gradient AdamW leaves w (1 - lr decay)."""
     group = start(tiny, lr=1e-2, weight_decay=0.5)
     before = weights(group)
-    group.run(Actor.update, without_advantages(make_batch(8)), AlgorithmConfig(minibatch=64))
+    train_batch(group, Actor.update, without_advantages(make_batch(8)), AlgorithmConfig(minibatch=64))
     for name, after in weights(group).items():
         factor = 1.0 if after.ndim <= 1 else 1 - 1e-2 * 0.5
         assert torch.allclose(after, before[name] * factor, atol=1e-7), name
@@ -72,7 +72,7 @@ def test_weight_decay_shrinks_matrices_by_its_rate_and_leaves_norms(tiny: str) -
 def test_a_step_takes_its_own_gradient_and_none_of_the_step_before(tiny: str) -> None:
     """At a rate of next to nothing the weights stay, so the same batch has the same gradient norm every time."""
     group = start(tiny, lr=1e-12)
-    norms = [group.run(Actor.update, make_batch(8), REINFORCE, step=step)["grad_norm"] for step in range(3)]
+    norms = [train_batch(group, Actor.update, make_batch(8), REINFORCE, step=step)["grad_norm"] for step in range(3)]
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-4)
 
 
@@ -84,7 +84,7 @@ def test_the_gradient_is_cut_to_its_largest_norm(tiny: str) -> None:
             batch = make_batch(8, seed=step)
             sampled = batch["sampled"]
             batch.update({"advantages": nested_tensor(batch["advantages"].values() * scale, offsets_of(sampled))})
-            group.run(Actor.update, batch, REINFORCE, step=step)
+            train_batch(group, Actor.update, batch, REINFORCE, step=step)
     one, two = (_after_adam(tiny, norm) for norm in (1e6, 1e-3))
     assert distance(one, two) > 1e-4
     assert distance(weights(plain), one) < 1e-6 and distance(weights(cut), two) < 1e-6
@@ -117,7 +117,7 @@ def _after_adam(tiny: str, most: float) -> dict[str, torch.Tensor]:
 
 def test_every_epoch_takes_every_minibatch_once(tiny: str) -> None:
     algorithm = AlgorithmConfig(minibatch=4, epochs=3, loss=Choice(name="reinforce"))
-    metrics = start(tiny).run(Actor.update, make_batch(8), algorithm)
+    metrics = train_batch(start(tiny), Actor.update, make_batch(8), algorithm)
     assert metrics["optimizer_steps"] == 6
 
 
@@ -131,14 +131,14 @@ def test_an_off_policy_correction_weighs_the_loss(tiny: str) -> None:
         sampled = batch["sampled"]
         old = batch["logprobs"].values() + math.log(1.5) * sampled.values()
         batch.update({"old_logprobs": nested_tensor(old, offsets_of(sampled))})
-        found.append(start(tiny).run(Actor.update, batch, algorithm))
+        found.append(train_batch(start(tiny), Actor.update, batch, algorithm))
     assert found[1]["loss"] == pytest.approx(1.5 * found[0]["loss"], rel=1e-5)
     assert found[1]["grad_norm"] == pytest.approx(1.5 * found[0]["grad_norm"], rel=1e-5)
 
 
 def test_a_resume_goes_on_with_the_schedule_and_the_random_numbers(tiny: str, tmp_path: Path) -> None:
     group = start(tiny, total=4, schedule="linear")
-    rates = [group.run(Actor.update, make_batch(4, seed=step), REINFORCE, step=step)["lr"] for step in range(2)]
+    rates = [train_batch(group, Actor.update, make_batch(4, seed=step), REINFORCE, step=step)["lr"] for step in range(2)]
     torch.manual_seed(5)
     group.run(Actor.save, str(tmp_path / "c"))
     expected = torch.rand(3)
@@ -146,7 +146,7 @@ def test_a_resume_goes_on_with_the_schedule_and_the_random_numbers(tiny: str, tm
     resumed = start(tiny, total=4, schedule="linear")
     resumed.run(Actor.load, str(tmp_path / "c"))
     assert torch.equal(torch.rand(3), expected)
-    rates.append(resumed.run(Actor.update, make_batch(4, seed=2), REINFORCE, step=2)["lr"])
+    rates.append(train_batch(resumed, Actor.update, make_batch(4, seed=2), REINFORCE, step=2)["lr"])
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3])
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from learners import config_of, opened, start
 from tensordict import TensorDict
-from train_batches import make_batch, toy_critic, toy_optim, trajectories
+from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
@@ -77,7 +77,7 @@ def test_the_entropy_bonus_alone_has_the_gradient_of_its_term_and_raises_entropy
     algorithm = AlgorithmConfig(minibatch=6, entropy_bonus=bonus)
     actor = start(tiny, lr=1e-4, max_grad_norm=1e9)
     before = named(actor)
-    metrics = actor.run(Actor.update, batch, algorithm, temperature=temperature)
+    metrics = train_batch(actor, Actor.update, batch, algorithm, temperature=temperature)
     moved = {name: tensor - before[name] for name, tensor in named(actor).items()}
     model = plain(tiny)
     entropies = torch.cat([-(table.exp() * table).sum(-1) for table in tables(model, batch, temperature)])
@@ -109,7 +109,7 @@ def test_the_gradient_of_the_bonus_is_a_finite_difference_of_the_entropy(tiny: s
             found.append(entropy().item())
     assert (found[0] - found[1]) / (2 * eps) == pytest.approx(square, rel=1e-2)
     bonus = AlgorithmConfig(minibatch=4, entropy_bonus=1.0)
-    metrics = start(tiny, max_grad_norm=1e9).run(Actor.update, batch, bonus)
+    metrics = train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, bonus)
     assert metrics["grad_norm"] ** 2 == pytest.approx(square, rel=1e-4)
 
 
@@ -148,7 +148,7 @@ def test_actor_proximal_and_reference_are_all_taken_at_the_temperature_of_the_ro
 def test_the_gradient_is_that_of_logprobs_at_the_temperature(tiny: str, temperature: float) -> None:
     batch = make_batch(6)
     algorithm = AlgorithmConfig(minibatch=6, loss=Choice(name="reinforce"))
-    metrics = start(tiny, max_grad_norm=1e9).run(Actor.update, batch, algorithm, temperature=temperature)
+    metrics = train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, algorithm, temperature=temperature)
     model = plain(tiny)
     loss = -(chosen(model, batch, temperature) * batch["advantages"].values()[batch["sampled"].values()].double()).mean()
     loss.backward()
@@ -159,7 +159,7 @@ def test_the_gradient_is_that_of_logprobs_at_the_temperature(tiny: str, temperat
 
 def test_greedy_rollouts_are_trained_at_temperature_one(tiny: str) -> None:
     batch = make_batch(4)
-    found = [start(tiny).run(Actor.update, batch, AlgorithmConfig(), temperature=t) for t in (0.0, 1.0)]
+    found = [train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(), temperature=t) for t in (0.0, 1.0)]
     assert found[0] == found[1]
 
 
@@ -171,7 +171,7 @@ def test_decay_shrinks_matrices_by_lr_times_decay_and_leaves_vectors(tiny: str) 
     batch["advantages"].values().zero_()
     actor = start(tiny, lr=1e-2, weight_decay=0.5)
     before = named(actor)
-    actor.run(Actor.update, batch, AlgorithmConfig(minibatch=4))
+    train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=4))
     after = named(actor)
     vectors = [name for name, tensor in before.items() if tensor.ndim == 1]
     assert any("norm" in name for name in vectors) and len(vectors) < len(before)
@@ -198,13 +198,13 @@ def test_the_critic_follows_warm_up_and_schedule_and_a_resume_goes_on_with_them(
     critic = critic_of(tiny, 6, **optim)
     expected = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     for step in range(4):
-        metrics = critic.run(Critic.update, valued(step), AlgorithmConfig(), step=step)
+        metrics = train_batch(critic, Critic.update, valued(step), AlgorithmConfig(), step=step)
         assert metrics["critic/lr"] == pytest.approx(1e-3 * expected[step])
     critic.run(Critic.save, str(tmp_path / "c"))
     resumed = critic_of(tiny, 6, **optim)
     resumed.run(Critic.load, str(tmp_path / "c"))
     for step in (4, 5):
-        found = [one.run(Critic.update, valued(step), AlgorithmConfig(), step=step) for one in (critic, resumed)]
+        found = [train_batch(one, Critic.update, valued(step), AlgorithmConfig(), step=step) for one in (critic, resumed)]
         assert found[0] == found[1] and found[0]["critic/lr"] == pytest.approx(1e-3 * expected[step])
     values = [one.run(Critic.compute_values, valued())["values"].values() for one in (critic, resumed)]
     assert torch.equal(*values)
@@ -216,7 +216,7 @@ def test_the_rate_of_the_critic_reaches_its_weights(tiny: str) -> None:
     """The first step of Adam is the rate itself: the value head starts at 0, so its largest weight is lr x share after it."""
     for warmup, share in ((0, 1.0), (10, 0.1)):
         critic = critic_of(tiny, warmup=warmup)
-        critic.run(Critic.update, valued(), AlgorithmConfig(minibatch=6))
+        train_batch(critic, Critic.update, valued(), AlgorithmConfig(minibatch=6))
         [worker] = critic.backend._workers
         head = worker._engine.module.head.weight
         assert head.abs().max().item() == pytest.approx(1e-3 * share, rel=1e-3)
@@ -382,7 +382,7 @@ def test_ratio_one_makes_the_loss_minus_the_mean_advantage(tiny: str) -> None:
     now = actor.run(Actor.compute_logprob, batch)["logprobs"].values()
     batch["logprobs"].values().copy_(now)
     batch["advantages"].values().copy_(sampled.float())
-    metrics = actor.run(Actor.update, batch, AlgorithmConfig(minibatch=6))
+    metrics = train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=6))
     assert metrics["loss"] == pytest.approx(-1.0, abs=1e-6) and metrics["mismatch_max"] < 1e-5
     after = actor.run(Actor.compute_logprob, batch)["logprobs"].values()
     assert after.sum() > now.sum() + 1e-3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, toy_sft, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection, ModelConfig
@@ -55,12 +55,12 @@ def test_every_row_of_a_card_has_memory_speed_and_utilization(tiny: str, monkeyp
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
     batch, algorithm = make_batch(6), AlgorithmConfig(minibatch=3, epochs=2)
-    assert not [key for key in group.run(Actor.update, batch, algorithm) if key.startswith("gpu/")]  # there is none
+    assert not [key for key in train_batch(group, Actor.update, batch, algorithm) if key.startswith("gpu/")]  # there is none
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(usage, "card_of", lambda device: Card("NVIDIA H100", 3 * 2**30))
     monkeypatch.setattr(usage.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(ModelConfig, "computes_in", lambda self, cuda: "bfloat16")
-    row = group.run(Actor.update, batch, algorithm)
+    row = train_batch(group, Actor.update, batch, algorithm)
     lengths, sampled = offsets_of(batch["token_ids"]).diff(), batch["sampled"].values()
     module = shell(ModelConfig(path=tiny, dtype="bfloat16"))
     flops = flops_of(module, module.hf.config)
@@ -69,8 +69,8 @@ def test_every_row_of_a_card_has_memory_speed_and_utilization(tiny: str, monkeyp
     assert row["gpu/memory_gib"] == 3 and row["gpu/tokens_per_s"] == 2 * int(lengths.sum()) / 2
     assert row["gpu/mfu"] == pytest.approx(work / 2 / 989.5e12)
     group.run(Actor.begin_sft, toy_sft())
-    [found] = group.run(Actor.sft_steps, collate(trajectories(4)), 1)
+    [found] = train_batch(group, Actor.sft_steps, collate(trajectories(4)), 1)
     assert {key for key in found if key.startswith("gpu/")} == {"gpu/memory_gib", "gpu/tokens_per_s", "gpu/mfu"}
     assert all(info_of(key) is not None for key in found if key.startswith("gpu/")) and isinstance(sampled, torch.Tensor)
     monkeypatch.setattr(ModelConfig, "computes_in", lambda self, cuda: "float32")  # the peak is of bfloat16
-    assert "gpu/mfu" not in group.run(Actor.update, batch, algorithm)
+    assert "gpu/mfu" not in train_batch(group, Actor.update, batch, algorithm)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_critic, toy_optim
+from train_batches import make_batch, toy_critic, toy_optim, train_batch
 from transformers import masking_utils
 
 from agentrl.cluster.launch import launch
@@ -86,7 +86,7 @@ def test_a_policy_step_of_several_micro_batches_reads_nothing(tiny: str, card: N
     algorithm = AlgorithmConfig(loss=Choice(name=loss), aggregate=aggregate, kl=KlConfig(coef=0.1, where="loss"), minibatch=12)
     logprobs = batch["logprobs"]
     batch["ref_logprobs"] = nested_tensor(logprobs.values() - 0.1, logprobs.offsets())
-    metrics = group.run(Actor.update, batch, algorithm)
+    metrics = train_batch(group, Actor.update, batch, algorithm)
     assert len(seen) > 1 and metrics["optimizer_steps"] == 1
     assert seen[-1] == {}
     assert waits["__float__"] + waits["cpu"] + waits["tolist"] > 0  # control: reads are seen, after the step
@@ -98,7 +98,7 @@ def test_a_critic_step_reads_nothing(tiny: str, card: None) -> None:
     batch = make_batch(12)
     column = batch["advantages"]
     batch.update({"values": column, "returns": nested_tensor(column.values() + 1, column.offsets())})
-    group.run(Critic.update, batch, AlgorithmConfig(advantage=Choice(name="gae"), minibatch=12))
+    train_batch(group, Critic.update, batch, AlgorithmConfig(advantage=Choice(name="gae"), minibatch=12))
     assert len(seen) > 1 and seen[-1] == {}
 
 
@@ -131,5 +131,5 @@ def test_a_forward_pass_does_not_search_for_packed_rows(tiny: str, engine: str, 
     else:
         group = launch(Actor, backend="inline")
         group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(micro_tokens=200))
-        group.run(Actor.update, make_batch(12), AlgorithmConfig())
+        train_batch(group, Actor.update, make_batch(12), AlgorithmConfig())
         assert searched == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_optimizers import KINDS
-from train_batches import make_batch, toy_optim, toy_sft, trajectories
+from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -56,8 +56,8 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     for step in range(3):  # 13 rows in minibatches of 5, 4, 4: ragged for two ranks
         batch = make_batch(13, seed=step)
         agree(
-            one.run(Actor.update, batch, ALGORITHM, step=step),
-            two.run(Actor.update, batch, ALGORITHM, step=step),
+            train_batch(one, Actor.update, batch, ALGORITHM, step=step),
+            train_batch(two, Actor.update, batch, ALGORITHM, step=step),
         )
     mine, theirs = weights(one), weights(two)
     assert mine.keys() == theirs.keys()
@@ -75,14 +75,14 @@ def test_two_ranks_train_as_one_and_load_as_one(two: WorkerGroup[Actor], tiny: s
     back = weights(resumed)
     assert all(torch.equal(back[n], theirs[n]) for n in back)
     batch = make_batch(11, seed=5)
-    agree(resumed.run(Actor.update, batch, ALGORITHM, step=3), two.run(Actor.update, batch, ALGORITHM, step=3))
+    agree(train_batch(resumed, Actor.update, batch, ALGORITHM, step=3), train_batch(two, Actor.update, batch, ALGORITHM, step=3))
     mine, theirs = weights(resumed), weights(two)  # by name: how a model is cut decides the order they come in
     assert mine.keys() == theirs.keys()
     assert max((mine[n] - theirs[n]).abs().max().item() for n in mine) < 1e-5
 
 
 def test_fewer_rows_than_ranks(two: WorkerGroup[Actor]) -> None:
-    metrics = two.run(Actor.update, make_batch(1), ALGORITHM)
+    metrics = train_batch(two, Actor.update, make_batch(1), ALGORITHM)
     assert metrics["episodes_trained"] == 1
 
 
@@ -91,7 +91,7 @@ def test_each_optimizer_goes_on_with_another_number_of_ranks(ray_up: None, tiny:
     optim = toy_optim(micro_tokens=150, name=name)
     with launch(Actor, backend="ray", world_size=2, name=name, num_cpus=0.5) as two:
         two.run(Actor.init_model, tiny, ModelConfig(dtype="float32"), optim)
-        two.run(Actor.update, make_batch(6), ALGORITHM)
+        train_batch(two, Actor.update, make_batch(6), ALGORITHM)
         two.run(Actor.save, str(tmp_path / "c"))
         one = launch(Actor, backend="inline", world_size=1)
         one.run(Actor.init_model, tiny, ModelConfig(), optim)
@@ -99,7 +99,7 @@ def test_each_optimizer_goes_on_with_another_number_of_ranks(ray_up: None, tiny:
         one.run(Actor.save, str(tmp_path / "again"))
         two.run(Actor.load, str(tmp_path / "again"))
         batch = make_batch(11, seed=5)
-        agree(one.run(Actor.update, batch, ALGORITHM, step=1), two.run(Actor.update, batch, ALGORITHM, step=1))
+        agree(train_batch(one, Actor.update, batch, ALGORITHM, step=1), train_batch(two, Actor.update, batch, ALGORITHM, step=1))
         mine, theirs = weights(one), weights(two)
     # Muon computes in bfloat16, and 8 bits round by the digits of the mean: both to a share of a step of 1e-3.
     tolerance = {"muon": 1e-4, "adamw_8bit": 1e-4}.get(name, 1e-5)
@@ -114,7 +114,7 @@ def test_supervised_steps_on_two_ranks(two: WorkerGroup[Actor], tiny: str, tmp_p
     losses = []
     for group in (one, two):
         group.run(Actor.begin_sft, toy_sft(warmup=1, min_steps=50))
-        losses.append([group.run(Actor.sft_steps, batch, 3)[-1]["loss"] for _ in range(4)])
+        losses.append([train_batch(group, Actor.sft_steps, batch, 3)[-1]["loss"] for _ in range(4)])
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)  # Muon works in bfloat16
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[1][-1] < losses[1][0]
@@ -126,5 +126,5 @@ def test_bfloat16_is_close_and_not_equal(ray_up: None, tiny: str, tmp_path: Path
     with start(tiny, 1, "ray", "half", dtype="bfloat16") as group:
         half = group.run(Actor.compute_logprob, batch)["logprobs"].values()
         assert exported(group, tmp_path / "hf") == {torch.bfloat16}
-        assert group.run(Actor.update, batch, ALGORITHM)["grad_norm"] > 0
+        assert train_batch(group, Actor.update, batch, ALGORITHM)["grad_norm"] > 0
     assert 0 < (one - half).abs().max() < 0.05

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
 from agentrl.data.collate import collate
 from agentrl.data.rows import Ragged, nested_tensor, offsets_of
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer.minibatch import cut_steps, cut_update
+from agentrl.trainer.roles import Critic
 
 
 def trajectories(count: int, seed: int = 0, longest: int = 40) -> list[Trajectory]:
@@ -61,3 +65,17 @@ def toy_sft(**changed: Any) -> SftConfig:
 def toy_critic(**changed: Any) -> CriticConfig:
     """The same for a critic."""
     return CriticConfig(**{"lr": 1e-3, **changed})
+
+
+def train_batch(group: WorkerGroup[Any], method: Callable[..., Any], batch: TensorDict, *given: Any, **named: Any) -> Any:
+    """Call a training method on a batch as the learner does: cut for its ranks first. `sft_steps` and the like take the number
+    of steps after the batch."""
+    ranks = group.mesh.size("dp")
+    if method.__name__ in ("update", "forward_backward"):
+        order = {key: named[key] for key in ("step", "seed", "part") if key in named}
+        if method.__name__ == "forward_backward":
+            order.setdefault("part", 0)
+        cut = cut_update(batch, given[0], ranks, policy=not issubclass(group.cls, Critic), **order)
+        return group.run(method, cut, *given, **named)
+    count, *rest = given
+    return group.run(method, cut_steps(batch, count, ranks), *rest, **named)

@@ -77,7 +77,7 @@ def size_of(actor: Actor, folder: Path) -> int:
 def train(actor: Actor, steps: range, context: WorkerContext) -> list[float]:
     """This rank's losses."""
     algorithm = AlgorithmConfig()
-    batches = [mine(Actor, "update", make_batch(8, seed=step), algorithm, context) for step in steps]
+    batches = [mine(Actor, make_batch(8, seed=step), algorithm, context) for step in steps]
     return [actor.update(batch, algorithm, step=step)["loss"] for step, batch in zip(steps, batches, strict=True)]
 
 

@@ -16,7 +16,7 @@ from agentrl.data.collate import collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trainer.actor import Actor
-from tests.train.train_batches import make_batch, toy_optim, trajectories
+from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 PROMPT = list(range(20, 40))
 
@@ -58,7 +58,7 @@ def trained(
     else:
         seed = 50
     for step in range(steps):
-        group.run(Actor.update, make_batch(8, seed=seed + step), AlgorithmConfig(), step=step)
+        train_batch(group, Actor.update, make_batch(8, seed=seed + step), AlgorithmConfig(), step=step)
     return group
 
 

@@ -18,7 +18,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from tests.publishing import weights_of
-from tests.train.train_batches import make_batch, toy_optim, trajectories
+from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 PROMPT = list(range(20, 40))
 
@@ -27,7 +27,7 @@ def trained_actor(tiny: str) -> WorkerGroup[Actor]:
     group = launch(Actor, backend="inline", world_size=1)
     group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(lr=1e-2))
     for step in range(3):
-        group.run(Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
+        train_batch(group, Actor.update, make_batch(8, seed=step), AlgorithmConfig(), step=step)
     return group
 
 
@@ -74,7 +74,7 @@ def test_a_bucket_is_a_copy(tiny: str, route: str) -> None:
     before = weights_of(actor)
     receiver = open_receiver(actor.run(Actor.open_route, route, WeightsConfig(), 1), 0)
     bucket = actor.run(Actor.next_bucket, True)
-    actor.run(Actor.update, make_batch(8, seed=9), AlgorithmConfig(), step=9)
+    train_batch(actor, Actor.update, make_batch(8, seed=9), AlgorithmConfig(), step=9)
     assert bucket is not None
     found = dict(receiver.receive(bucket))
     assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from agentrl.data.schedule import Mode
 from agentrl.run.display import Count
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor, BradleyTerry, Dpo, means, pair_step, scores
-from agentrl.trainer.minibatch import RowsShard, StepsShard
+from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
 from agentrl.trainer.optim import optim_of, rate
 from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
 from agentrl.utils.threads import in_thread
@@ -34,7 +35,7 @@ class RewardTrainer(TrainedRole):
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "init_model": Broadcast(),
         "compute_scores": RowsShard(),
-        "prefer": StepsShard(collect="metrics", balance="column"),
+        "prefer": MINIBATCHES,
         "export_hf": Broadcast(),
     }
 
@@ -50,11 +51,11 @@ class RewardTrainer(TrainedRole):
         """Row column `score` float32 [N], read at each row's last token."""
         return compute_scores(self._ready(), Ragged.of(batch), self._optim.micro_tokens)
 
-    def prefer(self, batch: TensorDict, count: int, pairs: int) -> dict[str, float]:
-        """One optimizer step (`count` is 1) over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
+    def prefer(self, batch: TensorDict, pairs: int) -> dict[str, float]:
+        """One optimizer step over `pairs` pairs, whose episodes count by their last row (the column `whole`)."""
         engine, factor = self._ready(), self._set_rate()
         metrics = pair_step(engine, Ragged.of(batch), self._optim.micro_tokens, pairs, scores, BradleyTerry())
-        self._updates += count
+        self._updates += 1
         return {**metrics, "lr": factor * self._lr}
 
     def export_hf(self, folder: str) -> None:
@@ -93,12 +94,17 @@ class Objective(ABC):
 
         return await in_thread("batch", made)
 
+    async def train(self, method: Callable[..., Found], view: Ragged, *given: Any) -> Found:
+        """One optimizer step of the group on the rows."""
+        batch = await in_thread("batch", cut_steps, view.batch, 1, self.group.mesh.size("dp"))
+        return await self.group.arun(method, batch, *given)
+
 
 class Supervised(Objective):
     """The mean of -log pi over the trained tokens of a step."""
 
     async def step(self, examples: np.ndarray) -> Found:
-        found: Found = await self.group.arun(Actor.supervise, (await self.view(examples)).batch, 1)
+        found = await self.train(Actor.supervise, await self.view(examples))
         return {name: value for name, value in found.items() if name != "lr_factor"}
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
@@ -127,9 +133,7 @@ class Preferring(Objective):
         reference = torch.zeros(len(view), dtype=torch.float64)
         reference[last] = self._reference[examples].flatten()
         view = view.with_rows(reference=reference, whole=torch.ones(len(view), dtype=torch.bool))
-        loss = Dpo(self.data.beta)
-        found: Found = await self.group.arun(Actor.prefer, view.batch, 1, len(examples), loss)
-        return found
+        return await self.train(Actor.prefer, view, len(examples), Dpo(self.data.beta))
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         totals = await self._totals(await self.view(examples), len(examples))
@@ -153,8 +157,7 @@ class Scoring(Objective):
         whole = torch.zeros(len(view), dtype=torch.bool)
         whole[_last_rows(view)] = True
         view = view.with_rows(reference=torch.zeros(len(view), dtype=torch.float64), whole=whole)
-        found: Found = await self.group.arun(RewardTrainer.prefer, view.batch, 1, len(examples))
-        return found
+        return await self.train(RewardTrainer.prefer, view, len(examples))
 
     async def measure(self, examples: np.ndarray) -> tuple[float, Found]:
         view = await self.view(examples)

@@ -24,7 +24,7 @@ from agentrl.run.session import Session
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput
 from agentrl.trainer.checkpoint import MANIFEST, Checkpoints, check_intact
-from agentrl.trainer.roles import Critic
+from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.train_engine import rests
 from agentrl.trainer.update import check_algorithm
 from agentrl.utils.errors import CheckpointError, ConfigError, NonFiniteError, StepOrderError
@@ -186,15 +186,17 @@ class Trainer:
             )
         if batch.part is None:  # all rows are one optimizer step
             chosen = chosen.model_copy(update={"minibatch": len(batch)})
-        metrics = await self._session.actors.arun(
+        actors, step, seed, part = self._session.actors, batch.version, self.config.seed, batch.part or 0
+        ranks = actors.mesh.size("dp")
+        metrics = await actors.arun(
             Actor.forward_backward,
-            batch.view.batch,
+            await in_thread("batch", cut_update, batch.view.batch, chosen, ranks, step=step, seed=seed, part=part),
             chosen,
-            step=batch.version,
-            seed=self.config.seed,
+            step=step,
+            seed=seed,
             temperature=one_temperature(self.config.rollout, "a trainer"),
             kl_coef=self._session.learner.kl_coef if kl_coef is None else kl_coef,
-            part=batch.part or 0,
+            part=part,
         )
         self.waiting, self._aggregate = self.waiting + 1, chosen.aggregate
         return metrics
@@ -226,11 +228,10 @@ class Trainer:
 
     async def _critic_step(self, batch: TrainBatch) -> Metrics:
         """The update of the critic ([critic]) on the batch, as in a run. Raises ConfigError without one."""
-        critics, algorithm = self._session.learner.critics, self._session.learner.algorithm
-        if critics is None:
+        if self._session.learner.critics is None:
             raise ConfigError("trainer.critic_step: the config has no [critic]")
         self._check_age(batch)
-        return await critics.arun(Critic.update, batch.view.batch, algorithm, step=batch.version, seed=self.config.seed)
+        return await self._session.learner.update_critic(batch.view.batch, batch.version)
 
     critic_step = BothMethod(_critic_step)
 

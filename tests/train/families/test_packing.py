@@ -39,7 +39,7 @@ def updated(path: str, **model: Any) -> tuple[list[int], list[dict[str, torch.Te
         return logprobs(micro, *args)
 
     engine.logprobs = counted  # type: ignore[method-assign]
-    batch = mine(Actor, "update", of_ledgers(), ALGORITHM, actor.context)
+    batch = mine(Actor, of_ledgers(), ALGORITHM, actor.context)
     return rows, log.seen, actor.update(batch, ALGORITHM, temperature=0.7)
 
 
