@@ -219,9 +219,6 @@ class Simulated(Backend):
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return _Done({rank: {"tokens": float(len(shipment.rows[rank]))} for rank in shipment.ranks})
 
-    def put(self, batch: TensorDict) -> Any:
-        return batch
-
     def restart(self) -> None: ...
 
     def close(self) -> None: ...
@@ -230,10 +227,6 @@ class Simulated(Backend):
 class _Done(Pending):
     def __init__(self, values: dict[int, Any]) -> None:
         self._values = values
-
-    @property
-    def handles(self) -> dict[int, Any]:
-        return self._values
 
     def wait(self) -> dict[int, Any]:
         return self._values

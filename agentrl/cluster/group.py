@@ -12,26 +12,19 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from agentrl.cluster.worker import (
-    AllToAll,
     Call,
-    Direct,
-    GatherPlan,
     Mesh,
-    PerRank,
-    RowsOfPart,
     Shipment,
-    Stored,
     Strategy,
     Worker,
     call_shape,
@@ -39,7 +32,7 @@ from agentrl.cluster.worker import (
     resolve,
 )
 from agentrl.data.packing import partition
-from agentrl.data.rows import build, concat, is_ragged, lengths, nested_tensor, offsets_of, select
+from agentrl.data.rows import concat, lengths, select
 from agentrl.utils.errors import CheckpointError, ConfigError, DispatchError
 from agentrl.utils.spans import span
 from agentrl.utils.threads import in_thread
@@ -71,104 +64,59 @@ def reduced_metrics(label: str, parts: Sequence[Any], how: Mapping[str, str]) ->
     return {key: METRIC_REDUCTIONS[how.get(key, "mean")](items) for key, items in values.items()}
 
 
-def join_parts(label: str, parts: Sequence[Any]) -> Any:
-    """TensorDicts, tensors (dense or jagged) or lists of the ranks, one after the other."""
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
-        raise DispatchError(f"{label}: ranks returned different types: {[type(part).__name__ for part in parts]}")
-    if isinstance(first, TensorDict):
-        return concat(parts)
-    if isinstance(first, torch.Tensor):
-        return _joined_tensors(parts)
-    if isinstance(first, list):
-        return [item for part in parts for item in part]
-    raise DispatchError(f"{label}: cannot collect rows of a {type(first).__name__}; return a TensorDict, tensor or list")
-
-
-def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    # torch cannot concatenate jagged tensors along their rows, so values and row lengths are joined below.
-    if not is_ragged(parts[0]):
-        return torch.cat(list(parts))
-    counts = torch.cat([offsets_of(part).diff() for part in parts])
-    offsets = torch.zeros(len(counts) + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=offsets[1:])
-    return nested_tensor(torch.cat([part.values() for part in parts]), offsets)
-
-
-def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> Any:
+def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) -> TensorDict:
     """The ranks' rows in the driver's order: entry k of `parts[r]` is row `rows[r][k]`.
 
-    Raises DispatchError if a rank returned another number of rows than it was given.
+    Raises DispatchError if a rank returned no TensorDict, or another number of rows than it was given.
     """
+    for part in parts:
+        if not isinstance(part, TensorDict):
+            raise DispatchError(f"{label}: collect='source' needs a TensorDict from each rank, got {type(part).__name__}")
     given, got = [len(row) for row in rows], [len(part) for part in parts]
     if given != got:
         raise DispatchError(f"{label}: collect='source' needs one result per row; ranks got {given}, returned {got}")
-    whole = join_parts(label, parts)
+    whole = concat(parts)
     order = np.argsort(np.concatenate(list(rows)), kind="stable")
     # One rank, or rows split contiguously: saves a copy of the whole batch.
-    if np.array_equal(order, np.arange(len(order))):
-        return whole
-    if isinstance(whole, TensorDict):
-        return select(whole, order)
-    if isinstance(whole, list):
-        return [whole[i] for i in order.tolist()]
-    # As a batch of one column, because `select` alone knows how rows of a jagged tensor are picked.
-    return select(build({"value": whole}, len(order)), order).get("value")
+    return whole if np.array_equal(order, np.arange(len(order))) else select(whole, order)
 
 
 # Rows over ranks
 
-Collect = Literal["source", "concat", "metrics", "none"]
-
 
 @dataclass(frozen=True)
 class Shard(Strategy):
-    """Each rank along a mesh axis gets its rows of a TensorDict batch.
+    """Each rank along a mesh axis gets its rows of the first argument, a TensorDict; all others go to every rank.
 
     Any number of rows over any number of ranks is legal: a rank may get zero rows. Ranks that share a
     coordinate of `mesh` (for example tensor-parallel peers) get the same rows; results are taken from
     one of them.
 
-    - `argument`: the parameter that holds the batch, by default the first; all others (for example a
-      function) go to every rank.
-    - `balance`: None splits contiguously into nearly equal row counts; "tokens" splits by a n + b n^2
-      over row lengths (`cost`); "column" takes the rank from the batch's row column `dp_rank`
-      (-1: the row goes to no rank; not allowed if `collect` is "source").
+    - `balance`: None splits contiguously into nearly equal row counts; "tokens" balances the tokens of the rows;
+      "column" takes the rank from the batch's row column `dp_rank` (-1: the row goes to no rank; not allowed if
+      `collect` is "source").
     - `stays`: columns that no worker reads and that are therefore not sent.
-    - `collect`: "source" puts the ranks' rows (TensorDict, tensor or list, one entry per row) back into
-      the driver's row order; "concat" joins them in rank order; "metrics" reduces dicts of numbers to
-      one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"), and lists of such dicts
-      to one list, place by place; "none" drops them.
-
-    The batch may be a future of another group (`Future.value`). If that has as many pieces as this
-    mesh axis has ranks, rank i gets piece i; otherwise its rows are split again. In both cases the rows do not
-    pass through the driver.
+    - `collect`: "source" puts the ranks' rows, one entry per row, back into the driver's row order; "metrics"
+      reduces dicts of numbers to one, key by key, by `metrics` ("sum", "mean", "max", "min"; by default "mean"),
+      and lists of such dicts to one list, place by place.
     """
 
     mesh: str = "dp"
-    collect: Collect = "source"
+    collect: Literal["source", "metrics"] = "source"
     balance: Literal["tokens", "column"] | None = None
-    argument: str | None = None
     metrics: Mapping[str, str] = field(default_factory=dict, hash=False)
-    cost: tuple[float, float] = (1.0, 0.0)
     stays: tuple[str, ...] = ()
 
     def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
-        usable = positional(parameters)
-        if not usable:
+        if not positional(parameters):
             raise DispatchError(f"{label}: Shard() passes a TensorDict, the method has no parameter for it")
-        if self.argument is not None and self.argument not in usable:
-            raise DispatchError(f"{label}: Shard() names the parameter {self.argument!r}; the method has {usable}")
-        chosen = next(p for p in parameters if p.name == (self.argument or usable[0]))
-        declared = _text(chosen.annotation)
+        first = parameters[0]
+        declared = _text(first.annotation)
         if declared and not any(word in declared for word in ("TensorDict", "Any", "object")):
-            raise DispatchError(f"{label}: Shard() passes a TensorDict as {chosen.name!r}, which is declared as {declared}")
-        if returns in (None, "None") and self.collect != "none":
+            raise DispatchError(f"{label}: Shard() passes a TensorDict as {first.name!r}, which is declared as {declared}")
+        if returns in (None, "None"):
             raise DispatchError(f"{label}: Shard(collect={self.collect!r}) needs a result, the method returns None")
-        self._check_options(label)
-
-    def _check_options(self, label: str) -> None:
-        if self.collect not in ("source", "concat", "metrics", "none"):
+        if self.collect not in ("source", "metrics"):
             raise DispatchError(f"{label}: unknown collect {self.collect!r}")
         if self.balance not in (None, "tokens", "column"):
             raise DispatchError(f"{label}: unknown balance {self.balance!r}")
@@ -177,25 +125,14 @@ class Shard(Strategy):
             raise DispatchError(f"{label}: unknown metric reductions {wrong}; known: {sorted(METRIC_REDUCTIONS)}")
 
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        label = call.label
-        name = self.argument or call.names[0]
+        name = call.names[0]
         batch, rest = call.take(name)
-        count = mesh.size(self.mesh)
-        shipment = Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), parameter=name, batch=batch)
+        if not isinstance(batch, TensorDict):
+            raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
+        shards, ranks = self._shards(call.label, batch, mesh.size(self.mesh)), list(range(mesh.world_size))
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.
-        axis = {rank: mesh.index(rank, self.mesh) for rank in shipment.ranks}
-        if isinstance(batch, TensorDict):
-            shards = self._shards(label, batch, count)
-            shipment.batch = batch.exclude(*self.stays) if self.stays else batch
-            shipment.rows = {rank: shards[axis[rank]] for rank in shipment.ranks}
-        elif isinstance(batch, Stored):
-            shares = self._stored(label, batch, count)
-            shipment.gather_plans = {rank: shares[axis[rank]][0] for rank in shipment.ranks}
-            known = {rank: shares[axis[rank]][1] for rank in shipment.ranks}
-            shipment.rows = {rank: rows for rank, rows in known.items() if rows is not None}
-        else:
-            raise DispatchError(f"{label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
-        return shipment
+        rows = {rank: shards[mesh.index(rank, self.mesh)] for rank in ranks}
+        return Shipment(rest.args, rest.kwargs, ranks, name, batch.exclude(*self.stays) if self.stays else batch, rows)
 
     def _shards(self, label: str, batch: TensorDict, count: int) -> list[np.ndarray]:
         if self.balance == "column":
@@ -209,40 +146,18 @@ class Shard(Strategy):
             return [np.flatnonzero(owner == rank) for rank in range(count)]
         if self.balance == "tokens":
             tokens = lengths(batch).numpy().astype(np.float64)
-            costs = self.cost[0] * tokens + self.cost[1] * tokens * tokens
             # Sorted: adjacent rows are then copied as one span, and results come back nearly in order.
-            return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(costs, count)]
+            return [np.sort(np.asarray(part, dtype=np.int64)) for part in partition(tokens, count)]
         return list(np.array_split(np.arange(len(batch), dtype=np.int64), count))
-
-    def _stored(self, label: str, stored: Stored, count: int) -> list[tuple[GatherPlan, Any]]:
-        """GatherPlan and row numbers (None if unknown) of each coordinate."""
-        # The driver's own copy has the columns by which rows are balanced; without one, only counts are known.
-        if stored.known is not None:
-            return [(stored.gather_plan(rows), rows) for rows in self._shards(label, stored.known, count)]
-        # As they are: rank i gets what rank i made, and nothing is cut or joined.
-        if len(stored.pieces) == count:
-            held: list[Any] = [None] * count if stored.rows is None else list(stored.rows)
-            return [(GatherPlan((RowsOfPart(piece),)), held[piece]) for piece in range(count)]
-        if stored.rows is None or self.balance is not None:
-            raise DispatchError(
-                f"{label}: a future of {len(stored.pieces)} pieces for {count} ranks: "
-                "splitting it again needs collect='source' where it was made and balance=None here"
-            )
-        every = np.arange(sum(len(part) for part in stored.rows), dtype=np.int64)
-        return [(stored.gather_plan(part), part) for part in np.array_split(every, count)]
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         sources = mesh.sources(self.mesh)
         parts = [results[rank] for rank in sources]
-        if self.collect == "none":
-            return None
-        if self.collect == "metrics" and all(isinstance(part, list) for part in parts):
+        if self.collect == "source":
+            return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
+        if all(isinstance(part, list) for part in parts):
             return [reduced_metrics(label, each, self.metrics) for each in zip(*parts, strict=True)]
-        if self.collect == "metrics":
-            return reduced_metrics(label, parts, self.metrics)
-        if self.collect == "concat" or not shipment.rows:
-            return join_parts(label, parts)
-        return restore_order(label, parts, [shipment.rows[rank] for rank in sources])
+        return reduced_metrics(label, parts, self.metrics)
 
 
 def _text(annotation: Any) -> str:
@@ -259,11 +174,6 @@ R = TypeVar("R")
 class Pending(ABC):
     """The backend's side of a call under way."""
 
-    @property
-    @abstractmethod
-    def handles(self) -> dict[int, Any]:
-        """Handles by rank: where that rank's result will be (an object reference, or a lazy result)."""
-
     @abstractmethod
     def wait(self) -> dict[int, Any]:
         """Results by rank. Raises as `WorkerGroup.run`."""
@@ -271,39 +181,6 @@ class Pending(ABC):
     @abstractmethod
     async def await_(self) -> dict[int, Any]:
         """The same, awaited."""
-
-
-class Future(Generic[R]):
-    """Pending result of `WorkerGroup.submit`. `result()` or `await` brings the value to the driver; `value` stands for it in
-    another group's call, whose workers then read it directly."""
-
-    def __init__(self, label: str, pending: Pending, gather: Callable[[dict[int, Any]], R], stored: Stored | None) -> None:
-        self._label, self._pending, self._gather, self._stored = label, pending, gather, stored
-
-    def result(self) -> R:
-        """Wait for the call. Raises as `WorkerGroup.run`."""
-        return self._gather(self._pending.wait())
-
-    def __await__(self) -> Generator[Any, None, R]:
-        return self._result().__await__()
-
-    async def _result(self) -> R:
-        results = await self._pending.await_()
-        if self._stored is None:  # no rows to join, so gathering is quick
-            return self._gather(results)
-        return await in_thread("batch", self._gather, results)
-
-    @property
-    def value(self) -> R:
-        """A placeholder for the result, with the same static type, for the batch argument of another group's call.
-
-        Raises DispatchError if the call's results are not rows (collect "metrics" or "none").
-        """
-        if self._stored is None:
-            raise DispatchError(f"{self._label}: only rows (collect 'source' or 'concat') can be passed on")
-        stand_in: Any = self._stored
-        result: R = stand_in
-        return result
 
 
 # The group
@@ -323,10 +200,6 @@ class Backend(ABC):
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending | None:
         """Start a plain function in every process of the group; None if the workers live in the caller's process."""
         return None
-
-    @abstractmethod
-    def put(self, batch: TensorDict) -> Any:
-        """Store a batch where the workers can read it."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -357,57 +230,29 @@ class WorkerGroup(Generic[W]):
         with the remote traceback, WorkerDiedError if a process is gone, StalledError after the
         group's `call_timeout`, or the worker's own UserError.
         """
-        return self.submit(method, *args, **kwargs).result()
+        name, strategy, shipment = self._split(method, args, kwargs)
+        results = self.backend.submit(name, shipment).wait()
+        combined: R = strategy.gather(self._label(name), results, shipment, self.mesh)
+        return combined
 
     async def arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`run`, awaited: the event loop keeps running while a batch is split and shipped and while the workers work."""
         with span("call", f"{self.name}: {method.__name__}", track="calls"):
-            return await self._arun(method, *args, **kwargs)
+            # Only a Shard works enough before and after the call to block the event loop: it serializes and joins batches.
+            heavy = isinstance(resolve(self.cls, method)[1], Shard)
 
-    async def _arun(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Only a Shard does enough work before the call to block the event loop: it plans and serializes a whole batch.
-        if isinstance(resolve(self.cls, method)[1], Shard):
-            return await (await in_thread("batch", partial(self.submit, method, *args, **kwargs)))
-        return await self.submit(method, *args, **kwargs)
+            def send() -> tuple[str, Strategy, Shipment, Pending]:
+                name, strategy, shipment = self._split(method, args, kwargs)
+                return name, strategy, shipment, self.backend.submit(name, shipment)
 
-    def submit(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Start `method` and return at once; see Future. Inline, it runs when its result is first requested."""
-        name, strategy, shipment = self._split(method, args, kwargs)
-        pending = self.backend.submit(name, shipment)
-        label = f"{self.cls.__name__}.{name}"
-
-        def gather(results: dict[int, Any]) -> R:
-            result: R = strategy.gather(label, results, shipment, self.mesh)
-            return result
-
-        return Future(label, pending, gather, self._stored(strategy, shipment, pending))
+            name, strategy, shipment, pending = await in_thread("batch", send) if heavy else send()
+            gather = partial(strategy.gather, self._label(name), await pending.await_(), shipment, self.mesh)
+            combined: R = await in_thread("batch", gather) if heavy else gather()
+            return combined
 
     def run_all(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """`run`, but with the results of all ranks, in rank order."""
         name, _, shipment = self._split(method, args, kwargs)
-        results = self.backend.submit(name, shipment).wait()
-        return [results[rank] for rank in shipment.ranks]
-
-    def run_on(self, rank: int, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a `Direct` method on one rank."""
-        name, strategy = resolve(self.cls, method)
-        if not isinstance(strategy, Direct) or not 0 <= rank < self.world_size:
-            raise DispatchError(f"{self.cls.__name__}.{name} on rank {rank}: needs Direct() and 0 <= rank < {self.world_size}")
-        result: R = self.backend.submit(name, Shipment(args, dict(kwargs), [rank])).wait()[rank]
-        return result
-
-    def scatter(
-        self,
-        method: Callable[Concatenate[W, T, P], R],
-        items: Sequence[T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[R]:
-        """Call an `AllToAll` method: the first argument of rank i is `items[i]`; returns all results, in rank order."""
-        name, strategy, shipment = self._split(method, (PerRank(tuple(items)), *args), kwargs)
-        if not isinstance(strategy, AllToAll):
-            raise DispatchError(f"{self.cls.__name__}.{name} is {strategy}: `scatter` is for AllToAll methods")
         results = self.backend.submit(name, shipment).wait()
         return [results[rank] for rank in shipment.ranks]
 
@@ -417,13 +262,6 @@ class WorkerGroup(Generic[W]):
         pending = self.backend.in_processes(partial(function, **kwargs), args)
         results = {} if pending is None else await pending.await_()
         return [results[rank] for rank in sorted(results)]
-
-    def put(self, batch: TensorDict) -> TensorDict:
-        """Store a batch where the workers can read it, once, for several calls; returns a placeholder for it."""
-        # Typed as a batch, so that calls that take it still type-check; Shard unwraps it.
-        stand_in: Any = Stored([self.backend.put(batch)], [np.arange(len(batch), dtype=np.int64)], batch)
-        stored: TensorDict = stand_in
-        return stored
 
     def restart(self) -> None:
         """Replace all worker processes with fresh ones, colocated roles included; their state is lost.
@@ -442,20 +280,14 @@ class WorkerGroup(Generic[W]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _label(self, method: str) -> str:
+        return f"{self.cls.__name__}.{method}"
+
     def _split(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Strategy, Shipment]:
         name, strategy = resolve(self.cls, method)
         names = tuple(positional(call_shape(method)[0]))
-        call = Call(f"{self.cls.__name__}.{name}", names, args, dict(kwargs))
+        call = Call(self._label(name), names, args, dict(kwargs))
         return name, strategy, strategy.scatter(call, self.mesh)
-
-    def _stored(self, strategy: Strategy, shipment: Shipment, pending: Pending) -> Stored | None:
-        if not isinstance(strategy, Shard) or strategy.collect not in ("source", "concat"):
-            return None
-        sources = self.mesh.sources(strategy.mesh)
-        # With collect="concat" a method may return any rows, so their numbers in the whole are not known.
-        known = strategy.collect == "source" and bool(shipment.rows)
-        rows = [shipment.rows[rank] for rank in sources] if known else None
-        return Stored([pending.handles[rank] for rank in sources], rows)
 
 
 # Folders that the driver and a group's processes must share: proven with files, never assumed because the paths are equal.

@@ -22,13 +22,14 @@ import numpy as np
 
 from agentrl.cluster.machine import Rendezvous
 from agentrl.cluster.machine import open_rendezvous as listen
-from agentrl.cluster.worker import GatherPlan, Worker, WorkerContext
+from agentrl.cluster.worker import Worker, WorkerContext
 from agentrl.utils.errors import ResourceError, UserError, WorkerError
 from agentrl.utils.redaction import guard_process
 from agentrl.utils.spans import machine, now
 
 if TYPE_CHECKING:
     import torch
+    from tensordict import TensorDict
 
     from agentrl.data.rows import SerializedBatch
 
@@ -297,21 +298,20 @@ class Host:
         role: str,
         method: str,
         common: bytes | PackedCall,
-        own: dict[str, Any] | None,
-        gather_plans: dict[str, GatherPlan] | None,
+        parameter: str | None,
+        rows: np.ndarray | None,
         *parts: Any,
     ) -> Any:
-        """Run one method: `common` holds the arguments of all ranks, `own` those of this rank, and `gather_plans`
-        says, per parameter, from which rows of the pieces in `parts` it is built."""
+        """Run one method: `common` holds the arguments of all ranks; `parameter` gets the `rows` of the batch that `parts`
+        join to."""
         worker = self._roles[role]
         try:
             # Unpickled here rather than by Ray, so that a class which this process cannot import fails as an error of this
             # call.
             args, kwargs = unpack_arguments(common)
-            kwargs = {key: from_wire(value) for key, value in {**kwargs, **(own or {})}.items()}
-            kwargs.update(
-                {name: gather_argument(gather_plan, rejoin_columns(parts)) for name, gather_plan in (gather_plans or {}).items()}
-            )
+            kwargs = {key: from_wire(value) for key, value in kwargs.items()}
+            if parameter is not None:
+                kwargs[parameter] = pick_rows(parts, rows)
             with time_call(worker, method):
                 return to_wire(getattr(worker, method)(*[from_wire(value) for value in args], **kwargs))
         except Exception as error:
@@ -326,38 +326,15 @@ def unpack_arguments(common: bytes | PackedCall) -> Any:
     return pickle.loads(common.data, buffers=common.buffers)
 
 
-def rejoin_columns(parts: Sequence[Any]) -> list[Any]:
-    """On a worker: the pieces of a call's batch, each head joined with its columns again."""
-    rest, pieces = iter(parts), []
-    for part in rest:
-        if isinstance(part, Head):
-            part = replace(part.serialized, ragged={name: next(rest) for name in part.names})
-        pieces.append(part)
-    return pieces
+def pick_rows(parts: Sequence[Any], rows: np.ndarray | None) -> TensorDict:
+    """Rows of the driver's batch, in fresh storage: `parts` are its serialized form, or the head of that and its columns."""
+    from agentrl.data.rows import deserialize
 
-
-def gather_argument(gather_plan: GatherPlan, pieces: Sequence[Any]) -> Any:
-    """The argument that a gather plan describes, in fresh storage."""
-    from agentrl.data.rows import concat, select
-
-    first = gather_plan.takes[0]
-    if len(gather_plan.takes) == 1:
-        value = pick_rows(pieces[first.piece], first.rows)
-    else:
-        value = concat([pick_rows(pieces[take.piece], take.rows) for take in gather_plan.takes])
-    return value if gather_plan.order is None else select(value, gather_plan.order)
-
-
-def pick_rows(piece: Any, rows: np.ndarray | None) -> Any:
-    """Rows of a serialized batch or of a batch; all of them if `rows` is None."""
-    from tensordict import TensorDict
-
-    from agentrl.data.rows import SerializedBatch, deserialize, select
-
-    # Rows are copied even if all are wanted: inline, the piece is the caller's own batch, and the method may write into it.
-    if isinstance(piece, TensorDict):
-        return select(piece, np.arange(len(piece)) if rows is None else rows)
-    return deserialize(piece, rows) if isinstance(piece, SerializedBatch) else piece
+    first, *columns = parts
+    serialized = first
+    if isinstance(first, Head):
+        serialized = replace(first.serialized, ragged=dict(zip(first.names, columns, strict=True)))
+    return deserialize(serialized, rows)
 
 
 def to_wire(value: Any) -> Any:

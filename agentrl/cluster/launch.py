@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-from tensordict import TensorDict
-
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
-from agentrl.cluster.host import gather_argument, time_call
+from agentrl.cluster.host import time_call
 from agentrl.cluster.placement import check_roles
 from agentrl.cluster.ray_cluster import worker_env
-from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
+from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.config.schema import ClusterConfig
 from agentrl.data.rows import select
 from agentrl.utils.errors import AgentrlError, DispatchError, ResourceError, UserError, WorkerError
@@ -29,11 +26,6 @@ class InlinePending(Pending):
         self._backend, self._method, self._shipment = backend, method, shipment
         self._results: dict[int, Any] | None = None
 
-    @property
-    def handles(self) -> dict[int, Any]:
-        # Not computed yet: the call may itself wait for a future, and runs in the thread of whoever needs its result first.
-        return {rank: _LazyResult(self, rank) for rank in self._shipment.ranks}
-
     def wait(self) -> dict[int, Any]:
         if self._results is None:
             ranks = self._shipment.ranks
@@ -42,16 +34,6 @@ class InlinePending(Pending):
 
     async def await_(self) -> dict[int, Any]:
         return await in_thread("update", self.wait)
-
-
-class _LazyResult:
-    """One rank's result of an inline call."""
-
-    def __init__(self, pending: InlinePending, rank: int) -> None:
-        self._pending, self._rank = pending, rank
-
-    def get(self) -> Any:
-        return self._pending.wait()[self._rank]
 
 
 class InlineBackend(Backend):
@@ -72,9 +54,6 @@ class InlineBackend(Backend):
     def submit(self, method: str, shipment: Shipment) -> Pending:
         return InlinePending(self, method, shipment)
 
-    def put(self, batch: TensorDict) -> Any:
-        return select(batch, np.arange(len(batch)))  # a copy, as with Ray: a later change by the caller must not show
-
     def restart(self) -> None:
         ranks = range(self._mesh.world_size)
         self._workers = [self._cls(WorkerContext(self._name, rank, self._mesh)) for rank in ranks]
@@ -84,9 +63,10 @@ class InlineBackend(Backend):
 
     def one(self, method: str, shipment: Shipment, rank: int) -> Any:
         """Run one rank's part. A UserError is raised as it is, any other exception as a WorkerError."""
-        kwargs = {**shipment.kwargs, **shipment.own.get(rank, {})}
-        if shipment.parameter is not None:
-            kwargs[shipment.parameter] = self._rows(shipment, rank)
+        kwargs = dict(shipment.kwargs)
+        if shipment.parameter is not None and shipment.batch is not None:
+            # A copy even of all rows, as with Ray: the method may write into it.
+            kwargs[shipment.parameter] = select(shipment.batch, shipment.rows[rank])
         own_threads(self._workers[rank].threads)  # this thread may be another one than that of the last call
         try:
             with time_call(self._workers[rank], method):
@@ -96,14 +76,6 @@ class InlineBackend(Backend):
         except Exception as error:
             label = f"group {self._name!r}: {self._cls.__name__}.{method}, rank {rank}"
             raise WorkerError(f"{label}: {type(error).__name__}: {error}") from error
-
-    @staticmethod
-    def _rows(shipment: Shipment, rank: int) -> Any:
-        batch = shipment.batch
-        if isinstance(batch, Stored):
-            pieces = [piece.get() if isinstance(piece, _LazyResult) else piece for piece in batch.pieces]
-            return gather_argument(shipment.gather_plans[rank], pieces)
-        return gather_argument(GatherPlan((RowsOfPart(0, shipment.rows[rank]),)), [batch])
 
 
 W = TypeVar("W", bound=Worker)

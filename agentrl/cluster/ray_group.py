@@ -24,7 +24,7 @@ from agentrl.cluster.group import Backend, Pending
 from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, from_wire
 from agentrl.cluster.host import to_wire as serialized
 from agentrl.cluster.machine import LOOPBACK_ADDRESS
-from agentrl.cluster.worker import GatherPlan, Mesh, RowsOfPart, Shipment, Stored, Worker, WorkerContext
+from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import serialize
 from agentrl.utils.errors import ResourceError, StalledError, WorkerDiedError, WorkerError
 from agentrl.utils.threads import in_thread
@@ -297,10 +297,6 @@ class RayPending(Pending):
     method: str
     refs: dict[int, Any]
 
-    @property
-    def handles(self) -> dict[int, Any]:
-        return self.refs
-
     def wait(self) -> dict[int, Any]:
         try:
             values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
@@ -332,26 +328,12 @@ class RayBackend(Backend):
         if self.hosts.lost:
             raise WorkerDiedError(self._lost(method))
         common = pack_arguments(shipment.args, shipment.kwargs)
-        pieces: list[list[Any]] = []
-        if isinstance(shipment.batch, Stored):
-            pieces = [[piece] for piece in shipment.batch.pieces]
-        elif shipment.batch is not None:
-            pieces = [COLUMNS.put(shipment.batch)]
-        refs = {rank: self._send(method, common, shipment, rank, pieces) for rank in shipment.ranks}
-        return RayPending(self, method, refs)
-
-    def _send(self, method: str, common: Any, shipment: Shipment, rank: int, pieces: list[list[Any]]) -> Any:
-        arguments = shipment.own.get(rank)
-        own = {key: serialized(value) for key, value in arguments.items()} if arguments else None
-        gather_plans: dict[str, GatherPlan] | None = None
-        if shipment.parameter is not None:
-            gather_plan = shipment.gather_plans.get(rank) or GatherPlan((RowsOfPart(0, shipment.rows[rank]),))
-            used = [take.piece for take in gather_plan.takes]
-            takes = tuple(RowsOfPart(at, take.rows) for at, take in enumerate(gather_plan.takes))
-            gather_plans = {shipment.parameter: GatherPlan(takes, gather_plan.order)}
-            pieces = [pieces[piece] for piece in used]  # only the pieces that this rank reads are sent to its node
-        parts = [part for piece in pieces for part in piece]
-        return self.hosts.handles[rank].call.remote(self.role, method, common, own, gather_plans, *parts)
+        parts = [] if shipment.batch is None else COLUMNS.put(shipment.batch)
+        handles, name, rows = self.hosts.handles, shipment.parameter, shipment.rows
+        calls = {
+            rank: handles[rank].call.remote(self.role, method, common, name, rows.get(rank), *parts) for rank in shipment.ranks
+        }
+        return RayPending(self, method, calls)
 
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:
         name = getattr(function, "func", function).__name__
@@ -359,9 +341,6 @@ class RayBackend(Backend):
             raise WorkerDiedError(self._lost(name))
         refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
         return RayPending(self, name, refs)
-
-    def put(self, batch: TensorDict) -> Any:
-        return ray.put(serialize(batch))
 
     def restart(self) -> None:
         self.hosts.restart()

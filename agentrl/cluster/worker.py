@@ -81,76 +81,20 @@ class Mesh:
 # Arguments of a call, as they are shipped
 
 
-@dataclass(frozen=True, slots=True)
-class RowsOfPart:
-    """Rows of one stored piece; with `rows` None, the whole piece as it is."""
-
-    piece: int
-    rows: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """Plan by which a worker builds one argument from stored pieces: the rows of `takes` are joined, then put in `order` (None:
-    left as they are)."""
-
-    takes: tuple[RowsOfPart, ...]
-    order: np.ndarray | None = None
-
-
-@dataclass(slots=True)
-class Stored:
-    """A batch stored in pieces where the workers can read it; the driver only knows which rows it has.
-
-    `pieces` are object references ("ray") or values ("inline"), one per source rank. `rows[p]` are the
-    numbers, in the whole batch, of piece p's rows in their order; `rows` is None if the ranks chose
-    their rows themselves. `known` is the driver's own copy, if it has one.
-    """
-
-    pieces: list[Any]
-    rows: list[np.ndarray] | None
-    known: TensorDict | None = None
-
-    def gather_plan(self, rows: np.ndarray) -> GatherPlan:
-        """Plan for building the rows `rows` of the whole batch, in this order. Needs `self.rows`."""
-        assert self.rows is not None
-        total = sum(len(part) for part in self.rows)
-        piece_of = np.empty(total, dtype=np.int64)
-        place_of = np.empty(total, dtype=np.int64)
-        for piece, part in enumerate(self.rows):
-            piece_of[part] = piece
-            place_of[part] = np.arange(len(part))
-        owners = piece_of[rows]
-        # Grouped by piece, so that each piece is read once; `order` restores the requested order afterwards.
-        takes: list[RowsOfPart] = []
-        came: list[np.ndarray] = []
-        for piece in np.unique(owners).tolist():
-            wanted = np.flatnonzero(owners == piece)
-            takes.append(RowsOfPart(piece, place_of[rows[wanted]]))
-            came.append(wanted)
-        if not takes:  # no rows: any piece will do, since it has the columns
-            return GatherPlan((RowsOfPart(0, np.empty(0, dtype=np.int64)),))
-        order = np.argsort(np.concatenate(came), kind="stable")
-        return GatherPlan(tuple(takes), None if np.array_equal(order, np.arange(len(order))) else order)
-
-
 @dataclass(slots=True)
 class Shipment:
     """One call to the ranks `ranks`.
 
-    `args` and `kwargs` are the same for all. `own[rank]` are keyword arguments of that rank alone.
-    If a batch is dispatched by rows, `batch` is the argument of `parameter`: rank r gets the rows `rows[r]`
-    of a TensorDict, or those that `gather_plans[r]` takes from a Stored batch.
+    `args` and `kwargs` are the same for all. If a batch is dispatched by rows, it is the argument of `parameter`, of which
+    rank r gets the rows `rows[r]`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ranks: list[int]
-    own: dict[int, dict[str, Any]] = field(default_factory=dict)
     parameter: str | None = None
-    batch: TensorDict | Stored | None = None
+    batch: TensorDict | None = None
     rows: dict[int, np.ndarray] = field(default_factory=dict)
-    gather_plans: dict[int, GatherPlan] = field(default_factory=dict)
 
 
 # Dispatch strategies
@@ -221,56 +165,6 @@ class Broadcast(Strategy):
 
     def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
         return results[0]
-
-
-@dataclass(frozen=True)
-class RankZero(Strategy):
-    """Only rank 0 runs the method. Not for methods that enter a collective."""
-
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        return Shipment(call.args, call.kwargs, [0])
-
-    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        return results[0]
-
-
-@dataclass(frozen=True)
-class Direct(Strategy):
-    """One rank, chosen by the call (`WorkerGroup.run_on`), runs the method."""
-
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        raise DispatchError(f"{call.label} is Direct: call it with `run_on(rank, ...)`")
-
-    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        return results[shipment.ranks[0]]
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """The per-rank first arguments of an AllToAll call."""
-
-    items: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class AllToAll(Strategy):
-    """Each rank gets its own first argument (`WorkerGroup.scatter`); the results come back as a list."""
-
-    def check(self, label: str, parameters: Sequence[inspect.Parameter], returns: Any) -> None:
-        if not positional(parameters):
-            raise DispatchError(f"{label}: AllToAll() gives each rank its own first argument, the method has none")
-
-    def scatter(self, call: Call, mesh: Mesh) -> Shipment:
-        given, rest = call.take(call.names[0])
-        if not isinstance(given, PerRank):
-            raise DispatchError(f"{call.label} is AllToAll: call it with `scatter([one item per rank], ...)`")
-        if len(given.items) != mesh.world_size:
-            raise DispatchError(f"{call.label}: {len(given.items)} items for {mesh.world_size} ranks")
-        own = {rank: {call.names[0]: item} for rank, item in enumerate(given.items)}
-        return Shipment(rest.args, rest.kwargs, list(range(mesh.world_size)), own)
-
-    def gather(self, label: str, results: Mapping[int, Any], shipment: Shipment, mesh: Mesh) -> Any:
-        return [results[rank] for rank in shipment.ranks]
 
 
 # The contract

@@ -197,10 +197,10 @@ class RowsShard(Shard):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
         batch, rest = call.take(name)
-        if not isinstance(batch, TensorDict):  # a future: its rows stay on the ranks that made them
-            return Shard.scatter(self, call, mesh)
+        if not isinstance(batch, TensorDict):
+            raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
-        by_column = Shard(mesh=self.mesh, collect=self.collect, balance="column", argument=name, stays=self.stays)
+        by_column = Shard(mesh=self.mesh, balance="column", stays=self.stays)
         return by_column.scatter(Call(call.label, call.names, (view.batch, *rest.args), rest.kwargs), mesh)
 
 

@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from agentrl.cluster.group import Shard
-from agentrl.cluster.worker import AllToAll, Broadcast, Direct, RankZero, Strategy, Worker
-from agentrl.data.rows import is_ragged, lengths, nested_tensor, select
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
+from agentrl.data.rows import select
 from agentrl.env.catalog import EnvRef
 from agentrl.utils.errors import ModelError
 
@@ -23,31 +23,24 @@ class Plain(Worker):
     collective = False
     dispatch_table: ClassVar[dict[str, Strategy]] = {
         "where": Broadcast(),
-        "first": RankZero(),
-        "one": Direct(),
-        "swap": AllToAll(),
+        "first": Broadcast(),
         "double": Shard(),
         "double_balanced": Shard(balance="tokens"),
         "double_column": Shard(balance="column"),
-        "ragged": Shard(balance="tokens"),
-        "items": Shard(balance="tokens"),
-        "own_rows": Shard(collect="concat"),
         "count": Shard(collect="metrics", metrics={"rows": "sum", "most": "max", "least": "min"}),
-        "names": Shard(collect="concat", stays=("half", "absent")),
+        "names": Shard(collect="metrics", stays=("half", "absent")),
         "count_column": Shard(collect="metrics", balance="column"),
-        "apply": Shard(argument="batch"),
-        "drop": Shard(collect="none"),
+        "apply": Shard(),
         "wrong_count": Shard(),
+        "listed": Shard(),
         "scribble": Shard(),
         "pid": Broadcast(),
         "fail": Broadcast(),
         "model_error": Broadcast(),
         "echo": Broadcast(),
-        "env": RankZero(),
-        "read": RankZero(),
-        "fail_rows": Shard(),
+        "env": Broadcast(),
+        "read": Broadcast(),
         "built": Broadcast(),
-        "grow": Shard(),
     }
 
     def where(self, add: int) -> tuple[int, int, int]:
@@ -55,12 +48,6 @@ class Plain(Worker):
 
     def first(self, word: str = "x") -> str:
         return f"{word}{self.rank}"
-
-    def one(self, value: int) -> int:
-        return value * 10 + self.rank
-
-    def swap(self, item: int, plus: int = 0) -> int:
-        return item * 100 + self.rank + plus
 
     def double(self, batch: TensorDict) -> TensorDict:
         batch.set("rank", torch.full((len(batch),), self.rank))
@@ -72,39 +59,27 @@ class Plain(Worker):
     def double_column(self, batch: TensorDict) -> TensorDict:
         return self.double(batch)
 
-    def ragged(self, batch: TensorDict) -> torch.Tensor:
-        return batch.get("token_ids") + 1
-
-    def items(self, batch: TensorDict) -> list[int]:
-        return [int(n) for n in lengths(batch)]
-
-    def own_rows(self, batch: TensorDict) -> list[tuple[int, int]]:
-        return [(self.rank, int(row)) for row in batch["id"] for _ in range(2)]
-
     def count(self, batch: TensorDict) -> dict[str, float]:
         return {"rows": len(batch), "most": self.rank, "least": self.rank, "mean": self.rank}
 
-    def names(self, batch: TensorDict) -> list[str]:
-        return sorted(batch.keys())
+    def names(self, batch: TensorDict) -> dict[str, float]:
+        return dict.fromkeys(batch.keys(), 1.0)
 
     def count_column(self, batch: TensorDict) -> dict[str, float]:
         return self.count(batch)
 
-    def apply(self, function: Callable[[TensorDict], TensorDict], batch: TensorDict) -> TensorDict:
+    def apply(self, batch: TensorDict, function: Callable[[TensorDict], TensorDict]) -> TensorDict:
         return function(batch)
-
-    def drop(self, batch: TensorDict) -> None:
-        assert is_ragged(batch.get("token_ids"))
 
     def wrong_count(self, batch: TensorDict) -> TensorDict:
         return select(batch, [])
 
+    def listed(self, batch: TensorDict) -> TensorDict:
+        return list(batch["id"])  # type: ignore[return-value] # a worker that breaks its word
+
     def scribble(self, batch: TensorDict) -> TensorDict:
         batch.get("token_ids").values().fill_(-7)
         return batch
-
-    def fail_rows(self, batch: TensorDict) -> TensorDict:
-        raise KeyError("no rows today")
 
     def pid(self) -> int:
         return os.getpid()
@@ -134,13 +109,6 @@ class Plain(Worker):
         env = ref.build()
         messages, _ = env.reset(seed=0)
         return str(messages[0].content), str(ref.entry.path)
-
-    def grow(self, batch: TensorDict) -> TensorDict:
-        """A million tokens (8 MB) a row."""
-        rows = len(batch)
-        offsets = torch.arange(rows + 1) * 1_000_000
-        tokens = nested_tensor(torch.full((rows * 1_000_000,), 3), offsets)
-        return TensorDict({"id": batch["id"], "token_ids": tokens}, batch_size=[rows])
 
 
 class Summing(Worker):

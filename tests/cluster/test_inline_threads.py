@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from agentrl.cluster.launch import launch
-from agentrl.cluster.worker import RankZero, Strategy, Worker
+from agentrl.cluster.worker import Broadcast, Strategy, Worker
 
 
 class Counting(Worker):
-    dispatch_table: ClassVar[dict[str, Strategy]] = {"count": RankZero()}
+    dispatch_table: ClassVar[dict[str, Strategy]] = {"count": Broadcast()}
 
     def count(self) -> tuple[int, int]:
         return threading.get_ident(), torch.get_num_threads()

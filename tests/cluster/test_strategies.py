@@ -26,21 +26,15 @@ def check_every_strategy(group, sizes):
         assert torch.equal(out["twice"].values(), batch["token_ids"].values() * 2)
         assert torch.equal(out["half"].values(), batch["half"].values())
         assert out["name"] == [f"row{i}" for i in range(len(sizes))] and out["note"] == {"k": 1}
-    assert torch.equal(group.run(Plain.ragged, batch).values(), batch["token_ids"].values() + 1)
-    assert group.run(Plain.items, batch) == list(sizes)
-    owned = group.run(Plain.own_rows, batch)
-    assert [row for _, row in owned] == [row for row in range(len(sizes)) for _ in range(2)]
-    assert [rank for rank, _ in owned] == sorted(rank for rank, _ in owned)
     ranks = (world - 1) / 2
     assert group.run(Plain.count, batch) == {"rows": len(sizes), "most": world - 1, "least": 0, "mean": ranks}
     assert [part["rows"] for part in group.run_all(Plain.count, batch)] == [
         len(sizes) // world + (rank < len(sizes) % world) for rank in range(world)
     ]
     factor = 3
-    tripled = group.run(Plain.apply, lambda rows: rows.update({"id": rows["id"] * factor}), batch)
+    tripled = group.run(Plain.apply, batch, lambda rows: rows.update({"id": rows["id"] * factor}))
     assert tripled["id"].tolist() == [3 * i for i in range(len(sizes))]
-    assert group.run(Plain.drop, batch) is None
-    assert group.run(Plain.names, batch) == sorted({*batch.keys()} - {"half"}) * world
+    assert group.run(Plain.names, batch).keys() == {*batch.keys()} - {"half"}
     owner = torch.tensor([(3 * i) % world for i in range(len(sizes))])
     placed = group.run(Plain.double_column, batch.copy().update({"dp_rank": owner}))
     assert placed["rank"].tolist() == owner.tolist()
@@ -50,8 +44,6 @@ def check_every_strategy(group, sizes):
         1,
     )
     assert group.run(Plain.first, word="w") == "w0"
-    assert group.run_on(world - 1, Plain.one, 2) == 20 + world - 1
-    assert group.scatter(Plain.swap, list(range(world)), plus=1000) == [r * 101 + 1000 for r in range(world)]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7])
@@ -70,25 +62,11 @@ def test_any_rows_over_any_ranks_come_back_in_order(sizes, world):
         assert torch.equal(lengths(out), lengths(batch))
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 12), max_size=9), st.integers(1, 4), st.integers(1, 4))
-def test_a_future_reaches_a_group_of_another_size(sizes, first, second):
-    one = launch(Plain, backend="inline", world_size=first)
-    two = launch(Plain, backend="inline", world_size=second, name="two")
-    batch = ragged_batch(sizes)
-    out = two.run(Plain.double, one.submit(Plain.double_balanced, batch).value)
-    assert out["id"].tolist() == list(range(len(sizes)))
-    assert torch.equal(out["twice"].values(), batch["token_ids"].values() * 2)
-
-
 def test_a_worker_cannot_write_into_the_drivers_batch():
     group = launch(Plain, backend="inline", world_size=2)
     batch = ragged_batch([3, 4])
-    stored = group.put(batch)
     assert (group.run(Plain.scribble, batch)["token_ids"].values() == -7).all()
-    assert (group.run(Plain.scribble, stored)["token_ids"].values() == -7).all()
     assert batch["token_ids"].values()[1] == 1
-    assert torch.equal(group.run(Plain.double, stored)["token_ids"].values(), batch["token_ids"].values())
 
 
 def test_errors_name_worker_rank_and_method():
@@ -99,8 +77,8 @@ def test_errors_name_worker_rank_and_method():
         group.run(Plain.model_error)
     with pytest.raises(DispatchError, match=r"ranks got \[1, 1\], returned \[0, 0\]"):
         group.run(Plain.wrong_count, select(ragged_batch([1, 2]), [0, 1]))
-    with pytest.raises(DispatchError, match="can be passed on"):
-        _ = group.submit(Plain.count, ragged_batch([1])).value
+    with pytest.raises(DispatchError, match="needs a TensorDict from each rank, got list"):
+        group.run(Plain.listed, ragged_batch([1]))
 
 
 async def test_awaited_calls():

@@ -55,7 +55,7 @@ groups = launch_roles(config(nodes=2), {"actor": Summing, "reference": Plain}, {
 actor, reference = groups["actor"], groups["reference"]
 out["spread"] = len({node for _, _, node in actor.backend.hosts.nodes})
 out["sum"] = actor.run_all(Summing.total, 1.0)
-out["order"] = reference.run(Plain.double, reference.put(ragged_batch([3, 0, 5])))["id"].tolist()
+out["order"] = reference.run(Plain.double, ragged_batch([3, 0, 5]))["id"].tolist()
 out["pids"] = len(set(reference.run_all(Plain.pid)))
 out["shelf"] = reference.run(Plain.read, "rewards/mine.json")
 ref = pickle.loads(pickle.dumps(EnvRef("hello", {"word": "hi"})))
