@@ -32,7 +32,6 @@ from light_workers import Bare, Idle
 
 from agentrl.cluster.group import Backend, Pending, WorkerGroup
 from agentrl.cluster.launch import launch
-from agentrl.cluster.machine import StorePages
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.cluster.worker import Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, InitModelConfig, ModelConfig, OptimConfig
@@ -108,8 +107,8 @@ class Memory:
 
 def dispatch(megabytes: int, workers: int) -> dict[str, float]:
     """Batches to `workers` workers, balanced by tokens, against one copy of such a batch in this process: the first of a run,
-    whose pages were made meanwhile as a run does, and in a Ray of its own one without that; the next, which Ray stores where
-    the first was, and one again, whose columns are stored already."""
+    into pages that nothing has touched; the next, which Ray stores where the first was, and one again, whose columns are stored
+    already."""
     rows = max(64, megabytes * 8)
     batch = make_batch(rows, megabytes * MIB // TOKEN_BYTES // rows)
     size = int(batch["token_ids"].values().numel()) * TOKEN_BYTES
@@ -118,11 +117,6 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
     copy = best(lambda: select(batch, np.arange(len(batch))), 3)
     fresh, used = into_shared_memory(size)
     with takers(megabytes, workers, batch) as group:
-        unmade = best(lambda: group.run(Taker.take, batch), 1)
-    with takers(megabytes, workers, batch) as group:
-        pages = StorePages()
-        pages.played(0, size // TOKEN_BYTES)
-        pages.wait()
         with Memory() as memory:
             first = best(lambda: group.run(Taker.take, batch), 1)
         after = []
@@ -138,12 +132,9 @@ def dispatch(megabytes: int, workers: int) -> dict[str, float]:
         "first_copy_s": first_copy,
         "fresh_s": fresh,
         "used_s": used,
-        "dispatch_unmade_s": unmade,
         "dispatch_first_s": first,
         "dispatch_next_s": min(after),
         "dispatch_s": warm,
-        "unmade_over_memcpy": unmade / copy,
-        "unmade_over_first_copy": unmade / first_copy,
         "first_over_memcpy": first / copy,
         "first_over_first_copy": first / first_copy,
         "first_least_over_memcpy": (fresh + out) / copy,

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 from agentrl.cluster.group import WorkerGroup, check_shared
-from agentrl.cluster.machine import StorePages
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
@@ -431,7 +430,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         judged = f" and {', '.join(map(place_of, parts.judges.names))}" if parts.judges.names else ""
         with display.doing(f"starting the engine ({engine_name}){judged}", parts.starting):
             await parts.start()
-        pages = StorePages() if config.cluster.backend == "ray" else None
 
         asked = config.algorithm.demonstrations
         demonstrations = None if asked is None else Demonstrations(parts.envs, asked.episodes, longest_row(config))
@@ -439,8 +437,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         async def seen(group: Group) -> None:
             if demonstrations is not None:
                 demonstrations.seen(group, collector.tasks.draw(group.index))  # drawn already: its task
-            if pages is not None:
-                pages.played(collector.version, sum(one.tokens for one in group.trajectories))
             await watching.group(group)
 
         collector = Collector(

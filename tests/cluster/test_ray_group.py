@@ -27,9 +27,6 @@ from agentrl.cluster import (
     group as shared_folder,
 )
 from agentrl.cluster import (
-    machine as store_pages,
-)
-from agentrl.cluster import (
     ray_group as actors,
 )
 from agentrl.cluster import (
@@ -244,32 +241,6 @@ def test_a_column_is_put_once_for_all_calls_and_groups_until_the_driver_lets_go_
     del batch, more, changed, out
     gc.collect()
     assert len(column_store.COLUMNS) == before, "what the driver let go of is freed"
-
-
-def store_resident():
-    """Bytes of the object store that this process has touched, as the kernel counts them."""
-    maps = Path("/proc/self/smaps").read_text().split("/dev/shm/plasma", 1)[1]
-    return int(maps.split("Rss:")[1].split()[0]) << 10
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in a folder")
-def test_the_pages_of_a_batch_are_made_while_its_episodes_are_played(ray_cluster):
-    """The first batch of a run was written to pages that nothing had touched: a fault for each, several times the copy itself."""
-    kept = ray.put(np.arange(1 << 17))
-    pages, before = store_pages.StorePages(), store_resident()
-    for update, tokens in ((0, 1_000_000), (1, 1_500_000), (1, 600_000)):
-        assert pages._made == 0, "of two updates none has enough"
-        pages.played(update, tokens)
-    pages.wait()
-    made = store_resident()
-    assert made >= 2_100_000 * 32 > before
-    pages.played(2, 2_200_000)
-    pages.wait()
-    assert store_resident() == made, "the next update uses the same pages, and the few more that it wants are not worth a thread"
-    first = ray.put(np.ones(3_000_000))
-    assert store_resident() == made, "a batch is written where the pages are"
-    assert np.array_equal(ray.get(kept), np.arange(1 << 17)), "what was there is as it was"
-    assert store_pages.make_pages(0, 1 << 40) < 1 << 29 and ray.get(first).sum() == 3_000_000, "no more than the store has"
 
 
 async def test_the_loop_answers_while_a_batch_is_split_shipped_and_put_together_again(four, monkeypatch):
