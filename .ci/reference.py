@@ -146,7 +146,7 @@ def _keys_table(keys: Sequence[Key]) -> str:
 HOMES = (
     "agentrl.trainer.algorithms.advantages", "agentrl.trainer.algorithms.losses", "agentrl.rollout.samplers",
     "agentrl.rollout.mixtures", "agentrl.rollout.context", "agentrl.env.wrappers", "agentrl.rollout.engine",
-    "agentrl.trainer.train_engine", "agentrl.engines.weights.base", "agentrl.sandbox", "agentrl.run.trackers",
+    "agentrl.trainer.train_engine", "agentrl.engines.weights.base", "agentrl.contrib.sandboxes", "agentrl.run.trackers",
 )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def _content() -> str:
 
 ROOMS = (
     "agentrl", "agentrl.env", "agentrl.env.copying", "agentrl.env.tools", "agentrl.reward", "agentrl.trainer.algorithms",
-    "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.sandbox", "agentrl.data.rows", "agentrl.env.catalog",
+    "agentrl.trainer.algorithms.base", "agentrl.render", "agentrl.contrib.sandboxes", "agentrl.data.rows", "agentrl.env.catalog",
     "agentrl.config",
     "agentrl.data.trajectory", "agentrl.utils.errors",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agentrl.env.catalog import make_env
-from agentrl.sandbox.base import SANDBOXES, SandboxProvider, SandboxSpec
+from agentrl.env.sandbox import SANDBOXES, SandboxProvider, SandboxSpec
 
 OWN = ("local", "bubblewrap")
 

@@ -64,7 +64,7 @@ def test_everything_else_works_without_a_folder(name: str, tree: Path, tmp_path:
         assert helped.returncode == 0, helped.stderr
         listed = {line.split()[0] for line in helped.stdout.splitlines() if line.startswith("    ") and line.split()}
         assert not listed & set(COMMANDS.get(name, [])) and {"train", "eval", "env"} <= listed
-        if name not in ("suites", "toolkit"):  # of these environments and tools of the shelf make use
+        if name not in ("sandboxes", "suites", "toolkit"):  # of these environments and tools of the shelf make use
             imported = run(tree, "-c", IMPORTS.replace("GONE", name))
             assert imported.returncode == 0, imported.stderr
         trained = run(tree, "-m", "agentrl", *RUN, f"out={tmp_path}", "name=r")

@@ -24,12 +24,14 @@ from agentrl.config.load import config_from, load_config
 from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, SandboxConfig
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.remote_envs.offer import EnvOffer
+from agentrl.contrib.sandboxes.sandbox_pool import provider_of
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import Asked
 from agentrl.env.catalog import EnvRef
 from agentrl.env.mcp import McpSource
+from agentrl.env.sandbox import SANDBOXES
 from agentrl.env.users import ModelUser, user_call
 from agentrl.render.litellm_calls import load_litellm
 from agentrl.reward.compile import judge_settings
@@ -40,8 +42,6 @@ from agentrl.run.checks.preflight import ApiModel, _ask
 from agentrl.run.folder import RunFolder
 from agentrl.run.tracing import attributes_of
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
-from agentrl.sandbox.base import SANDBOXES
-from agentrl.sandbox.sandbox_pool import provider_of
 from agentrl.utils import redaction
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ReplayError
 from agentrl.utils.redaction import (

@@ -29,7 +29,6 @@ ROOMS = (
     "config",
     "data",
     "render",
-    "sandbox",
     "reward",
     "env",
     "rollout",
@@ -173,7 +172,8 @@ def registries() -> list[Registry[Any]]:
         "agentrl.cli.arguments", "agentrl.engines.weights.base", "agentrl.env.address", "agentrl.env.wrappers",
         "agentrl.rollout.collector", "agentrl.rollout.context", "agentrl.rollout.engine", "agentrl.rollout.mixtures",
         "agentrl.rollout.player", "agentrl.rollout.samplers", "agentrl.run.callbacks", "agentrl.run.driver",
-        "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.sandbox", "agentrl.trainer.algorithms.advantages",
+        "agentrl.cluster.doctor", "agentrl.reward.leaf", "agentrl.run.trackers", "agentrl.env.sandbox",
+        "agentrl.trainer.algorithms.advantages",
         "agentrl.trainer.algorithms.losses", "agentrl.trainer.train_engine",
     ]  # fmt: skip
     found = {id(v): v for home in homes for v in vars(importlib.import_module(home)).values() if isinstance(v, Registry)}

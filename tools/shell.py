@@ -1,4 +1,4 @@
-"""Commands in a sandbox of the episode's own, and the tools of `files` on the same folder (agentrl/sandbox)."""
+"""Commands in a sandbox of the episode's own, and the tools of `files` on the same folder (agentrl/contrib/sandboxes)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, require, sandbox_config
 from agentrl.data.trajectory import Json
 from agentrl.env import tool
-from agentrl.sandbox.base import ExecResult, SandboxSpec
-from agentrl.sandbox.sandbox_pool import HeldSandbox, require, sandbox_config
+from agentrl.env.sandbox import ExecResult, SandboxSpec
 from agentrl.utils.errors import ResourceError, ToolError
 
 from .files import Files

@@ -27,10 +27,9 @@ from agentrl.cluster.machine import (
 )
 from agentrl.cluster.placement import WORKER_CPUS
 from agentrl.config.schema import ClusterConfig
-from agentrl.sandbox.local import WHAT_HELPS
-from agentrl.sandbox.sandbox_pool import preferred_provider, reach
 from agentrl.utils.errors import AgentrlError
 from agentrl.utils.processor import usable_cpus, usable_memory
+from agentrl.utils.registry import Registry
 
 Level = Literal["ok", "warn", "fail"]
 GIB = 1 << 30
@@ -50,6 +49,10 @@ class MachineFinding:
     level: Level
     found: str
     advice: str = ""
+
+
+MACHINE_CHECKS: Registry[Callable[[], Iterator[MachineFinding]]] = Registry("doctor", "MACHINE_CHECKS", "agentrl.cluster.doctor")
+"""Checks of optional features and plug-ins."""
 
 
 def check_versions() -> Iterator[MachineFinding]:
@@ -138,16 +141,6 @@ def check_network() -> Iterator[MachineFinding]:
         yield MachineFinding("RAY_ADDRESS", "warn", "set but empty", "Ray takes that for an address; a run removes it")
 
 
-def check_sandbox() -> Iterator[MachineFinding]:
-    """List the addresses that this machine's sandboxes reach; code of a policy runs in none that keeps less than
-    docs/sandboxes.md says."""
-    found = reach()
-    if found.local is None or found.bubblewrap is None:
-        yield MachineFinding("sandbox", "ok", f"{found.said()}; {preferred_provider()} is chosen")
-    else:
-        yield MachineFinding("sandbox", "warn", found.said(), f"environments that run code are refused: {WHAT_HELPS}")
-
-
 def check_gpus() -> Iterator[MachineFinding]:
     """GPUs that torch sees."""
     import torch
@@ -223,10 +216,12 @@ def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFind
 
 def all_checks(cluster: ClusterConfig, with_ray: bool, workers: int = 0) -> Iterator[MachineFinding]:
     """Every check, quick ones first; `workers`: rollout.workers."""
-    quick: list[Callable[[], Iterator[MachineFinding]]] = [
-        check_versions, check_machine, check_network, check_sandbox, check_gpus,
-    ]  # fmt: skip
-    for check in quick:
+    for check in (check_versions, check_machine, check_network, check_gpus):
         yield from check()
+    for name in MACHINE_CHECKS:
+        try:
+            yield from MACHINE_CHECKS.entry(name).make()
+        except Exception as error:  # a plug-in's
+            yield MachineFinding(name, "fail", f"{type(error).__name__}: {error}", "this check did not run; the others did")
     if with_ray:
         yield from check_ray(cluster, workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.sandbox.base import FileInfo, Sandbox
+from agentrl.env.sandbox import FileInfo, Sandbox
 
 MOST, DEEPEST, NAMED = 32, 4, 20
 

@@ -13,8 +13,10 @@ from agentrl.cli.main import build_parser
 from agentrl.cluster import doctor as checks
 from agentrl.cluster import machine
 from agentrl.cluster import ray_cluster as shipping
-from agentrl.sandbox.local import require_kernel
-from agentrl.sandbox.sandbox_pool import Reach
+from agentrl.config.schema import ClusterConfig
+from agentrl.contrib.sandboxes import doctor as sandboxes
+from agentrl.contrib.sandboxes.local import require_kernel
+from agentrl.contrib.sandboxes.sandbox_pool import Reach
 from agentrl.utils.errors import ResourceError
 
 
@@ -56,9 +58,22 @@ def test_an_empty_ray_address_and_a_lost_package_are_found(monkeypatch):
     ],
 )
 def test_what_the_sandboxes_reach(monkeypatch, landlock, local, bubblewrap, level, said, advice):
-    monkeypatch.setattr(checks, "reach", lambda: Reach("6.1", landlock, local, bubblewrap))
-    [found] = checks.check_sandbox()
+    monkeypatch.setattr(sandboxes, "reach", lambda: Reach("6.1", landlock, local, bubblewrap))
+    [found] = sandboxes.check_sandbox()
     assert found.level == level and found.found.startswith("Linux 6.1, ") and said in found.found and advice in found.advice
+
+
+def test_a_plug_in_adds_a_check_and_a_broken_one_is_named(monkeypatch, tmp_path):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(
+        "from agentrl.cluster.doctor import MACHINE_CHECKS, MachineFinding\n"
+        "@MACHINE_CHECKS.register('licence')\ndef licence():\n    yield MachineFinding('licence', 'ok', 'valid')\n"
+        "@MACHINE_CHECKS.register('broken')\ndef broken():\n    raise OSError('no such server')\n    yield\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = {one.check: (one.level, one.found) for one in checks.all_checks(ClusterConfig(), with_ray=False)}
+    assert found["licence"] == ("ok", "valid") and found["broken"] == ("fail", "OSError: no such server")
+    assert "sandbox" in found and "gpus" in found
 
 
 def test_a_kernel_without_landlock_is_refused_with_what_to_install(monkeypatch):

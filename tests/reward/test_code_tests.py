@@ -15,16 +15,16 @@ from code_programs import PROGRAMS
 from reward_episodes import episode, leaf, spec
 
 from agentrl.config.schema import SandboxConfig
+from agentrl.contrib.sandboxes.code_tests import grade as grading
+from agentrl.contrib.sandboxes.code_tests import grade as leaves
+from agentrl.contrib.sandboxes.code_tests.grade import Graded, GradeLimits, grade, last_block
+from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.equality import Compared
 from agentrl.reward.judge import AssumedJudge
 from agentrl.reward.leaves import answer as math_leaf
-from agentrl.reward.unit_tests import grade as grading
-from agentrl.reward.unit_tests import grade as leaves
-from agentrl.reward.unit_tests.grade import Graded, GradeLimits, grade, last_block
 from agentrl.run.checks import check_config
 from agentrl.run.checks.rollout_checks import check_assembly
-from agentrl.sandbox.local import LocalSandbox
 from agentrl.utils.errors import ConfigError, RewardSpecError, SandboxError
 from tests.conftest import proof
 from tests.e2e.inside import config_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.sandbox import bubblewrap
-from agentrl.sandbox.base import ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes import bubblewrap
+from agentrl.env.sandbox import ExecResult, SandboxSpec
 
 REASON = bubblewrap.unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no bubblewrap here: {REASON}")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import SandboxConfig
-from agentrl.sandbox import bubblewrap, local
-from agentrl.sandbox import sandbox_pool as choice
-from agentrl.sandbox import sandbox_pool as reach
-from agentrl.sandbox.base import SandboxSpec
-from agentrl.sandbox.sandbox_pool import provider_of, require, sandbox_config
+from agentrl.contrib.sandboxes import bubblewrap, local
+from agentrl.contrib.sandboxes import sandbox_pool as choice
+from agentrl.contrib.sandboxes import sandbox_pool as reach
+from agentrl.contrib.sandboxes.sandbox_pool import provider_of, require, sandbox_config
+from agentrl.env.sandbox import SandboxSpec
 from agentrl.utils.errors import ResourceError
 
 BWRAP = shutil.which("bwrap")
@@ -46,7 +46,7 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "agentrl.sandbox.sandbox_pool"]
+    return [record.getMessage() for record in caplog.records if record.name == "agentrl.contrib.sandboxes.sandbox_pool"]
 
 
 @real

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl.contrib.sandboxes import e2b as adapter
-from agentrl.sandbox.base import SANDBOXES, SandboxSpec
+from agentrl.env.sandbox import SANDBOXES, SandboxSpec
 from agentrl.utils.errors import ConfigError, SandboxError
 
 CALLS: list[tuple[str, dict[str, Any]]] = []

@@ -21,7 +21,7 @@ import pytest
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import make_env
-from agentrl.sandbox.base import SANDBOXES
+from agentrl.env.sandbox import SANDBOXES
 from tests.conftest import proof
 from tests.sandbox.test_providers import tiny_image
 
@@ -105,7 +105,7 @@ def test_a_dozen_episodes_share_three_sandboxes(temporary: Path) -> None:
 
 DRIVER = """
 import asyncio, signal, sys
-from agentrl.sandbox import SANDBOXES, SandboxSpec
+from agentrl.contrib.sandboxes import SANDBOXES, SandboxSpec
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, if a shell runs the tests in the background
 

@@ -13,13 +13,13 @@ import pytest
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import SandboxConfig
+from agentrl.contrib.sandboxes import sandbox_pool as handle_module
+from agentrl.contrib.sandboxes import sandbox_pool as pool_module
+from agentrl.contrib.sandboxes.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred_provider
 from agentrl.env import Message, Task, ToolEnv
 from agentrl.env.catalog import EnvRef
+from agentrl.env.sandbox import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.rollout.deadlines import Waits, Watch
-from agentrl.sandbox import sandbox_pool as handle_module
-from agentrl.sandbox import sandbox_pool as pool_module
-from agentrl.sandbox.base import ExecResult, FileInfo, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.sandbox.sandbox_pool import HeldSandbox, SandboxPool, pool_of, preferred_provider
 from agentrl.utils.errors import CatalogError, ConfigError, SandboxError
 
 
@@ -306,7 +306,7 @@ def test_the_watch_is_told_what_an_episode_queues_for_and_its_clock_stands(provi
 
 
 def test_a_config_with_a_wrong_key_or_name_is_refused_with_what_is_near() -> None:
-    from agentrl.sandbox.sandbox_pool import provider_of, sandbox_config
+    from agentrl.contrib.sandboxes.sandbox_pool import provider_of, sandbox_config
 
     with pytest.raises(ConfigError, match=r"sandbox\.provder.*did you mean 'provider'"):
         sandbox_config({"provder": "local"})

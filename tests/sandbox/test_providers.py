@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.sandbox.base import SANDBOXES, SandboxSpec
+from agentrl.env.sandbox import SANDBOXES, SandboxSpec
 from tests.conftest import proof
 from tests.sandbox.contract import Contract
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.sandbox import local
-from agentrl.sandbox.base import SANDBOXES, ExecResult, SandboxSpec
+from agentrl.contrib.sandboxes import local
+from agentrl.env.sandbox import SANDBOXES, ExecResult, SandboxSpec
 from tests.conftest import proof
 
 CODE = SandboxSpec(cpu_s=5, memory=512 << 20, processes=False, workdir="/")
@@ -169,7 +169,7 @@ def test_threads_have_an_end(kind: SandboxSpec) -> None:
 
 DRIVER = """
 import asyncio, os, sys
-from agentrl.sandbox import SANDBOXES, SandboxSpec
+from agentrl.contrib.sandboxes import SANDBOXES, SandboxSpec
 async def main():
     box = await SANDBOXES.bind("local", {{}})().start(SandboxSpec(processes={processes}, workdir="/"))
     code = '''{code}'''

@@ -13,17 +13,17 @@ import pytest
 from conversation_probes import play
 
 from agentrl.cli.main import main
+from agentrl.contrib.sandboxes.bubblewrap import BubblewrapSandbox
+from agentrl.contrib.sandboxes.local import LocalSandbox
 from agentrl.data.trajectory import StopReason
 from agentrl.env import Message, ToolCall
 from agentrl.env.authoring import held_out_families
 from agentrl.env.catalog import find_env, make_env
 from agentrl.env.check import check_all
 from agentrl.env.check_tools import Subject
+from agentrl.env.sandbox import SANDBOXES
 from agentrl.env.suites import read_record
 from agentrl.reward import compile_spec, load_spec
-from agentrl.sandbox.base import SANDBOXES
-from agentrl.sandbox.bubblewrap import BubblewrapSandbox
-from agentrl.sandbox.local import LocalSandbox
 from agentrl.utils.errors import ConfigError, SandboxError, TaskDataError
 from agentrl.utils.search_path import load_module
 from tests.conftest import proof

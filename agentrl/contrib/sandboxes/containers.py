@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from agentrl.sandbox.base import (
+from agentrl.contrib.sandboxes.process_group import Ended, Watched, kill_group, run_group
+from agentrl.env.sandbox import (
     SANDBOXES,
     Command,
     ExecResult,
@@ -29,7 +30,6 @@ from agentrl.sandbox.base import (
     missing,
     too_large,
 )
-from agentrl.sandbox.process_group import Ended, Watched, kill_group, run_group
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
-from agentrl.sandbox.base import (
+from agentrl.env.sandbox import (
     SANDBOXES,
     Command,
     ExecResult,

@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from agentrl.contrib.sandboxes.code_tests.runner import BEGUN
+from agentrl.contrib.sandboxes.sandbox_pool import require, sandbox_config
 from agentrl.data.trajectory import Json
+from agentrl.env.sandbox import ExecResult, SandboxSpec
 from agentrl.reward.leaf import LEAVES, REF, Args, Context, Leaf, Reading, View, object_schema, or_ref
-from agentrl.reward.unit_tests.runner import BEGUN
 from agentrl.reward.values import UnscorableError, brief
-from agentrl.sandbox.base import ExecResult, SandboxSpec
-from agentrl.sandbox.sandbox_pool import require, sandbox_config
 from agentrl.utils.errors import DependencyError, SandboxError
 from agentrl.utils.parsing import module_of, read_json
 
@@ -149,10 +149,10 @@ def _program() -> str:
 def _archive() -> bytes:
     """Archive that the tests' process imports, as `boot.py` reads it: for the Python that runs this one."""
     modules: dict[str, tuple[bool, bytes]] = {}
-    for name in ("agentrl", "agentrl.reward", "agentrl.reward.unit_tests"):
+    for name in ("agentrl", "agentrl.contrib", "agentrl.contrib.sandboxes", "agentrl.contrib.sandboxes.code_tests"):
         modules[name] = (True, marshal.dumps(compile("", name, "exec")))
     for name in OWN:
-        modules[f"agentrl.reward.unit_tests.{name}"] = (False, marshal.dumps(compile(_source(name), name, "exec")))
+        modules[f"agentrl.contrib.sandboxes.code_tests.{name}"] = (False, marshal.dumps(compile(_source(name), name, "exec")))
     for name, path in _files():
         code = compile(path.read_bytes(), f"/archive/{name}", "exec", dont_inherit=True)
         modules[name] = (path.name == "__init__.py", marshal.dumps(code))

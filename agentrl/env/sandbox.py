@@ -209,7 +209,7 @@ class SandboxProvider(ABC):
 SANDBOXES: Registry[Callable[..., SandboxProvider]] = Registry(
     "env.sandbox.provider",
     "SANDBOXES",
-    "agentrl.sandbox",
+    "agentrl.env.sandbox",
     traits={
         "images": "runs a container image, so a task that needs one can run",
         "lasting": "a process that a command leaves in the background goes on until the sandbox stops",

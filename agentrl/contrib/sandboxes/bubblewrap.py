@@ -14,8 +14,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from agentrl.sandbox.base import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
-from agentrl.sandbox.jail import (
+from agentrl.contrib.sandboxes.jail import (
     ALLOW,
     ANY_BIT,
     AT_LEAST,
@@ -35,8 +34,9 @@ from agentrl.sandbox.jail import (
     NAMESPACES,
     Step,
 )
-from agentrl.sandbox.local import READABLE, Folder, FolderProvider, FolderSandbox, package_folders
-from agentrl.sandbox.process_group import Watched, run_group
+from agentrl.contrib.sandboxes.local import READABLE, Folder, FolderProvider, FolderSandbox, package_folders
+from agentrl.contrib.sandboxes.process_group import Watched, run_group
+from agentrl.env.sandbox import SANDBOXES, Command, End, ExecResult, Sandbox, SandboxSpec
 from agentrl.utils.errors import SandboxError
 from agentrl.utils.threads import in_thread
 

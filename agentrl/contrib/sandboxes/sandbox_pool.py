@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from agentrl.config.schema import SandboxConfig
-from agentrl.sandbox import bubblewrap
-from agentrl.sandbox.base import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
-from agentrl.sandbox.local import require_kernel
+from agentrl.contrib.sandboxes import bubblewrap
+from agentrl.contrib.sandboxes.local import require_kernel
+from agentrl.env.sandbox import SANDBOXES, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.utils.errors import ConfigError, EnvError, ResourceError, SandboxError, hint_text
 from agentrl.utils.redaction import resolve_references
 

@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.sandbox.base import (
+from agentrl.contrib.sandboxes.process_group import Ended, Watched, run_group
+from agentrl.env.sandbox import (
     NOTEBOOK,
     SANDBOXES,
     Command,
@@ -32,7 +33,6 @@ from agentrl.sandbox.base import (
     missing,
     too_large,
 )
-from agentrl.sandbox.process_group import Ended, Watched, run_group
 from agentrl.utils.errors import ConfigError, ResourceError, SandboxError
 from agentrl.utils.threads import in_thread
 

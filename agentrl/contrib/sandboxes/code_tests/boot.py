@@ -37,7 +37,7 @@ def boot() -> None:
     if magic != importlib.util.MAGIC_NUMBER:
         sys.exit(f"another Python, {sys.version.split()[0]}")
     sys.meta_path.insert(0, Archive(marshal.loads(raw[8:end])))
-    from agentrl.reward.unit_tests.runner import serve
+    from agentrl.contrib.sandboxes.code_tests.runner import serve
 
     request = json.loads(raw[end:])
     serve(request, request.pop("program"))
