@@ -29,9 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, VllmConfig, WeightsConfig
-from agentrl.data.collate import collate
 from agentrl.data.expert_routing import RouterWatch
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.rollout.engine import Engine, Sampling

@@ -38,8 +38,7 @@ from work import MILLION
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor

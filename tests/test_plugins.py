@@ -32,7 +32,7 @@ FILES = {
     "less_greedy": """
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import row_advantages
-from agentrl.data.ragged import on_mask
+from agentrl.data.rows import on_mask
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput
 
 @ADVANTAGES.register("less_greedy", needs={"baseline"})

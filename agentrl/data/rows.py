@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch import device as Device
 
+from agentrl.data.expert_routing import free
 from agentrl.data.images import Image
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_reward
 
 # A batch by its rows: how it is read (`Ragged`), cut, joined, and put end to end for a model (`pack`).
 #
@@ -405,3 +409,252 @@ def deserialize(serialized: SerializedBatch, rows: Any = None) -> TensorDict:
     for key, value in serialized.wide.items():
         out[key] = wide(value, len(index))
     return build(out, len(index))
+
+
+# Ragged columns
+
+
+def row_ids(offsets: Tensor, tokens: int | None = None) -> Tensor:
+    """The row of each token, int64 [T]; `tokens` is T, which a GPU would otherwise be asked for."""
+    rows = torch.arange(len(offsets) - 1, device=offsets.device)
+    return torch.repeat_interleave(rows, offsets.diff(), output_size=tokens)
+
+
+def row_sum(column: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each row: [T] -> [N]; 0 for an empty row."""
+    zeros = torch.zeros(len(offsets) - 1, dtype=column.dtype, device=column.device)
+    return zeros.index_add(0, row_ids(offsets, len(column)), column)
+
+
+def row_counts(mask: Tensor, offsets: Tensor) -> Tensor:
+    """True tokens of each row: bool [T] on the host -> int64 [N]. Allocates nothing of the column's size."""
+    flags, bounds = mask.numpy(), offsets.tolist()
+    per_row = (np.count_nonzero(flags[start:stop]) for start, stop in itertools.pairwise(bounds))
+    counts = np.fromiter(per_row, np.int64, len(bounds) - 1)  # np.add.reduceat would cast the whole column first
+    return torch.from_numpy(counts)
+
+
+def row_mean(column: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """Mean over the masked tokens of each row: [T] -> [N]; 0 for a row without one."""
+    kept = torch.where(mask, column, torch.zeros_like(column))
+    return row_sum(kept, offsets) / row_sum(mask.to(column.dtype), offsets).clamp(min=1)
+
+
+def spread(rows: Tensor, offsets: Tensor, tokens: int | None = None) -> Tensor:
+    """A row's value on each of its tokens: [N] -> [T]; `tokens` as in `row_ids`."""
+    return rows[row_ids(offsets, tokens)]
+
+
+def on_mask(rows: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """A row's value on its masked tokens, 0 elsewhere: [N] -> [T], without a gradient, on the host."""
+    values, flags, bounds = rows.detach().numpy(), mask.numpy(), offsets.tolist()
+    # Not np.empty: it requests huge pages, and a virtual machine may first have to get each of them from its host.
+    out = torch.empty(len(flags), dtype=rows.dtype)
+    tokens = out.numpy()
+    for value, (start, stop) in zip(values, itertools.pairwise(bounds), strict=True):
+        # Row by row: a single np.repeat over all rows would hold the GIL, and thus block the event loop.
+        np.multiply(flags[start:stop], value, out=tokens[start:stop])
+    return out
+
+
+def zscores(values: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(unbiased variance + eps), float64 [M]. Equal values, and so a single one, become exactly 0."""
+    values = values.double()
+    if len(values) < 2:
+        return torch.zeros_like(values)
+    above = values - values[0]  # exactly 0 if all values are equal: the mean of equal values can differ from them by rounding
+    apart = above - above.mean()
+    return apart * torch.rsqrt(apart.square().sum() / (len(values) - 1) + eps)
+
+
+def whiten_masked(column: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """`zscores` over the masked tokens, 0 elsewhere: [T] -> [T]."""
+    out = torch.zeros_like(column)
+    out[mask] = zscores(column[mask], eps).to(column.dtype)
+    return out
+
+
+def sampled_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
+    """Offsets of the rows when only their masked tokens are kept, int64 [N + 1]."""
+    counts = row_sum(mask.to(torch.int64), offsets)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def credit(token_rewards: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
+    """Move every reward to the sampled token that earned it: [T] -> [M], the masked tokens only.
+
+    A reward on a token that was not sampled goes to the last sampled token before it in its row (to the row's first one if no
+    sampled token precedes it). The rewards of a row without sampled tokens are dropped.
+    """
+    compact = sampled_offsets(mask, offsets)
+    rows = row_ids(offsets)
+    position = mask.to(torch.int64).cumsum(0) - 1
+    position = torch.maximum(position, compact[:-1][rows])
+    trained = compact.diff()[rows] > 0
+    earned = torch.zeros(int(compact[-1]), dtype=token_rewards.dtype, device=token_rewards.device)
+    return earned.index_add(0, position[trained], token_rewards[trained])
+
+
+def discounted_sums(column: Tensor, offsets: Tensor, factor: float) -> Tensor:
+    """y[t] = x[t] + factor * y[t + 1] within each row: [M] -> [M]."""
+    counts = offsets.diff()
+    width = int(counts.max()) if len(counts) else 0
+    if width == 0:
+        return column.clone()
+    rows = row_ids(offsets)
+    place = torch.arange(len(column), device=column.device) - offsets[:-1][rows]
+    # Padded, so that the recursion runs over all rows at once: as many steps as the longest row has tokens, not T of them.
+    padded = column.new_zeros(len(counts), width)
+    padded[rows, place] = column
+    out = torch.empty_like(padded)
+    carry = column.new_zeros(len(counts))
+    for step in range(width - 1, -1, -1):
+        carry = padded[:, step] + factor * carry
+        out[:, step] = carry
+    return out[rows, place]
+
+
+def following(column: Tensor, offsets: Tensor) -> Tensor:
+    """y[t] = x[t + 1] within each row, 0 after a row's last: [M] -> [M]."""
+    after = torch.cat([column[1:], column.new_zeros(1)]) if len(column) else column.clone()
+    last = offsets[1:][offsets.diff() > 0] - 1
+    after[last] = 0.0
+    return after
+
+
+# Rows of episodes
+
+
+def collate(
+    trajectories: Sequence[Trajectory], groups: Sequence[int] | None = None, *, allow_unscored: bool = False
+) -> TensorDict:
+    """One batch of N rows (a row is a non-empty ledger), T_i tokens in row i.
+
+    Ragged columns [N, T_i]: `token_ids` int32, `sampled` bool, `logprobs` float32, `versions` int32,
+    `turns` int16, all as in the ledgers, and `rewards` float32 (placed by `reward.credit`; over a trajectory's rows they sum to
+    its reward). If a ledger has `experts`, so does the batch: [N, T_i, routers, k], tokens without any marked as free
+    (experts.FREE). If a ledger has images, `images` are those of each row, in order. Row columns [N]: `group` int64,
+    `member` int64, `trajectory` int64 (index into the argument), `reward` float32 (the trajectory's reward, the same on all
+    of its rows), `truncated` bool (the same).
+
+    `groups[i]` is the group number of `trajectories[i]`; by default trajectories of one task form a
+    group, numbered by first appearance (a member seen again opens a new one).
+
+    Raises ValueError for an unscored trajectory (reward None): an infrastructure failure is never a
+    reward and must be dropped before this point. With `allow_unscored` its rewards are NaN instead.
+    """
+    numbers = list(groups) if groups is not None else number_groups(trajectories)
+    if len(numbers) != len(trajectories):
+        raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
+    ledgers: list[TokenLedger] = []
+    rewards: list[list[tuple[int, float]]] = []
+    rows: list[tuple[int, int, int, float, bool]] = []
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.reward is None and not allow_unscored:
+            raise ValueError(f"trajectory {index} (task {trajectory.task.id!r}) is unscored; drop it before collating")
+        reward = float("nan") if trajectory.reward is None else trajectory.reward
+        spots = _spots(trajectory)
+        for place, ledger in enumerate(trajectory.ledgers):
+            if len(ledger) == 0:
+                continue
+            ledgers.append(ledger)
+            rewards.append([(token, amount) for at, token, amount in spots if at == place])
+            rows.append((numbers[index], trajectory.member, index, reward, trajectory.truncated))
+    return _batch(ledgers, rewards, rows)
+
+
+def number_groups(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Group numbers by task, in order of first appearance; a (task, member) seen again opens a new group."""
+    current: dict[tuple[str, str, int], int] = {}
+    seen: set[tuple[int, int]] = set()
+    numbers: list[int] = []
+    opened = 0
+    for trajectory in trajectories:
+        task = (trajectory.env_id, trajectory.task.id, trajectory.task.seed)
+        # A task can be drawn twice in a batch. Two episodes with one member number cannot be of one group, so a repeated
+        # number starts the next.
+        if task not in current or (current[task], trajectory.member) in seen:
+            current[task] = opened
+            opened += 1
+        seen.add((current[task], trajectory.member))
+        numbers.append(current[task])
+    return numbers
+
+
+def _spots(trajectory: Trajectory) -> list[Spot]:
+    """The tokens that carry `trajectory.reward`, as (ledger, token, amount).
+
+    The turns' rewards, and the rest of the episode's, go where `reward_spots` puts them. Ledgers without turns
+    (transcripts) carry the whole reward on the last sampled token. A trajectory that sampled
+    nothing has no token to carry a reward. If it is unscored, the rest is NaN.
+    """
+    total = float("nan") if trajectory.reward is None else trajectory.reward
+    if any(turn.ledger >= 0 and turn.end >= 0 for turn in trajectory.turns):
+        turns = {turn.index: turn.reward for turn in trajectory.turns if turn.reward is not None}
+        return reward_spots(trajectory, terminal_reward(total, turns), turns)
+    last = max((at for at, ledger in enumerate(trajectory.ledgers) if ledger.sampled_tokens), default=None)
+    if last is None:
+        return []
+    return [(last, int(np.flatnonzero(trajectory.ledgers[last].sampled)[-1]), total)]
+
+
+def _batch(
+    ledgers: Sequence[TokenLedger],
+    rewards: Sequence[Sequence[tuple[int, float]]],
+    rows: Sequence[tuple[int, int, int, float, bool]],
+) -> TensorDict:
+    offsets = torch.zeros(len(ledgers) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor([len(ledger) for ledger in ledgers], dtype=torch.int64), 0, out=offsets[1:])
+    starts, total = offsets[:-1].tolist(), int(offsets[-1])
+
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A column of all ledgers, written in place: no second array of its size is allocated."""
+        values = torch.empty(total, dtype=dtype)
+        flat = values.numpy()
+        for start, ledger in zip(starts, ledgers, strict=True):
+            flat[start : start + len(ledger)] = getattr(ledger, name)
+        return nested_tensor(values, offsets)
+
+    placed = torch.zeros(total)
+    flat_rewards = placed.numpy()
+    with np.errstate(over="ignore"):  # a reward beyond float32 becomes infinite; the learner then names its row
+        for start, spots in zip(starts, rewards, strict=True):
+            for token, amount in spots:
+                flat_rewards[start + token] = np.float64(amount)
+    experts = _experts(ledgers, starts, total)
+    pictured = any(ledger.images for ledger in ledgers)
+    return build(
+        {
+            **({} if experts is None else {"experts": nested_tensor(experts, offsets)}),
+            **({IMAGES: items_column([ledger.images for ledger in ledgers])} if pictured else {}),
+            "token_ids": column("token_ids", torch.int32),
+            "sampled": column("sampled", torch.bool),
+            "logprobs": column("logprobs", torch.float32),
+            "versions": column("versions", torch.int32),
+            "turns": column("turns", torch.int16),
+            "rewards": nested_tensor(placed, offsets),
+            "group": torch.tensor([row[0] for row in rows], dtype=torch.int64),
+            "member": torch.tensor([row[1] for row in rows], dtype=torch.int64),
+            "trajectory": torch.tensor([row[2] for row in rows], dtype=torch.int64),
+            "reward": torch.tensor([row[3] for row in rows], dtype=torch.float32),
+            TRUNCATED: torch.tensor([row[4] for row in rows], dtype=torch.bool),
+        },
+        len(ledgers),
+    )
+
+
+def _experts(ledgers: Sequence[TokenLedger], starts: Sequence[int], total: int) -> torch.Tensor | None:
+    """The experts of all ledgers' tokens, [T, routers, k]; None if no ledger has any. Raises ValueError if they are of several
+    models."""
+    kinds = {(ledger.experts.shape[1:], ledger.experts.dtype.name) for ledger in ledgers if ledger.experts is not None}
+    if not kinds:
+        return None
+    if len(kinds) > 1:
+        raise ValueError(f"ledgers with experts of several models in one batch: {sorted(kinds)}")
+    [(shape, kind)] = kinds
+    out = free(torch.empty(0, *shape, dtype=getattr(torch, kind)), total)
+    flat = out.numpy()
+    for start, ledger in zip(starts, ledgers, strict=True):
+        if ledger.experts is not None:
+            flat[start : start + len(ledger.experts)] = ledger.experts
+    return out

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.packing import check_cap, group_units, partition, plan, unit_sums
-from agentrl.data.ragged import spread
-from agentrl.data.rows import Ragged, Rows, row_index
+from agentrl.data.rows import Ragged, Rows, row_index, spread
 
 # Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
 #

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone, eval_weights, own_advantages
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import Evaluation, evaluate, together

@@ -22,7 +22,7 @@ from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
 from agentrl.config import TrainConfig
 from agentrl.config.envs import alone
 from agentrl.config.identity import identity_of
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.engines.weights.base import WeightTarget
 from agentrl.rollout.collector import Acceptance, Collector

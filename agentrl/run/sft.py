@@ -11,8 +11,7 @@ from tensordict import TensorDict
 from agentrl.cluster.group import check_arrived
 from agentrl.config.envs import alone, warm_start_envs, weight_at
 from agentrl.config.schema import SftConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch

@@ -20,8 +20,7 @@ from torch import Tensor
 from agentrl.cluster.machine import reachable_address
 from agentrl.cluster.worker import Broadcast, Strategy, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, SftConfig, WeightsConfig
-from agentrl.data.ragged import row_ids
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, Silent, Stream, make_sender
 from agentrl.engines.weights.host_routes import Joined, join

@@ -18,8 +18,7 @@ from torch import Tensor
 from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import Call, Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.data.ragged import row_counts, row_ids, spread
-from agentrl.data.rows import TRUNCATED, Ragged, is_ragged
+from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
 from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.algorithms.losses import KL, POLICY_LOSSES, Selection, correction, kl_estimate, selection_of
@@ -248,7 +247,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
         weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
     if algorithm.truncated == "mask":
         if TRUNCATED not in view:
-            raise ConfigError('algorithm.truncated = "mask": the batch has no column truncated (agentrl.data.collate makes it)')
+            raise ConfigError('algorithm.truncated = "mask": the batch has no column truncated (agentrl.data.rows makes it)')
         cut = spread(view.batch[TRUNCATED], view.offsets)
         weights = torch.where(cut, 0.0, torch.ones(len(cut)) if weights is None else weights)
     if weights is None:

@@ -15,8 +15,7 @@ from agentrl.cluster.host import own_device
 from agentrl.cluster.worker import Broadcast, Strategy, Worker, WorkerContext
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, CriticConfig, DistillationConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.data.ragged import row_ids
-from agentrl.data.rows import Ragged, on_device
+from agentrl.data.rows import Ragged, on_device, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss

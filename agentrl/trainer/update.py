@@ -17,8 +17,7 @@ from torch import Tensor
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, load_metrics
 from agentrl.data.images import Image
-from agentrl.data.ragged import sampled_offsets, spread
-from agentrl.data.rows import Ragged, nested_tensor, on_device, pack, unpack
+from agentrl.data.rows import Ragged, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate

@@ -22,7 +22,7 @@ from work import CONTEXT, MILLION, Forced, Lookup, Ref, collector, vllm_section
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, ModelConfig, OptimConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.embedded.scheduler import Batcher
 from agentrl.render import make_renderer

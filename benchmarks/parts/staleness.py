@@ -19,7 +19,7 @@ from work import Forced, collector, tasks
 from agentrl.cluster.launch import launch
 from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, EnvConfig, InitModelConfig, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env import ToolEnv

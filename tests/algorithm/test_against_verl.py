@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import KlConfig
-from agentrl.data.ragged import whiten_masked
+from agentrl.data.rows import whiten_masked
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
 from agentrl.trainer.algorithms.losses import kl_estimate, value_loss

@@ -10,8 +10,7 @@ import torch
 
 from agentrl.config import Choice
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.trainer.algorithms import advantages

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.data.collate import collate
 from agentrl.data.packing import plan
-from agentrl.data.rows import Ragged, concat, lengths, pack, select, unpack
+from agentrl.data.rows import Ragged, collate, concat, lengths, pack, select, unpack
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
 from agentrl.utils.errors import ConfigError

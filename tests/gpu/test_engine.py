@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig, WeightsConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.weights.base import Offer, open_receiver

@@ -289,7 +289,7 @@ def test_token_rewards_add_up_and_touch_only_last_sampled_tokens(amounts, termin
 
 
 def test_the_batch_places_rewards_on_the_same_tokens():
-    collate = pytest.importorskip("agentrl.data.collate", reason="the batch room is not there")
+    collate = pytest.importorskip("agentrl.data.rows", reason="the batch room is not there")
     trajectory = episode([call("f")], [call("g")], "end")
     score = Score(1.5, {0: 0.5, 1: 0.25})
     trajectory.reward = score.value

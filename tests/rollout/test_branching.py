@@ -14,7 +14,7 @@ import pytest
 from agentrl.config import RolloutConfig
 from agentrl.config.load import config_from
 from agentrl.config.schema import BranchConfig, Choice, RewardConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl.config import Choice, TrainConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import EnvRef

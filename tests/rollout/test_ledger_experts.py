@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.collate import collate
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import Ragged, pack, select
+from agentrl.data.rows import Ragged, collate, pack, select
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agentrl.config.schema import ToolsConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import StopReason, Trajectory, reward_spots
 from agentrl.env import Message, Task, ToolCall, ToolEnv, tool
 from agentrl.env.catalog import EnvRef, add_tool_set, find_reward

@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.config import Choice
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig, StartConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer
 from agentrl.render.template import make_renderer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.trajectory import Message, ToolCall, Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer

@@ -122,7 +122,7 @@ def test_a_greedy_episode_that_fails_is_no_zero() -> None:
         return Trajectory("made-up", Task("t", 0), ledgers=[ledger], reward=reward)
 
     members = [played(1.0), played(0.0)]
-    from agentrl.data.collate import collate
+    from agentrl.data.rows import collate
 
     batch = collate(members, groups=[0, 0])
     with pytest.raises(ConfigError, match="no scored greedy episode"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from agentrl.config.schema import AlgorithmConfig, Choice, LoraSection, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns, token_lines

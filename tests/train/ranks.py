@@ -40,9 +40,8 @@ from agentrl.config.schema import (
     OptimConfig,
 )
 from agentrl.contrib.titan.engine import require_torchtitan
-from agentrl.data.collate import collate
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import nested_tensor, offsets_of, select
+from agentrl.data.rows import collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.attention import PACKED, register_packed_attention

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ModelConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import select
+from agentrl.data.rows import collate, select
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from tests.publishing import weights_of as weights

@@ -12,7 +12,7 @@ from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajector
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.layers import inject
 from agentrl.trainer.optim import muon, sft_optim

@@ -25,7 +25,7 @@ from agentrl.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.run.checks import check_config
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import AgentrlError

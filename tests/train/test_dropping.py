@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import assign_ranks, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory

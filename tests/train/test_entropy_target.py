@@ -12,7 +12,7 @@ from learners import config_of, opened
 from train_batches import toy_critic, trajectories
 
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.trainer.learner import Learner, adapted_entropy_coef, check_learner
 from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of

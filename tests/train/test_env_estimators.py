@@ -11,8 +11,7 @@ import torch
 from agentrl.config import TrainConfig
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory
 from agentrl.run.loop import make_batch

@@ -22,9 +22,8 @@ from agentrl.config.schema import (
     KlConfig,
     RolloutConfig,
 )
-from agentrl.data.collate import collate
 from agentrl.data.expert_routing import FREE
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.schedule import KEPT, ORIGIN, SHOWN, cut_minibatches
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Group, Task, Trajectory

@@ -25,8 +25,7 @@ from agentrl.config.schema import (
     ModelConfig,
     SftConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of, select
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
 from agentrl.data.schedule import cut_minibatches
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints

@@ -13,7 +13,7 @@ from train_batches import make_batch, toy_optim, trajectories
 from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
 from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, LoraSection, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.role_placement import roles_of
 from agentrl.trainer import learner as learner_of

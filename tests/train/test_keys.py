@@ -24,8 +24,7 @@ from agentrl.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import nested_tensor, offsets_of
+from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.learner import Learner

@@ -19,8 +19,7 @@ from agentrl.config.schema import (
     KlConfig,
     ModelConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor
+from agentrl.data.rows import Ragged, collate, nested_tensor
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.algorithms.base import anchors_of
 from agentrl.trainer.algorithms.losses import Selection

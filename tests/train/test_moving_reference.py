@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, Choice, ClusterConfig, KlConfig, LoraSection, ModelConfig, PoolConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner, check_learner
 from agentrl.trainer.roles import Reference

@@ -26,7 +26,7 @@ from agentrl.config.schema import (
     RewardModelConfig,
     WeightsConfig,
 )
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.engines.weights.base import WakeStage
 from agentrl.trainer import roles as role
 from agentrl.trainer import train_engine as layout

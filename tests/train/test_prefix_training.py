@@ -22,8 +22,7 @@ from agentrl.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import nested_tensor, offsets_of
+from agentrl.data.rows import collate, nested_tensor, offsets_of
 from agentrl.data.schedule import plan_ranks, shuffle_parts
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory

@@ -20,8 +20,7 @@ from agentrl.config.schema import (
     RewardModelConfig,
     TrainConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, collate
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.roles import RewardModel, with_scores

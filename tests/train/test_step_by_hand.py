@@ -23,8 +23,7 @@ from agentrl.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.trainer.actor import Actor

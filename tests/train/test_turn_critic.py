@@ -11,8 +11,7 @@ from learners import config_of, opened
 from train_batches import toy_critic, trajectories
 
 from agentrl.config.schema import AlgorithmConfig, Choice
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, collate
 from agentrl.trainer.estimator_inputs import with_advantages
 
 

@@ -10,8 +10,7 @@ from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajector
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection, ModelConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import offsets_of
+from agentrl.data.rows import collate, offsets_of
 from agentrl.run.metrics import info_of
 from agentrl.trainer import train_engine as usage
 from agentrl.trainer.actor import Actor

@@ -14,7 +14,7 @@ from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajector
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import WorkerError
 from tests.conftest import proof

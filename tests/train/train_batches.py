@@ -11,8 +11,7 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.config.schema import CriticConfig, OptimConfig, SftConfig
-from agentrl.data.collate import collate
-from agentrl.data.rows import Ragged, nested_tensor, offsets_of
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Task, Trajectory

@@ -12,7 +12,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import AlgorithmConfig, ModelConfig
-from agentrl.data.collate import collate
+from agentrl.data.rows import collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trainer.actor import Actor

@@ -14,8 +14,7 @@ from agentrl.cluster.group import check_arrived
 from agentrl.config import Choice
 from agentrl.config.envs import one_temperature
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.ragged import on_mask
-from agentrl.data.rows import Ragged
+from agentrl.data.rows import Ragged, on_mask
 from agentrl.data.schedule import cut_minibatches
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.run.api.base import BothMethod

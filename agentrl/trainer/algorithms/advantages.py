@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentrl.data.ragged import discounted_sums, following, on_mask, spread, whiten_masked, zscores
+from agentrl.data.rows import discounted_sums, following, on_mask, spread, whiten_masked, zscores
 from agentrl.trainer.algorithms.base import (
     AdvantageInput,
     AdvantageOutput,

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from agentrl.data.ragged import credit, discounted_sums, row_counts, row_ids, row_sum, sampled_offsets, spread
+from agentrl.data.rows import credit, discounted_sums, row_counts, row_ids, row_sum, sampled_offsets, spread
 from agentrl.utils.errors import ConfigError
 
 Mode = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from agentrl.data.ragged import row_mean, row_sum, spread
+from agentrl.data.rows import row_mean, row_sum, spread
 from agentrl.trainer.algorithms.base import LossInput, LossOutput
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.registry import Registry

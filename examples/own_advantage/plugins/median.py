@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from agentrl.data.ragged import on_mask
+from agentrl.data.rows import on_mask
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, Episodes, row_advantages
 
