@@ -33,6 +33,20 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
     return math.comb(c, k) / math.comb(n, k)
 
 
+def success_rates(counts: Sequence[tuple[int, int]], samples: int) -> dict[str, dict[str, float] | None]:
+    """pass@k and pass^k for k up to `samples`, with 95 % intervals over tasks, of (scored, solved) episodes per task.
+
+    A task with fewer than k scored episodes is left out of that k; None without a task.
+    """
+    rates: dict[str, dict[str, float] | None] = {}
+    for k in range(1, samples + 1):
+        usable = [(n, c) for n, c in counts if n >= k]
+        for name, rate in (("pass@", pass_at_k), ("pass^", pass_hat_k)):
+            found = mean_with_interval([rate(n, c, k) for n, c in usable]) if usable else None
+            rates[f"{name}{k}"] = None if found is None else dict(zip(("mean", "low", "high"), found, strict=True))
+    return rates
+
+
 def mean_with_interval(values: Sequence[float], z: float = 1.96) -> tuple[float, float, float]:
     """Mean over tasks and its normal-approximation interval (mean, low, high), clipped to [0, 1].
 

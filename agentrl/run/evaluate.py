@@ -24,7 +24,7 @@ from agentrl.config.envs import alone, eval_weights, one_temperature, the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory, Turn
 from agentrl.engines.makers import api_name
-from agentrl.env.official import mean_with_interval, pass_at_k, pass_hat_k
+from agentrl.env.official import mean_with_interval, success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import fault_of, run_tasks, success_rate
 from agentrl.rollout.replay import Replayer
@@ -74,10 +74,7 @@ def make_report(trajectories: Sequence[Trajectory], samples: int) -> dict[str, A
         "episodes": len(trajectories),
         "unscored": sum(t.reward is None and t.success is None for t in trajectories),
     }
-    for k in range(1, samples + 1):
-        usable = [(n, c) for n, c in counts if n >= k]  # unscored episodes can leave a task with fewer than k
-        report[f"pass@{k}"] = _interval([pass_at_k(n, c, k) for n, c in usable])
-        report[f"pass^{k}"] = _interval([pass_hat_k(n, c, k) for n, c in usable])
+    report |= success_rates(counts, samples)
     names = sorted({name for t in trajectories for name in t.metrics})
     report["metrics"] = {name: _mean(t.metrics.get(name) for t in trajectories) for name in names}
     report["reward"] = _mean(t.reward for t in trajectories)

@@ -111,17 +111,23 @@ class RunRecord:
         from agentrl.config.envs import name_of
 
         try:
-            given = self.table.get("env", []) if self.evaluation is None else self._evaluated_env()
+            given = self.table.get("env", []) if self.evaluation is None else self.evaluated_env()
         except RunFolderError:
             return []
         return [name for entry in (given if isinstance(given, list) else [given]) if (name := name_of(entry))]
 
-    def _evaluated_env(self) -> dict[str, Any]:
-        """The environment of an evaluation's note, as a table."""
+    def evaluated_env(self) -> dict[str, Any]:
+        """The environment of an evaluation's note, as a table: its id, its name, and its reward if one was named."""
         note = _json(self.path / f"{self.evaluation}.json")
         identity = note.get("identity") if isinstance(note, dict) else None
         found = identity if isinstance(identity, dict) else {}
-        return {key: found[f"env.{key}"] for key in ("id", "name") if found.get(f"env.{key}") is not None}
+        return {key: found[f"env.{key}"] for key in ("id", "name", "reward") if found.get(f"env.{key}") is not None}
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """report.json of an evaluation; empty without one. Raises RunFolderError if it is damaged."""
+        found = _json(self.path / "report.json")
+        return found if isinstance(found, dict) else {}
 
     # -- results -------------------------------------------------------------------------------------
 
@@ -277,8 +283,7 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
 
 def _evaluated_rate(run: RunRecord) -> float | None:
     """The success rate in an evaluation's report."""
-    report = _json(run.path / "report.json")
-    first = report.get("pass@1") if isinstance(report, dict) else None
+    first = run.report.get("pass@1")
     return first.get("mean") if isinstance(first, dict) else None
 
 

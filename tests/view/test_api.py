@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.queries import verdict
 from agentrl.contrib.view.server import guard_app, make_app
 from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.run.evaluate import make_report
 from tests.view.folders import episode, run_folder, unscored
 
 METRICS = [
@@ -197,9 +200,58 @@ def test_two_steps_side_by_side(asking: Asking) -> None:
         ("t/heldout/1", 1.0, 1.0),
     ]
     assert (found["only_a"], found["only_b"]) == ([], [])
+    assert [pair["verdict"] for pair in found["pairs"]] == ["won", "both solved"]
     other = asking.ask("/compare?a=one:step_000001&b=one:step_000002")
     assert other["pairs"] == [] and [t["task"] for t in other["only_a"]] == ["t/train/1", "t/train/2"]
     assert [len(t["episodes"]) for t in other["only_b"]] == [2]
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ([0.0], [1.0], "won"),
+        ([1.0], [0.0], "lost"),
+        ([0.0], [0.9], "neither solved"),  # the higher reward wins nothing
+        ([1.0, 1.0], [1.0, 0.0], "lost"),
+        ([1.0, 0.0], [0.0, 1.0], "same"),
+        ([None], [1.0], "unknown"),
+        ([None, 0.0], [0.0], "neither solved"),
+    ],
+)
+def test_a_task_is_won_by_success_and_never_by_reward(a: list[float | None], b: list[float | None], expected: str) -> None:
+    sides = [[{"reward": r, "success": None if r is None else r >= 1} for r in side] for side in (a, b)]
+    assert verdict(*sides) == expected
+
+
+def test_an_evaluation_has_the_figures_of_agentrl_eval(tmp_path: Path) -> None:
+    """Two tasks, three attempts each: one solved twice, one never with an attempt that an outage ended."""
+    rewards = [(0, 0, 1.0), (0, 1, 1.0), (0, 2, 0.0), (1, 0, 0.0), (1, 1, 0.5), (1, 2, None)]
+    episodes = [episode(s, m, r, split="heldout") if r is not None else unscored(s, m) for s, m, r in rewards]
+    for one in episodes:
+        one.task = replace(one.task, split="heldout", id=f"t/heldout/{one.task.seed}")
+    folder = tmp_path / "evals" / "mine" / "numbers"
+    folder.mkdir(parents=True)
+    (folder / "trajectories.jsonl").write_text("".join(json.dumps(one.to_json()) + "\n" for one in episodes))
+    (folder / "eval.json").write_text(json.dumps({"identity": {"env.id": "numbers"}}))
+    report = make_report(episodes, 3)
+    row = {"name": "overall", "value": 0.25, "n": 2, "weight": None, "note": "of two"}
+    table = {"version": "4", "split": "heldout", "tasks": 2, "of": 9, "holdout": "", "splits": [], "rows": [row]}
+    (folder / "report.json").write_text(json.dumps({**report, "official": {"bfcl": table}}))
+    run_folder(tmp_path / "old", {"before_000000": episodes[:1], "after_000002": episodes, "step_000001": [episode(1)]})
+    asking = client(tmp_path)
+    [ident] = [run["run"] for run in asking.ask("/runs") if run["run"] != "old"]
+    found = asking.ask(f"/runs/{ident}")
+    [one] = found["evaluations"]
+    assert one["rates"] == {name: value for name, value in report.items() if name.startswith("pass")}
+    assert one["rates"]["pass@1"]["mean"] == pytest.approx((2 / 3 + 0) / 2)
+    assert one["rates"]["pass@2"]["mean"] == pytest.approx((1.0 + 0.0) / 2)
+    assert one["rates"]["pass^2"]["mean"] == pytest.approx((1 / 3 + 0) / 2)
+    assert one["rates"]["pass@3"]["mean"] == 1.0, "the task with two scored attempts is left out of three"
+    assert (one["tasks"], one["episodes"], one["unscored"]) == (2, 6, 1)
+    assert found["official"] == {"bfcl": table}
+    own = asking.ask("/runs/old")
+    assert [(e["phase"], e["step"], e["tasks"]) for e in own["evaluations"]] == [("before", 0, 1), ("after", 2, 2)]
+    assert own["official"] == {} and own["evaluations"][1]["rates"] == one["rates"]
 
 
 @pytest.mark.parametrize(

@@ -545,7 +545,7 @@ def test_a_long_ledger_is_read_where_it_is_looked_at(tab: Tab) -> None:
 def test_two_steps_side_by_side(tab: Tab) -> None:
     tab.go("compare?a=first:before_000000&b=second:after_000006", "table.pairs tbody tr")
     # before 0 1 0 1, after 1 1 0 1: one task is won, none lost.
-    assert tab.texts("table.pairs tbody .badge") == ["won", "same", "same", "same"]
+    assert tab.texts("table.pairs tbody .badge") == ["won", "both solved", "neither solved", "both solved"]
     assert tab.texts("table.pairs tbody button") == [f"t/heldout/{n}" for n in (0, 1, 2, 3)]
     tab.page.keyboard.press("j")
     tab.page.wait_for_selector(".aligned [data-row='2']")
@@ -556,6 +556,22 @@ def test_two_steps_side_by_side(tab: Tab) -> None:
     assert rows == [["0", False], ["1", False], ["2", True]]
     tab.go("compare?a=first:after_000006&b=second:after_000006&show=won", "table.pairs tbody tr")
     assert tab.texts("table.pairs tbody button") == ["t/heldout/1"]
+
+
+def test_two_runs_are_compared_at_the_same_phase_by_themselves(tab: Tab) -> None:
+    tab.go("compare?a=first&b=second", "table.pairs tbody tr")
+    assert tab.page.url.count("after_000006") == 2
+    tab.go("compare?a=second&b=first:before_000000", "table.pairs tbody tr")
+    assert "second%3Aafter_000006" in tab.page.url, "it has no episodes of that phase: those of held-out tasks, not of training"
+    tab.go("compare?a=first&b=first", "table.pairs tbody tr")
+    assert "first%3Abefore_000000" in tab.page.url and "first%3Aafter_000006" in tab.page.url
+
+
+def test_held_out_tasks_have_intervals_on_the_page(tab: Tab) -> None:
+    tab.go("run/first", "table.evaluations tbody tr")
+    # before 0 1 0 1 of four tasks: 1.96 sqrt(1/3 / 4) = 0.566 on either side of 0.5, cut to [0, 1].
+    assert tab.texts("table.evaluations tbody tr:first-child td")[0] == "before"
+    assert tab.texts("table.evaluations tbody tr:first-child td")[-1] == "0.500 0.000 to 1.000"
 
 
 def test_failures_lead_to_examples(tab: Tab) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,25 @@ def test_what_a_run_is_suspected_of(tmp_path: Path) -> None:
     shown = {row["id"]: row["suspects"] for row in asking.ask("/runs/r/episodes?step=1")["rows"]}
     assert shown["step_000001.1"] == ["gold_far"] and shown["step_000001.0"] == shown["step_000001.3"] == []
     assert shown["step_000001.5"] == ["judge_disagreement"]
+
+
+@pytest.mark.parametrize("most, suspected", [(3.0, []), (1.0, ["step_000001.0"])])
+def test_a_high_reward_is_one_near_the_maximum_of_the_spec(tmp_path: Path, most: float, suspected: list[str]) -> None:
+    """A reward of 1 without the gold answer: all that a spec of one point pays, and a third of what one of three points pays."""
+    spec = {"use": "text.contains", "args": {"expect": "x"}}
+    scaled = {"agentrl_reward": 1, "name": "s", "root": {"op": "sum", "of": [{**spec, "weight": most}]}}
+    (tmp_path / "spec.json").write_text(json.dumps(scaled))
+    run_folder(
+        tmp_path / "r", {"step_000001": [episode(1, said="nothing", env="key_value"), episode(2, reward=0.25, env="key_value")]}
+    )
+    config = (tmp_path / "r" / "config.toml").read_text()
+    (tmp_path / "r" / "config.toml").write_text(config + f'reward = "{tmp_path / "spec.json"}"\n')
+    asking = client(tmp_path)
+    found = [one for one in asking.ask("/runs/r/suspects") if one["kind"] == "gold_far"]
+    assert [example["id"] for one in found for example in one["episodes"]] == suspected
+    assert all(f"the spec's maximum ({most:g})" in one["why"] for one in found)
+    rows = {row["id"]: row["suspects"] for row in asking.ask("/runs/r/episodes?step=1")["rows"]}
+    assert [ident for ident, signs in rows.items() if "gold_far" in signs] == suspected
 
 
 def test_a_judge_that_judges_equal_episodes_otherwise(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import functools
 import inspect
 import json
+import logging
+import math
 import sqlite3
 import threading
 from collections import OrderedDict
@@ -14,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.schema import TrainConfig
 from agentrl.contrib.view import episode as episodes_of
 from agentrl.contrib.view import episode as tokens
 from agentrl.contrib.view import queries
@@ -34,6 +37,7 @@ from agentrl.utils.redaction import learn, redact_json, redact_said
 # it.
 
 Json = Any
+log = logging.getLogger(__name__)
 LIMIT_S = 10.0
 MOST = 500
 """Differences that are listed."""
@@ -110,6 +114,28 @@ async def _set_up(run: RunRecord, name: str, seed: int, split: str, content: str
         await made.aclose()
 
 
+@functools.lru_cache(maxsize=256)
+def spec_maxima(path: Path, config: str) -> dict[str, float]:
+    """Largest reward that the spec of each environment of a run or an evaluation can give; without those that are not known: a
+    spec that is gone, an environment that does not load, a reward without a bound."""
+    from agentrl.config.envs import alone
+    from agentrl.env.catalog import EnvRef, find_spec, make_scorer
+
+    found: dict[str, float] = {}
+    try:
+        run = RunRecord(path)
+        if run.evaluation is not None:
+            whole = TrainConfig.model_validate({"env": run.evaluated_env()})
+        else:
+            whole = run.config
+        for env in whole.envs:
+            ref = EnvRef.of(alone(whole, env))
+            found[env.called] = make_scorer(find_spec(ref, env.reward), whole.reward, ref).range[1]
+    except Exception as problem:  # of an environment's own code, which may raise anything
+        log.info("%s: the maximum of its reward is not known: %s", path, problem)
+    return {name: most for name, most in found.items() if 0 < most < math.inf}
+
+
 Asked = Mapping[str, str]
 _KEPT = 64
 FIRST_S = 0.5
@@ -140,6 +166,7 @@ class Api:
         row = self.library.row(one)
         with self._index(one) as db:
             known = {found["name"]: found for found in db.execute("SELECT name, rows, damaged, problem FROM files")}
+            evaluations = self._once(db, (ident, "evaluations"), lambda: queries.evaluations(db))
         steps = []
         for file in one.run.files:
             found = known.get(file.name)
@@ -156,9 +183,12 @@ class Api:
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
         config = _redacted_config(fresh.text)
+        report = {} if fresh.evaluation is None else fresh.report
         return {
             **row,
             "config": config,
+            "evaluations": evaluations,
+            "official": redact_json(report.get("official") or {}, said=True),
             "summary": redact_json(summary, said=True),
             "metric_table": metric_table(),
             "steps": steps,
@@ -223,7 +253,8 @@ class Api:
         one = self.library.get(ident)
         with self._index(one) as db:
             rows = one.metrics.rows()
-            return self._once(db, (ident, "suspects", len(rows), one.metrics.edition), lambda: suspects(db, rows))
+            key = (ident, "suspects", len(rows), one.metrics.edition)
+            return self._once(db, key, lambda: suspects(db, rows, self._maxima(one)))
 
     def compare(self, asked: Asked) -> Json:
         _only(asked, "a", "b")
@@ -237,8 +268,12 @@ class Api:
             return queries.by_task(db, queries.find_file(db, step))
 
     def _high(self, db: sqlite3.Connection, ident: str) -> Mapping[str, float]:
-        found: Mapping[str, float] = self._once(db, (ident, "high"), lambda: queries.high_rewards(db))
+        maxima = self._maxima(self.library.get(ident))
+        found: Mapping[str, float] = self._once(db, (ident, "high"), lambda: queries.high_rewards(db, maxima))
         return found
+
+    def _maxima(self, one: Shelved) -> Mapping[str, float]:
+        return spec_maxima(one.run.path, one.run.text) if self._envs else {}
 
     def _once(self, db: sqlite3.Connection, key: tuple[Any, ...], make: Callable[[], Json]) -> Json:
         """Cached counts over all episodes, once for each state of the index."""

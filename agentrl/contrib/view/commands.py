@@ -271,7 +271,8 @@ _WARM = ("sft", "gate")
 
 
 def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
-    from agentrl.contrib.view.terminal import console, failures_table, print_json, runs_table, table
+    from agentrl.contrib.view.terminal import console, evaluations_table, failures_table, print_json, runs_table, table
+    from agentrl.run.compare import print_official
 
     run = api.run(ident, {})
     failures, suspects = api.failures(ident, {})[:10], api.suspects(ident, {})
@@ -283,6 +284,9 @@ def _run(api: Api, ident: str, args: argparse.Namespace) -> int:
     out.print(runs_table([planned]))
     if run["error"]:
         out.print(table("", ("error",), [(run["error"],)], most=2000))
+    if run["evaluations"]:
+        out.print(evaluations_table(run["evaluations"]))
+    print_official(run["official"], out)
     keys = ("file", "phase", "step", "episodes", "damaged", "problem")
     out.print(table("episodes", keys, [[file[key] for key in keys] for file in run["steps"]]))
     if failures:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.env.official import success_rates
 from agentrl.utils.errors import UserError, hint_text
 
 
@@ -44,7 +45,7 @@ COLUMNS = "f.name || '.' || e.row AS id, f.name || '.g' || e.grp AS grp_id, f.in
 FROM = "FROM episodes e JOIN files f ON f.id = e.file"
 GOLD_FAR, REPEATED, JUDGE_GAP, HIGH = 0.5, 0.5, 0.5, 0.8
 """From where on a sign is a suspicion: gold this far, text repeated this much, a judge this far from the other terms; HIGH: a
-reward of this share of the environment's best is a high one."""
+reward of this share of the spec's maximum is a high one."""
 GOLD = "max(coalesce(e.gold_answer, 0), coalesce(e.gold_calls, 0))"
 
 
@@ -199,10 +200,11 @@ def suspicions(row: sqlite3.Row, high: Mapping[str, float]) -> list[str]:
     return found
 
 
-def high_rewards(db: sqlite3.Connection) -> dict[str, float]:
-    """Per environment the reward from which on it is high; none for one in which nothing was earned."""
+def high_rewards(db: sqlite3.Connection, maxima: Mapping[str, float]) -> dict[str, float]:
+    """Per environment the reward from which on it is high: a share of its spec's maximum, or of the best one seen if that is not
+    known; none for one in which nothing was earned."""
     best = db.execute("SELECT env, max(reward) FROM episodes GROUP BY env").fetchall()
-    return {env: HIGH * most for env, most in best if most is not None and most > 0}
+    return {env: HIGH * maxima.get(env, most) for env, most in best if most is not None and most > 0}
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Json]:
@@ -304,15 +306,48 @@ def by_task(db: sqlite3.Connection, files: Sequence[int]) -> dict[tuple[str, str
     return out
 
 
+def evaluations(db: sqlite3.Connection) -> list[dict[str, Json]]:
+    """Per file of held-out episodes and environment: its tasks, episodes, unscored ones, and `rates` (pass@k and pass^k)."""
+    found: dict[tuple[Any, ...], list[dict[str, int]]] = {}
+    for row in db.execute(
+        "SELECT f.name AS file, e.phase, e.step, e.env, count(*) AS total, count(e.success) AS n, "
+        "coalesce(sum(e.success), 0) AS c, sum(e.reward IS NULL AND e.success IS NULL) AS unscored "
+        "FROM episodes e JOIN files f ON f.id = e.file "
+        "WHERE e.phase != 'train' GROUP BY e.file, e.env, e.split, e.task ORDER BY e.step, e.file, e.env"
+    ):
+        found.setdefault((row["file"], row["phase"], row["step"], row["env"]), []).append(dict(row))
+    out = []
+    for (file, phase, step, env), tasks in found.items():
+        rates = success_rates([(one["n"], one["c"]) for one in tasks if one["n"]], max(one["total"] for one in tasks))
+        counts = {"episodes": sum(one["total"] for one in tasks), "unscored": sum(one["unscored"] for one in tasks)}
+        out.append({"file": file, "phase": phase, "step": step, "env": env, "tasks": len(tasks), **counts, "rates": rates})
+    return out
+
+
 def compare_episodes(one: Mapping[Any, Json], other: Mapping[Any, Json]) -> dict[str, Json]:
     """Episodes of the same tasks side by side: first where success differs most, then where the reward does."""
-    pairs = [{"task": key[2], "env": key[0], "split": key[1], "a": one[key], "b": other[key]} for key in one if key in other]
+    pairs = [
+        {"task": key[2], "env": key[0], "split": key[1], "a": one[key], "b": other[key], "verdict": verdict(one[key], other[key])}
+        for key in one
+        if key in other
+    ]
     pairs.sort(key=lambda pair: [-abs(_mean(pair["a"], name) - _mean(pair["b"], name)) for name in ("success", "reward")])
     alone = [
         [{"task": key[2], "env": key[0], "split": key[1], "episodes": mine[key]} for key in mine if key not in others]
         for mine, others in ((one, other), (other, one))
     ]
     return {"pairs": pairs, "only_a": alone[0], "only_b": alone[1]}
+
+
+def verdict(one: Sequence[Mapping[str, Json]], other: Sequence[Mapping[str, Json]]) -> str:
+    """Compare the success of two sides on a task. Rewards decide nothing: a task that neither side solved is won by none."""
+    known = [[float(row["success"]) for row in side if row["success"] is not None] for side in (one, other)]
+    if not all(known):
+        return "unknown"
+    a, b = (sum(side) / len(side) for side in known)
+    if a != b:
+        return "won" if b > a else "lost"
+    return "neither solved" if a == 0 else "both solved" if a == 1 else "same"
 
 
 def _mean(rows: Sequence[Mapping[str, Json]], name: str) -> float:
@@ -324,14 +359,14 @@ GROWTH, GAIN = 1.3, 0.02
 """Length growth: tokens per episode of the last third of steps over those of the first, while success rose by less than GAIN."""
 
 
-def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]]) -> list[dict[str, Json]]:
-    """Each kind that has episodes, with its worst ones. `rows`: the run's metrics."""
-    found = [_gold_far(db), _find_repeats(db), _judges(db), *_growth(db, rows)]
+def suspects(db: sqlite3.Connection, rows: Sequence[Mapping[str, Json]], maxima: Mapping[str, float]) -> list[dict[str, Json]]:
+    """Each kind that has episodes, with its worst ones. `rows`: the run's metrics; `maxima`: of the specs of environments."""
+    found = [_gold_far(db, maxima), _find_repeats(db), _judges(db), *_growth(db, rows)]
     return [one for one in found if one is not None]
 
 
-def _gold_far(db: sqlite3.Connection) -> dict[str, Json] | None:
-    high = high_rewards(db)
+def _gold_far(db: sqlite3.Connection, maxima: Mapping[str, float]) -> dict[str, Json] | None:
+    high = high_rewards(db, maxima)
     where = " OR ".join("(e.env = ? AND e.reward >= ?)" for _ in high)
     if not high:
         return None
@@ -344,9 +379,15 @@ def _gold_far(db: sqlite3.Connection) -> dict[str, Json] | None:
         lambda row: _far(row),
         "gold_far",
         "High reward, gold far away",
-        f"the reward is at least {HIGH:.0%} of the environment's best, and {GOLD_FAR:.0%} or more of the gold answer are not in "
-        "the last text, or of the gold calls were not made: another way to the goal, or a hole in the reward",
+        f"the reward is at least {HIGH:.0%} of the {_maximum_text(high, maxima)}, and {GOLD_FAR:.0%} or more of the gold answer "
+        "are not in the last text, or of the gold calls were not made: another way to the goal, or a hole in the reward",
     )
+
+
+def _maximum_text(high: Mapping[str, float], maxima: Mapping[str, float]) -> str:
+    if not all(env in maxima for env in high):
+        return "best one seen (the spec's maximum is not known)"
+    return f"spec's maximum ({', '.join(sorted({f'{maxima[env]:.3g}' for env in high}))})"
 
 
 def _far(row: sqlite3.Row) -> str:

@@ -147,6 +147,22 @@ def failures_table(rows: Sequence[Mapping[str, Json]]) -> Table:
     return table("why episodes did not succeed", columns, shown, most=90)
 
 
+def evaluations_table(rows: Sequence[Mapping[str, Json]]) -> Table:
+    """Held-out episodes by file and environment, with pass@k and pass^k, as `queries.evaluations` gives them."""
+    names = list(dict.fromkeys(name for row in rows for name in row["rates"] if name != "pass^1"))  # which is pass@1
+    keys = ("phase", "step", "env", "tasks", "episodes", "unscored")
+    rates = [[_rate_text(row["rates"].get(name)) for name in names] for row in rows]
+    return table(
+        "held-out tasks (95 % intervals)",
+        (*keys, *names),
+        [(*(row[key] for key in keys), *own) for row, own in zip(rows, rates, strict=True)],
+    )
+
+
+def _rate_text(rate: Mapping[str, float] | None) -> str:
+    return "-" if rate is None else f"{rate['mean']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
+
+
 def episodes_table(title: str, rows: Sequence[Mapping[str, Json]]) -> Table:
     """A page of episodes."""
     columns = ("episode", "task", "reward", "success", "stop", "turns", "calls", "tool errors", "tokens", "signs")

@@ -18,6 +18,26 @@ const parted = (side) => {
   return cut < 0 ? [side ?? "", ""] : [side.slice(0, cut), side.slice(cut + 1)];
 };
 
+const last = (files) => files[files.length - 1];
+const ofPhase = (files, phase) => files.filter((one) => one.phase === phase);
+
+/** The file of a side that matches another's: of its phase and step, of its phase, of held-out tasks too. */
+const matching = (files, like) => last(ofPhase(files, like.phase).filter(({ step }) => step === like.step)) ?? last(ofPhase(files, like.phase))
+  ?? (like.phase === "train" ? undefined : last(files.filter(({ phase }) => phase !== "train"))) ?? last(files);
+
+/** The preset of both sides: before and after of one run; of two runs the same phase, at the last step that both have. */
+export function preset(a, b, same) {
+  const held = a.filter(({ phase }) => phase !== "train");
+  if (same && held.length > 1) return [held[0], last(held)];
+  for (const phase of ["after", "eval", "before", "train"]) {
+    const [own, others] = [ofPhase(a, phase), ofPhase(b, phase)];
+    const shared = last(own.filter(({ step }) => others.some((one) => one.step === step))) ?? last(own);
+    if (own.length && others.length) return [shared, matching(b, shared)];
+  }
+  const first = last(held) ?? last(a);
+  return [first, first && matching(b, first)];
+}
+
 const change = (query, patch) => go(["compare"], { ...query, ...patch }, true);
 
 export function ComparePage({ runs, query }) {
@@ -29,26 +49,32 @@ export function ComparePage({ runs, query }) {
   const found = useApi(ready ? "api/compare" : null, { a: query.a, b: query.b }, missing ? AGAIN : 0);
   const reading = found.error?.status === 404;
   useEffect(() => setMissing(reading), [reading]);
+  const [unread, setUnread] = useState(false);
+  const [one, other] = [useApi(a ? address("runs", a) : null, {}, unread ? AGAIN : 0), useApi(b ? address("runs", b) : null, {}, unread ? AGAIN : 0)];
+  const [filesA, filesB] = [one.data?.steps ?? [], other.data?.steps ?? []];
+  const some = [...filesA, ...filesB].some(({ episodes }) => episodes === null);
+  useEffect(() => setUnread(some), [some]);
+  useEffect(() => {
+    if (!a || !b || (stepA && stepB) || !filesA.length || !filesB.length) return;
+    const given = (files, name) => files.find(({ file }) => file === name);
+    const [left, right] = stepA ? [given(filesA, stepA), given(filesA, stepA) && matching(filesB, given(filesA, stepA))]
+      : stepB ? [given(filesB, stepB) && matching(filesA, given(filesB, stepB)), given(filesB, stepB)] : preset(filesA, filesB, a === b);
+    if (left && right) change(query, { a: `${a}:${left.file}`, b: `${b}:${right.file}` });
+  }, [a, b, stepA, stepB, filesA.length, filesB.length]);
   const set = (side) => (run, step) => go(["compare"], { ...query, [side]: step ? `${run}:${step}` : run, task: "", env: "", ia: "", ib: "" }, true);
   return html`<main class="stack">
     <div class="sides">
-      <${Side} name="a" runs=${runs} run=${a} step=${stepA} set=${set("a")} prefer="before" />
-      <${Side} name="b" runs=${runs} run=${b} step=${stepB} set=${set("b")} prefer="after" />
+      <${Side} name="a" runs=${runs} run=${a} step=${stepA} set=${set("a")} detail=${one} />
+      <${Side} name="b" runs=${runs} run=${b} step=${stepB} set=${set("b")} detail=${other} />
     </div>
     ${!ready && html`<${Empty} title="Choose two sides">Two runs, or two steps of one run: episodes of the same tasks are laid side by side.<//>`}
     ${ready && html`<${Answer} of=${found} what="both sides">${(data) => html`<${Compared} data=${data} query=${query} a=${a} b=${b} />`}<//>`}
   </main>`;
 }
 
-/** The choice of a run and of a step of it. If only the run is chosen, the step is that of held-out tasks, which all runs share. */
-function Side({ name, runs, run, step, set, prefer }) {
-  const [unread, setUnread] = useState(false);
-  const detail = useApi(run ? address("runs", run) : null, {}, unread ? AGAIN : 0);
+/** The choice of a run and of a step of it. */
+function Side({ name, runs, run, step, set, detail }) {
   const files = detail.data?.steps ?? [];
-  const some = files.some(({ episodes }) => episodes === null);
-  useEffect(() => setUnread(some), [some]);
-  const best = files.find(({ phase }) => phase === prefer) ?? files.filter(({ phase }) => phase !== "train").pop() ?? files[files.length - 1];
-  useEffect(() => { if (run && !step && best) set(run, best.file); }, [run, step, best?.file]);
   return html`<div class="panel"><div class="body row"><strong class="side-${name}">${name.toUpperCase()}</strong>
     <select aria-label=${`run of side ${name}`} value=${run} onChange=${(event) => set(event.target.value, "")}>
       <option value="">choose a run</option>${runs.map((one) => html`<option key=${one.run} value=${one.run}>${one.name}</option>`)}</select>
@@ -59,28 +85,22 @@ function Side({ name, runs, run, step, set, prefer }) {
   </div></div>`;
 }
 
+const apart = ({ a, b }) => (mean(a, "reward") === null || mean(b, "reward") === null ? null : mean(b, "reward") - mean(a, "reward"));
 const mean = (members, key) => {
   const known = members.map((member) => member[key]).filter((value) => value !== null && value !== undefined).map(Number);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 };
 
-/** won: B succeeds more often than A; lost: less often; same. Where success is unknown the reward decides. */
-export function verdict({ a, b }) {
-  for (const key of ["success", "reward"]) {
-    const [one, other] = [mean(a, key), mean(b, key)];
-    if (one !== null && other !== null && Math.abs(one - other) > 1e-9) return other > one ? "won" : "lost";
-  }
-  return "same";
-}
-
-const WORDS = { won: ["good", "won"], lost: ["bad", "lost"], same: ["", "same"] };
+/** The verdicts of the server (queries.verdict), with their colors: won is B's. */
+const COLORS = { won: "good", lost: "bad", "both solved": "", "neither solved": "", same: "", unknown: "" };
+const decided = ({ verdict }) => verdict === "won" || verdict === "lost";
 
 function Compared({ data, query, a, b }) {
   const [shown, setShown] = useState(CHUNK);
-  const pairs = data.pairs.map((pair) => ({ ...pair, verdict: verdict(pair) }));
+  const { pairs } = data;
   const count = (which) => pairs.filter((pair) => pair.verdict === which).length;
   // Won and lost ones first; within each the order of the server, which is by how far they are apart.
-  const kept = query.show ? pairs.filter((pair) => pair.verdict === query.show) : [...pairs].sort((one, other) => (one.verdict === "same") - (other.verdict === "same"));
+  const kept = query.show ? pairs.filter((pair) => pair.verdict === query.show) : [...pairs].sort((one, other) => decided(other) - decided(one));
   const place = kept.findIndex((pair) => pair.task === query.task && pair.env === query.env);
   const open = (pair) => pair && change(query, { task: pair.task, env: pair.env, ia: "", ib: "" });
   useKeys({ j: () => open(kept[place + 1]), ArrowDown: () => open(kept[place + 1]), k: () => open(kept[place - 1]), ArrowUp: () => open(kept[place - 1]) });
@@ -88,17 +108,17 @@ function Compared({ data, query, a, b }) {
   const side = (members, run) => html`<${Members} members=${members.slice(0, 16)} link=${(id) => href(["run", run, "episode", String(id)])} />`;
   return html`<div class="stack">
     <div class="row">
-      ${["", "won", "lost", "same"].map((which) => html`<button key=${which} aria-pressed=${(query.show ?? "") === which} onClick=${() => change(query, { show: which })}>${which ? `${count(which)} ${which}` : `all ${pairs.length}`}</button>`)}
-      <span class="muted">mean success A ${fixed(mean(pairs.flatMap((pair) => pair.a), "success"), 3)}, B ${fixed(mean(pairs.flatMap((pair) => pair.b), "success"), 3)}; won: B solved what A did not</span>
+      ${["", ...Object.keys(COLORS).filter((which) => count(which))].map((which) => html`<button key=${which} aria-pressed=${(query.show ?? "") === which} onClick=${() => change(query, { show: which })}>${which ? `${count(which)} ${which}` : `all ${pairs.length}`}</button>`)}
+      <span class="muted">mean success A ${fixed(mean(pairs.flatMap((pair) => pair.a), "success"), 3)}, B ${fixed(mean(pairs.flatMap((pair) => pair.b), "success"), 3)}; won: B solved the task more often than A</span>
       ${data.only_a.length + data.only_b.length > 0 && html`<span class="muted">${plural(data.only_a.length, "task")} only in A, ${number(data.only_b.length)} only in B</span>`}
     </div>
     <${Panel} title="Tasks" scroll><div class="scroll" style=${{ maxHeight: place >= 0 ? "30vh" : "70vh" }}><table class="pairs">
-      <thead><tr><th></th><th>task</th><th>environment</th><th class="side-a">A</th><th class="side-b">B</th><th class="number">reward A</th><th class="number">reward B</th></tr></thead>
+      <thead><tr><th></th><th>task</th><th>environment</th><th class="side-a">A</th><th class="side-b">B</th><th class="number">reward A</th><th class="number">reward B</th><th class="number">B − A</th></tr></thead>
       <tbody>${kept.slice(0, shown).map((pair, row) => html`<tr key=${`${pair.env} ${pair.task}`} class=${row === place ? "chosen" : ""} data-verdict=${pair.verdict}>
-        <td><span class="badge ${WORDS[pair.verdict][0]}">${WORDS[pair.verdict][1]}</span></td>
+        <td><span class="badge ${COLORS[pair.verdict]}">${pair.verdict}</span></td>
         <td class="clip"><button class="link" onClick=${() => open(pair)}>${pieces(shortened(pair.task, 40))}</button></td><td class="muted">${pieces(pair.env)}</td>
         <td>${side(pair.a, a)}</td><td>${side(pair.b, b)}</td>
-        <td class="number">${fixed(mean(pair.a, "reward"))}</td><td class="number">${fixed(mean(pair.b, "reward"))}</td>
+        <td class="number">${fixed(mean(pair.a, "reward"))}</td><td class="number">${fixed(mean(pair.b, "reward"))}</td><td class="number">${fixed(apart(pair))}</td>
       </tr>`)}</tbody></table>
       ${kept.length > shown && html`<div class="pages"><button onClick=${() => setShown(shown + CHUNK)}>Show more of ${number(kept.length - shown)}</button></div>`}</div><//>
     ${place >= 0 ? html`<${Pair} pair=${kept[place]} query=${query} a=${a} b=${b} />` : html`<p class="muted">Choose a task to see both episodes turn by turn (j / k).</p>`}

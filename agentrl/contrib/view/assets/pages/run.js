@@ -33,6 +33,7 @@ export function OverviewPage({ run, query, runs }) {
     ]} /></div></section>
     ${error && html`<${Failed} error=${error} />`}
     <${Curves} runs=${[{ run: run.run, label: run.name, color }]} rowsOf=${{ [run.run]: rows[run.run] ?? null }} query=${query} onQuery=${change} table=${run.metric_table ?? []} />
+    <${Evaluations} run=${run} />
     <div class="sides top">
       <div class="stack"><${Environments} summary=${summary} run=${run} /><${Reasons} run=${run} /></div>
       <div class="stack"><${Phases} run=${run} /><${Signs} run=${run} /></div>
@@ -52,6 +53,23 @@ function Environments({ summary, run }) {
         <td class="number">${of.best ? `${fixed(of.best.success)} at ${number(of.best.step)}` : "–"}</td><td class="number">${compact(of.tokens)}</td>
       </tr>`)}</tbody></table>`}
   <//>`;
+}
+
+/** Held-out tasks with pass@k, pass^k and 95 % intervals, and a benchmark's own table. */
+function Evaluations({ run }) {
+  const found = run.evaluations ?? [];
+  const names = [...new Set(found.flatMap(({ rates }) => Object.keys(rates)))].filter((name) => name !== "pass^1");
+  const rate = (of) => (of ? html`${fixed(of.mean, 3)} <span class="muted">${fixed(of.low, 3)} to ${fixed(of.high, 3)}</span>` : "–");
+  return html`${found.length > 0 && html`<${Panel} title="Held-out tasks, with 95 % intervals" scroll><div class="scroll" style=${{ maxHeight: "300px" }}><table class="evaluations">
+      <thead><tr><th>phase</th><th class="number">step</th><th>environment</th><th class="number">tasks</th><th class="number">episodes</th><th class="number">unscored</th>${names.map((name) => html`<th key=${name}>${name}</th>`)}</tr></thead>
+      <tbody>${found.map((one) => html`<tr key=${one.file + one.env}><td>${one.phase}</td><td class="number">${number(one.step)}</td><td>${pieces(one.env)}</td>
+        <td class="number">${number(one.tasks)}</td><td class="number">${number(one.episodes)}</td><td class="number">${number(one.unscored)}</td>
+        ${names.map((name) => html`<td key=${name} class="nowrap">${rate(one.rates[name])}</td>`)}</tr>`)}</tbody></table></div><//>`}
+    ${Object.entries(run.official ?? {}).map(([suite, of]) => html`<${Panel} key=${suite} title=${pieces(`${suite} ${of.version}: its own metrics`)} scroll
+      aside=${html`<span class="muted">${number(of.tasks)} of its ${number(of.of)} tasks (${pieces(String(of.split))})${of.tasks < of.of ? "; a part of it, and no result of the benchmark" : ""}</span>`}><table class="official">
+      <thead><tr><th></th><th class="number">value</th><th class="number">n</th><th class="number">weight</th><th></th></tr></thead>
+      <tbody>${(of.rows ?? []).map((row) => html`<tr key=${row.name}><td>${pieces(row.name)}</td><td class="number">${fixed(row.value, 4)}</td><td class="number">${number(row.n)}</td>
+        <td class="number">${row.weight === null ? "" : fixed(row.weight, 2)}</td><td class="muted">${pieces(row.note ?? "")}</td></tr>`)}</tbody></table><//>`)}`;
 }
 
 function Phases({ run }) {
