@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory
 from agentrl.reward.values import FailedTwinError, UnscorableError, brief
-from agentrl.utils.errors import ReplayError
 from agentrl.utils.parsing import deep_copy_json, identical, is_unbounded
 from agentrl.utils.threads import fork_safe
 
@@ -361,8 +360,6 @@ class Twins:
             twin.run(play(twin, rounds, played, states=self.states, gold=gold))
         except UnscorableError as error:
             played.fault = error
-        except ReplayError:  # a record lacks it: no fault of the environment
-            raise
         except (Exception, SystemExit) as error:  # an author's code may raise anything, which must not stop a run
             log.exception("a replay failed (task %s)", record.task.id)
             played.fault = FailedTwinError(f"the replay environment failed: {type(error).__name__}: {error}")

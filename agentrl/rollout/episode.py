@@ -52,11 +52,6 @@ def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
     _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
-def scoring_failed(trajectory: Trajectory) -> bool:
-    """Return True if the scoring itself failed (took too long, say), so that the episode has no score."""
-    return isinstance(trajectory.evidence, dict) and trajectory.evidence.keys() == {"unscored"}
-
-
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
     """Score the members of a group again, together, because the group leaves of a spec compare them."""
     try:

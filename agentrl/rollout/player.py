@@ -23,7 +23,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.starts import Fork, Keeper, Places
-from agentrl.rollout.tape import EpisodeIO, in_episode
+from agentrl.utils.event_loop import in_episode
 from agentrl.utils.registry import Registry
 from agentrl.utils.spans import span
 
@@ -178,22 +178,19 @@ def outcome(trajectory: Trajectory) -> dict[str, str | float | None]:
 class LocalPlayer(Player):
     """Plays in the event loop of this process."""
 
-    def __init__(self, envs: Iterable[RunEnv], io: EpisodeIO | None = None, *, asks: bool = True) -> None:
-        """`io`: a `Recorder` or `Replayer`; by default, episodes run live. `asks`: whether judges are asked here; if not, an
-        episode whose spec has judges comes back unscored, and `score_episode` scores it where their budget is counted."""
+    def __init__(self, envs: Iterable[RunEnv], *, asks: bool = True) -> None:
+        """`asks`: judges are asked here; if not, an episode whose spec has judges comes back unscored, and `score_episode`
+        scores it where their budget is counted."""
         self._envs = {env.name: env for env in envs}
-        self._io, self._asks = io or EpisodeIO(), asks
+        self._asks = asks
         self._refs: dict[str, EnvRef] = {}
 
     async def play(self, job: Job, watch: Watch) -> Trajectory:
         part, key = self._envs[job.env], job.spec.key
 
         async def played() -> Trajectory:
-            found = self._io.ready(key)
-            if found is not None:
-                return found
             policy, limits, scorer = self._parts(job)
-            env = policy.engine.meet(self._io.env(self._ref(part, job.params), key), key)
+            env = policy.engine.meet(self._ref(part, job.params).build(), key)
             play = run_episode if part.agents is None else part.agents.play
             return await play(env, policy, job.spec, limits, scorer, watch)
 
@@ -228,7 +225,6 @@ class LocalPlayer(Player):
             trajectory.env = part.name
             if opened is not None:
                 opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))
-            self._io.ended(key, trajectory)
         return trajectory
 
     async def close(self) -> None:
@@ -368,7 +364,7 @@ async def run_tasks(
 
     Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
     `on_episode` is called when an episode ends; `watch` is told what episodes wait for. Raises the first error that is not an
-    outcome of an episode, such as ReplayError.
+    outcome of an episode.
     """
     slots, watch = asyncio.Semaphore(max_episodes), watch or Watch()
 

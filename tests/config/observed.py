@@ -429,7 +429,7 @@ def blocks_told(config: TrainConfig, out: Path) -> int:
 
     said: list[str] = []
     session: Any = SimpleNamespace(
-        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str), io=None
+        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
     )
     request: Any = SimpleNamespace(out=out, pairs=[], split="heldout", temperature=lambda _: None)
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())

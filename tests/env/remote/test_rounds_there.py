@@ -17,8 +17,6 @@ from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.address import Asked
 from agentrl.env.copying import EnvTwin
 from agentrl.reward import Scorer
-from agentrl.rollout.replay import Recorder, Replayer
-from agentrl.rollout.tape import Recorded
 from tests.env.remote.served import TOKEN, Running
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
@@ -132,12 +130,6 @@ def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Runni
     found = [scored(over, episode) for episode in episodes]
     assert [value for value, _ in found] == [1, 0, 0, None]
     assert found == [scored(here, episode) for episode in episodes]
-    recorder = Recorder(tmp_path / "calls.jsonl")
-    over = by_round(make=there, through=recorder.scoring)
-    assert found == [scored(over, episode) for episode in episodes]
-    recorder.close()
-    again = by_round(make=lambda task: pytest.fail(), through=Replayer(Recorded.read(tmp_path / "calls.jsonl")).scoring)
-    assert found == [scored(again, episode) for episode in episodes]
     assert Guest.asked == asked
     assert not server.app.sessions.episodes
 
