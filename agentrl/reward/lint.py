@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.reward.explain import reasons
 from agentrl.reward.judge import own_name
-from agentrl.reward.leaf import ReplayEnv
 from agentrl.reward.nodes import LINEAR, TRUE, GateNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.score import Score, Scorer
 
@@ -29,8 +28,14 @@ _FORMULA = re.compile(
 )
 
 
-class ProbeEnv(ReplayEnv, Protocol):
+class ProbeEnv(Protocol):
     """Parts of an environment that probing needs; `agentrl.env.base.ToolEnv` has it."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
+
+    def step(self, action: Message) -> Any: ...
+
+    def close(self) -> None: ...
 
     @property
     def trajectory(self) -> Trajectory: ...

@@ -23,7 +23,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.starts import Fork, Keeper, Places
-from agentrl.utils.event_loop import in_episode
+from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.registry import Registry
 from agentrl.utils.spans import span
 
@@ -220,11 +220,15 @@ class LocalPlayer(Player):
 
     async def _episode(self, part: RunEnv, key: str, play: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
         """An episode under its key: what it asks, its span, and its end are known by that."""
-        with in_episode(key), span("episode", f"{part.name} {key}", track=key) as opened:
-            trajectory = await play()
-            trajectory.env = part.name
-            if opened is not None:
-                opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))
+        before = EPISODE.set(key)  # also for the tasks and threads that the episode starts
+        try:
+            with span("episode", f"{part.name} {key}", track=key) as opened:
+                trajectory = await play()
+                trajectory.env = part.name
+                if opened is not None:
+                    opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))
+        finally:
+            EPISODE.reset(before)
         return trajectory
 
     async def close(self) -> None:

@@ -385,7 +385,7 @@ def _targets() -> Iterator[tuple[str, Target]]:
     for name, read in (("chat", read_chat), ("responses", read_responses), ("anthropic", read_anthropic)):
         yield f"body:{name}", Target(partial(body, read), json_of(*_BODY, values=_BODY_LEAVES, leaves=20), 3000)
     yield "env_server", Target(env_server, json_of(*_BODY, "seed", "action", "key", "arguments"), 3000)
-    yield "run_folder", Target(run_folder, json_of(*_ROW) | pieces("{", "}", "\n", '"phase": "train"', '"step": 1', ","), 3000)
+    yield "run_folder", Target(run_folder, json_of(*_ROW) | pieces("{", "}", "\n", '"phase": "train"', '"step": 1', ","), 5000)
     yield "manifest", Target(manifest, json_of(*_ROW), 2000)
     yield "config", Target(config, pieces(*_TOML), 3000)
     yield "override", Target(override, pieces(*_TOML, "../", "name=", "..", "/", "\\"), 2000)
