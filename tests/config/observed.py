@@ -178,7 +178,7 @@ def ends(config: TrainConfig, out: Path) -> Any:
 def members(config: TrainConfig, out: Path) -> Any:
     """Members that were started, that came back, and that were cancelled."""
     collector, engine, found = rollouts(config)
-    return len({key for key, _ in engine.asked}), len(found), collector.progress.cancelled
+    return len({key for key, _ in engine.asked}), len(found), collector.stats.cancelled
 
 
 def asked(config: TrainConfig, out: Path) -> Any:
