@@ -327,7 +327,7 @@ async def play_again(env: Any, record: Trajectory, rounds: Sequence[RoundTurns],
             results, over = [await env.auser_call(turn)], env.has_finished
         else:
             observation, _, terminated, truncated, _ = await env.astep(turn)
-            results, over = env.last_results, terminated or truncated
+            results, over = env.unwrapped.last_results, terminated or truncated
             answers += [message.content for message in observation if message.role == "tool"]
         if gold and (refused := next((result for result in results if result.error is not None), None)):
             raise UnscorableError(

@@ -256,10 +256,6 @@ class ToolWrapper(ToolEnv):
     def holds(self) -> bool:
         return self.env.holds or type(self).aclose is not ToolWrapper.aclose
 
-    @property
-    def last_results(self) -> Sequence[ToolResult]:
-        return self.env.last_results
-
     # -- for subclasses ----------------------------------------------------------------------------
 
     async def _truncate(self, result: StepResult, stop: StopReason) -> StepResult:

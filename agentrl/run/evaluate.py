@@ -447,7 +447,7 @@ def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajecto
     if note.exists():
         kind = "an evaluation" if request.purpose == "eval" else "a rollout"
         before = read_json(note.read_text()).get("identity")
-        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out, "--out")
+        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
     elif path.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
