@@ -387,37 +387,6 @@ async def run_tasks(
     return [task.result() for task in running]
 
 
-async def evaluate(
-    player: Player,
-    env: str,
-    *,
-    tasks: int,
-    seed: int,
-    max_episodes: int,
-    split: str = "heldout",
-    params: Mapping[str, Any] | None = None,
-    temperature: float | None = None,
-    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    watch: Watch | None = None,
-) -> Evaluation:
-    """One episode on each of the first `tasks` tasks of a split, as `run_tasks` plays them."""
-    pairs = [(index, 0) for index in range(tasks)]
-    return summarize(
-        await run_tasks(
-            player,
-            env,
-            pairs,
-            seed=seed,
-            max_episodes=max_episodes,
-            split=split,
-            params=params,
-            temperature=temperature,
-            on_episode=on_episode,
-            watch=watch,
-        )
-    )
-
-
 def summarize(trajectories: list[Trajectory]) -> Evaluation:
     """Success and mean reward over the episodes for which they are known; None without any.
 
