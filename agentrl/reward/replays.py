@@ -230,7 +230,7 @@ class Replays:
                 if one.side[: len(here)] == here and identical(one.gold, gold):
                     return one.played
             turns, wrong = rounds()
-            played = self.made(make, record, turns, gold=True)
+            played = self.play(make, record, turns, gold=True)
             played.fault = played.fault or wrong
             if played.fault is None:  # else the next one tries again, as a fault may pass
                 here = user_side(played.repeats)
@@ -239,7 +239,7 @@ class Replays:
         self._trim(kept)
         return played
 
-    def made(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], *, gold: bool = False) -> Replay:
+    def play(self, make: MakeEnv, record: Trajectory, rounds: Sequence[RoundTurns], *, gold: bool = False) -> Replay:
         """The replay of rounds, by default of the record's own. A fault of the environment stands in it."""
         found = Replay()
         try:

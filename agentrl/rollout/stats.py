@@ -245,7 +245,10 @@ class RolloutStats:
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
             by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
             dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            if state is GroupState.FAILED and self._nothing_scores(playing):
+            enough = max(MIN_DEAD_GROUPS, self._config.groups)
+            dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
+            # Not while an older one still plays: what fails at once ends before what is sound and slow.
+            if dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]:
                 raise NothingScoredError(
                     f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
                     f"{f' ({of})' if several else ''} could be scored; the first: "
@@ -259,14 +262,6 @@ class RolloutStats:
 
     def _most_dropped(self) -> int:
         return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
-
-    def _nothing_scores(self, playing: Collection[int]) -> bool:
-        """Return True if no episode was ever scored, though enough groups have ended. Not while an older one still plays: what
-        fails at once ends before what is sound and slow."""
-        enough = max(MIN_DEAD_GROUPS, self._config.groups)
-        if self._any_scored or len(self._dead) < enough:
-            return False
-        return min(playing, default=math.inf) > sorted(self._dead)[enough - 1]
 
     # -- checkpoints ---------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
     if "made" not in view.memo:
         assert context.replay_env is not None
         rounds = _made_rounds(view.trajectory, view.course)
-        view.memo["made"] = context.replays.made(context.replay_env, view.trajectory, rounds)
+        view.memo["made"] = context.replays.play(context.replay_env, view.trajectory, rounds)
     return view.memo["made"].end(view.round).state, wanted
 
 
