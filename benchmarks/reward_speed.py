@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import Context, Scorer, compile_spec
+from agentrl.reward.replays import FrozenState, Replay, RoundEnd, RoundTurns
 
 SHELF = Path(__file__).resolve().parents[1] / "rewards"
 AIM = 5000.0
@@ -34,25 +35,15 @@ WITH_AIM = ("exact_calls", "bfcl_ast", "bfcl_ast_parity", "toolrl", "toolrl_pari
 class Tally:
     """A replay environment that costs next to nothing, so that replays measure the reward code."""
 
-    def __init__(self, task: Task) -> None:
-        self.total = 0
+    user_repeats = True
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return [], {}
+    def __init__(self, task: Task) -> None: ...
 
-    def step(self, action: Message) -> Any:
-        self.total += len(action.tool_calls)
-        answers = [Message("tool", "ok", tool_call_id=call.id, name=call.name) for call in action.tool_calls]
-        return answers, 0.0, False, False, {}
-
-    def user_call(self, call: ToolCall) -> ToolResult:
-        return ToolResult(call.id, call.name, "ok")
-
-    def state(self) -> Any:
-        return {"total": self.total}
-
-    def close(self) -> None:
-        pass
+    def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
+        total = 0
+        for one in rounds:
+            total += one.calls
+            found.ends.append(RoundEnd(FrozenState({"total": total}), ["ok"] * one.calls))
 
 
 def arguments(rng: random.Random) -> dict[str, Any]:

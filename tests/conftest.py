@@ -89,7 +89,6 @@ CLIENTS = [
     "tests/reward/test_reward_judge.py",
     "tests/backends/test_endpoint_protocols.py",
     "tests/backends/test_litellm.py",
-    "tests/run/test_record_replay.py",
     "tests/env/test_users.py",
 ]
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""

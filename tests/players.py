@@ -14,7 +14,6 @@ from agentrl.rollout.collector import Collector
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.mixtures import MixedTasks, Part, TaskSource
 from agentrl.rollout.player import LocalPlayer, RunEnv
-from agentrl.rollout.tape import EpisodeIO
 
 
 def collector_of(
@@ -44,10 +43,8 @@ async def run_tasks(
     scorer: Scorer,
     limits: Limits,
     pairs: Sequence[tuple[int, int]],
-    *,
-    io: EpisodeIO | None = None,
     **more: Any,
 ) -> list[Trajectory]:
     """`evaluate.run_tasks`, played here."""
     part = RunEnv(env.id, env, policy, scorer, limits)
-    return await evaluate.run_tasks(LocalPlayer([part], io), part.name, pairs, **more)
+    return await evaluate.run_tasks(LocalPlayer([part]), part.name, pairs, **more)

@@ -37,13 +37,12 @@ from agentrl.render.litellm_calls import load_litellm
 from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.rollout.engine import Sampling
-from agentrl.rollout.tape import Recorded, RecordWriter
 from agentrl.run.checks.preflight import ApiModel, _ask
 from agentrl.run.folder import RunFolder
 from agentrl.run.tracing import attributes_of
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
-from agentrl.utils.errors import CatalogError, ConfigError, EnvError, ReplayError
+from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 from agentrl.utils.redaction import (
     GONE,
     guard_process,
@@ -271,19 +270,6 @@ def test_every_address_and_argument_may_be_a_reference(key: str, used: Callable[
     assert redact(PLANTED["within"]) == GONE
     with pytest.raises(ConfigError, match=f"{re.escape(key)}: the environment variable NOWHERE_SET is not set"):
         used("http://${env:NOWHERE_SET}/")
-
-
-async def test_a_record_holds_no_secret_and_its_digests_fit_what_is_replayed(tmp_path: Path) -> None:
-    remember(PLANTED["tool"])
-    writer = RecordWriter(tmp_path / "calls.jsonl")
-    writer.add("e", "step", 0, {"action": PLANTED["tool"]}, {"said": f"x {PLANTED['tool']}"})
-    writer.close()
-    assert found_in((tmp_path / "calls.jsonl").read_text()) == []
-    record = Recorded.read(tmp_path / "calls.jsonl")  # which checks its chain
-    for ask in (PLANTED["tool"], GONE):  # what is asked where the secret is known, and where only the record is
-        assert record.take("e", "step", 0, {"action": ask}).answer == {"said": f"x {GONE}"}
-    with pytest.raises(ReplayError, match="action"):
-        record.take("e", "step", 0, {"action": "other"})
 
 
 async def test_what_a_server_writes_to_standard_error_is_redacted_in_its_error() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS, seed_argument, with_parent
 from agentrl.run.config_file import is_override
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 ROLLOUT_EPILOG = """examples:
   agentrl rollout key_value --model runs/quickstart/final -n 100 -k 8
   agentrl rollout key_value --model api:openai/gpt-4.1-mini --split heldout rollout.max_turns=8
-  agentrl rollout key_value --model runs/quickstart/final --record records/one      record every answer
-  agentrl rollout --replay records/one --out again       replay it: no model, no tools, no judge
 
 The folder --out gets trajectories.jsonl, one episode per line. Ctrl-C keeps finished episodes; the same command
 then runs only the missing ones.
@@ -46,8 +44,8 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, folder: str, models: bool = False) -> None:
-    """Add the options of rollouts. One that the user does not give is None, so that a replay can take it from its record.
-    `models`: --model may be given several times, and is a list."""
+    """Add the options of rollouts. One that the user does not give is None. `models`: --model may be given several times, and is
+    a list."""
     parser.add_argument("env", nargs="?", help="an environment's id or short name")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the config's sections")
     again = "; several: one table" if models else ""
@@ -64,8 +62,6 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: int, split: str, fold
     parser.add_argument("--split", help=f"split of the tasks (default {split})")
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes at the same time (default 256)")
     parser.add_argument("--out", help=f"folder of the results (default {folder}/ENV/MODEL)")
-    parser.add_argument("--record", metavar="DIR", help="also record every answer of model, environment and judge")
-    parser.add_argument("--replay", metavar="DIR", help="replay such a record; options that are not given are taken from it")
     parser.set_defaults(defaults={"tasks": tasks, "samples": 1, "split": split, "folder": folder})
 
 
@@ -76,21 +72,28 @@ def _policy(name: str) -> str:
     return POLICY + name
 
 
-def read_request(args: argparse.Namespace, purpose: Literal["eval", "rollout"]) -> tuple[TrainConfig, RolloutRequest]:
-    """The config and the request that the options ask for. Raises ConfigError, or ReplayError for a bad --replay."""
+def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]:
+    """The config and the request of rollouts that the options ask for. Raises ConfigError."""
     from agentrl.config.envs import the_env
+    from agentrl.config.load import config_from
+    from agentrl.config.origin import typed_origins
+    from agentrl.run.checks.env_checks import check_played
     from agentrl.run.evaluate import RolloutRequest
-
-    config, values, record, replay = read_config_of(args, purpose)
-    name = the_env(config).id.replace("/", "_")
     from agentrl.run.provenance import model_label
 
-    default = f"{args.defaults['folder']}/{name}/{model_label(values['model'])}" if replay is None else replay / "replayed"
-    out = Path(args.out or default)
-    chosen = tuple(values.get("chosen", ()))[: values["tasks"]]
-    return config, RolloutRequest(
-        purpose, values["model"], values["tasks"], values["samples"], values["split"], out, record, replay, chosen
-    )
+    if args.env is None or is_override(args.env):
+        raise ConfigError("an environment is needed, for example: agentrl rollout key_value --model runs/quickstart/final")
+    if args.model is None:
+        raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
+    check_counts(args)
+    base: dict[str, Any] = {"name": "rollout", "env": {"id": args.env}, "model": {"path": args.model}}
+    overrides = overrides_of(args, args.overrides)
+    config = config_from(base, overrides)
+    check_played(config, partial(typed_origins, base, overrides))
+    name = the_env(config).id.replace("/", "_")
+    out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
+    tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
+    return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out)
 
 
 def parameters_as_overrides(words: Sequence[str]) -> list[str]:
@@ -104,29 +107,14 @@ def parameters_as_overrides(words: Sequence[str]) -> list[str]:
     return [f"env.params.{word}" if is_parameter(word) and not word.startswith("~") else word for word in words]
 
 
-def read_config_of(args: argparse.Namespace, purpose: str) -> tuple[TrainConfig, dict[str, Any], Path | None, Path | None]:
-    """The config, the values of the request's options, and the folders of --record and --replay. Raises as `read_request`."""
-    from agentrl.config.load import config_from
-
-    if args.env is not None and is_override(args.env):  # with --replay the environment may be left out
-        args.env, args.overrides = None, [args.env, *args.overrides]
-    base, known = _base(args, purpose)
-    overrides = parameters_as_overrides(args.overrides)
+def overrides_of(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Overrides of the config: those on the command line, and those of options that stand for a key."""
+    overrides = parameters_as_overrides(words)
     if args.seed is not None:
         overrides.append(f"seed={args.seed}")
     if args.max_concurrent is not None:
         overrides.append(f"rollout.max_episodes={args.max_concurrent}")
-    config = config_from(base, overrides)
-    if args.replay is None:
-        from agentrl.config.origin import typed_origins
-        from agentrl.run.checks.env_checks import check_played
-
-        check_played(config, partial(typed_origins, base, overrides))
-    given = {name: value for name in ("tasks", "samples", "split") if (value := vars(args)[name]) is not None}
-    values = {**known, **given}  # options that are given win over those of a replayed record, or over the defaults
-    check_counts(args)
-    record, replay = (None if path is None else Path(path) for path in (args.record, args.replay))
-    return config, values, record, replay
+    return overrides
 
 
 def check_counts(args: argparse.Namespace) -> None:
@@ -135,35 +123,13 @@ def check_counts(args: argparse.Namespace) -> None:
         raise ConfigError("-n and -k must be at least 1")
 
 
-def _base(args: argparse.Namespace, purpose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config table to start from, and the request's values for options that are not given."""
-    if args.replay is None:
-        if args.env is None:
-            raise ConfigError(f"an environment is needed, for example: agentrl {purpose} key_value --model runs/quickstart/final")
-        if args.model is None:
-            raise ConfigError("--model is needed: a model folder or hub name, or api:NAME")
-        return ({"name": purpose, "env": {"id": args.env}, "model": {"path": args.model}}, {**args.defaults, "model": args.model})
-    if args.record is not None:
-        raise ConfigError("--record and --replay: a replay is a record already; give one of them")
-    from agentrl.run.record_folder import RecordFolder
-
-    manifest = RecordFolder(Path(args.replay)).manifest()
-    table = manifest["config"]
-    if manifest["purpose"] != purpose:  # the two commands take their temperature from different keys
-        temperature = table["eval" if manifest["purpose"] == "eval" else "rollout"]["temperature"]
-        table["eval" if purpose == "eval" else "rollout"]["temperature"] = temperature
-    if args.env is not None:
-        table["env"]["id"] = args.env
-    return table, manifest if args.model is None else {**manifest, "model": args.model}
-
-
 def run_rollout(args: argparse.Namespace) -> int:
     """Roll out; returns the exit code."""
     return with_parent(args, partial(_roll_out, args))
 
 
 def _roll_out(args: argparse.Namespace, _: int) -> int:
-    config, request = read_request(args, "rollout")
+    config, request = read_request(args)
     from agentrl.run.evaluate import check_request
 
     config = check_request(config, request)
@@ -172,7 +138,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
     from agentrl.run.provenance import model_note
 
     with Display() as display:
-        if request.replay is None and (note := model_note(request.model, config)) is not None:
+        if (note := model_note(request.model, config)) is not None:
             display.warn(note)
         outcome = run_loop(run_rollout(config, request, display))
         if outcome.interrupted:
@@ -180,8 +146,6 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
         unscored = sum(trajectory.reward is None for trajectory in outcome.episodes.values())
         note = f" ({unscored} of them unscored: the same command runs them again)" if unscored else ""
         display.say(f"{len(request.pairs)} episodes{note}: {request.out / 'trajectories.jsonl'}")
-        if request.record is not None:
-            display.say(f"record: {request.record} (agentrl {request.purpose} --replay {request.record})")
     return 0
 
 
@@ -337,26 +301,12 @@ def _side_by_side(folders: Sequence[Path], console: Console) -> dict[str, Any]:
 
 
 def read_plans(args: argparse.Namespace) -> list[Plan]:
-    """An evaluation for each model that the options name. Raises ConfigError, CatalogError, CheckpointError or ReplayError."""
+    """An evaluation for each model that the options name. Raises ConfigError, CatalogError or CheckpointError."""
     check_counts(args)
-    names, _ = _split_words(args)
-    if args.replay is not None:
-        if (
-            args.config is not None
-            or args.run_folder is not None
-            or args.checkpoint
-            or len(names) > 1
-            or len(args.model or ()) > 1
-        ):
-            raise ConfigError("--replay: a record is of one environment and one model; leave out the others, --config and --run")
-        config, request = read_request(_with_model(args, (args.model or [None])[0]), "eval")
-        return [Plan("replay", config, {config.envs[0].called: request}, request.out)]
     folder = _folder(args)
     models = _models(args, folder)
     if len({label for label, _, _ in models}) < len(models):
         models = [(f"{number}_{label}", path, about) for number, (label, path, about) in enumerate(models, 1)]
-    if args.record is not None and len(models) > 1:
-        raise ConfigError("--record: a record is of one model")
     return [_plan(args, folder, label, path, about, alone=len(models) == 1) for label, path, about in models]
 
 
@@ -391,7 +341,7 @@ def _models(args: argparse.Namespace, folder: RunFolder | None) -> list[tuple[st
 def _plan(args: argparse.Namespace, folder: RunFolder | None, label: str, path: str, about: dict[str, Any], alone: bool) -> Plan:
     from agentrl.run.provenance import changed_files, differences_from_run, model_note, other_engine
 
-    args = _with_model(args, path)
+    args = argparse.Namespace(**{**vars(args), "model": path})
     config, several = _config(args, folder)
     out = Path(args.out or f"{args.defaults['folder']}/{_name(config, args, folder)}") / ("" if args.out and alone else label)
     plan = Plan(label, config, _requests(args, config, out, folder, several), out, about)
@@ -449,17 +399,16 @@ def _requests(
     from agentrl.run.evaluate import RolloutRequest
 
     requests, given = {}, args.config is not None or folder is not None
-    record = None if args.record is None else Path(args.record)
     for env in config.envs:
         own = alone(config, env).eval
         split = args.split or (own.split if given or several else args.defaults["split"])
         there = suite_tasks(config, env, split)
         tasks = args.tasks or (own.tasks if given or env.eval is not None else there or args.defaults["tasks"])
         tasks = tasks if there is None else min(tasks, there)  # a benchmark's tasks once each: all, if nothing else is said
-        place, kept = (out / env.called, record and record / env.called) if several else (out, record)
+        place = out / env.called if several else out
         # A run's model plays what the run evaluates on, which are the first ones.
         chosen = () if there is None or folder is not None else suite_choice(config, env, split, tasks)
-        requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, kept, chosen=chosen)
+        requests[env.called] = RolloutRequest("eval", args.model, tasks, args.samples or 1, split, place, chosen)
     return requests
 
 
@@ -499,16 +448,8 @@ def _config(args: argparse.Namespace, folder: RunFolder | None) -> tuple[TrainCo
     return (config if len(config.envs) > 1 else alone(config, config.envs[0])), several
 
 
-def _with_model(args: argparse.Namespace, model: str | None) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(args), "model": model})
-
-
 def _split_words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The environments on the command line, and the overrides."""
     given = [text for text in (args.env, *args.overrides) if text is not None]
-    overrides = parameters_as_overrides([text for text in given if is_override(text)])
-    if args.seed is not None:
-        overrides.append(f"seed={args.seed}")
-    if args.max_concurrent is not None:
-        overrides.append(f"rollout.max_episodes={args.max_concurrent}")
+    overrides = overrides_of(args, [text for text in given if is_override(text)])
     return [text for text in given if not is_override(text)], overrides

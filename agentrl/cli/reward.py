@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.config.schema import RewardConfig
     from agentrl.data.trajectory import Task, Trajectory
     from agentrl.reward import Context, Scorer
-    from agentrl.reward.leaf import ReplayEnv
+    from agentrl.reward.replays import ReplayEnv
 
 
 SHOWN = 20

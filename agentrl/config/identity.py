@@ -60,7 +60,7 @@ def check_base(address: str | None, key: str) -> str:
 # What must be equal for results to belong together: the whole config except the keys listed here, each with its reason.
 #
 # A key that is added to the config is part of every identity until it is listed here. An `agentrl eval` or `agentrl rollout`
-# folder, a record and a run are continued only under an equal identity.
+# folder and a run are continued only under an equal identity.
 
 Purpose = Literal["train", "eval", "rollout"]
 Identity = dict[str, Any]
@@ -317,16 +317,15 @@ def _within(key: str, part: str) -> bool:
     return key == part or key.startswith(f"{part}.")
 
 
-def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path, option: str) -> None:
-    """Raises ConfigError if the content of `folder` has another identity than `now`, or none. `of`: what it is in that case;
-    `option`: the command's option that names another folder."""
+def check_same_identity(before: Identity | None, now: Identity, of: str, folder: Path) -> None:
+    """Raises ConfigError if the content of `folder` has another identity than `now`, or none. `of`: what it is in that case."""
     if before is None:
         raise ConfigError(
             f"{folder}: it must be assumed to hold {of}: it was written by an older agentrl, which did not record everything "
-            f"that an episode depends on; use another {option}"
+            "that an episode depends on; use another --out"
         )
     if found := differences(before, now):
-        raise ConfigError(f"{folder}: it holds {of}: {found}; use another {option}")
+        raise ConfigError(f"{folder}: it holds {of}: {found}; use another --out")
 
 
 def check_resumed(before: TrainConfig, now: TrainConfig, folder: Path) -> None:

@@ -28,8 +28,8 @@ from agentrl.render.base import Renderer
 from agentrl.render.litellm_calls import ONCE, answer_row, load_litellm, no_listener, passes, read_answer, request_of, said_of
 from agentrl.render.tool_calls import sendable
 from agentrl.rollout.engine import Engine, EngineStats, Finish, Generation, Sampling, Usage
-from agentrl.rollout.tape import current_episode
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError, RenderError, UserError
+from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.threads import DaemonThreads, in_thread
 
 # Requests that can be cancelled one by one
@@ -89,29 +89,18 @@ class Transcript:
     """Numbers for messages, shared by the renderer and the engine of one API model. Equal messages have the same number.
 
     An entry holds `tools`, or a `message` as it is sent; a sampled one also has the `turn` that the episode knows.
-    `on_new` is called with every new one; `entries` are known from the start, by their numbers.
     """
 
-    def __init__(
-        self,
-        entries: Mapping[int, dict[str, Json]] | None = None,
-        on_new: Callable[[int, Json], None] = lambda number, entry: None,
-    ) -> None:
-        self._entries: dict[int, dict[str, Json]] = dict(entries or {})
-        self._numbers = {_text(entry): number for number, entry in self._entries.items()}
-        self._turns = {_text(entry["turn"]): number for number, entry in self._entries.items() if "turn" in entry}
-        self._next = max(self._entries, default=-1) + 1
-        self.on_new = on_new
+    def __init__(self) -> None:
+        self._entries: list[dict[str, Json]] = []
+        self._numbers: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
 
     def add(self, entry: dict[str, Json]) -> int:
         """The number of the entry."""
-        text = _text(entry)
-        number = self._numbers.get(text)
-        if number is None:
-            number = self._numbers[text] = self._next
-            self._next += 1
-            self._entries[number] = entry
-            self.on_new(number, entry)
+        number = self._numbers.setdefault(_text(entry), len(self._entries))
+        if number == len(self._entries):
+            self._entries.append(entry)
         if "turn" in entry:
             self._turns[_text(entry["turn"])] = number
         return number
@@ -138,7 +127,7 @@ class Transcript:
 
     def get(self, number: int) -> dict[str, Json]:
         """Raises EngineError for an id that is not in this transcript."""
-        if number not in self._entries:
+        if not 0 <= number < len(self._entries):
             raise EngineError(f"{number} is not a message of this API model's transcript")
         return self._entries[number]
 
@@ -435,7 +424,7 @@ class ScriptedEngine(FunctionEngine):
         self._lines.pop(key, None)
 
     async def _next(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Message:
-        return next(self._lines[current_episode()])
+        return next(self._lines[EPISODE.get()])
 
 
 def _after(first: Message, rest: Iterator[Message]) -> Iterator[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from abc import abstractmethod
@@ -14,7 +13,7 @@ import gymnasium
 
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.call_options import Problem
-from agentrl.env.copying import Copier, Snapshot, copier, copy_parts
+from agentrl.env.copying import Snapshot, copy_parts
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, error_text
 from agentrl.env.tools import Tool, ToolSession, ToolSet, ToolSource, tool_methods
@@ -335,20 +334,6 @@ class ToolSide(EnvHooks):
 class Forkable(ToolSide):
     """Copies of a `ToolEnv` in its episode's state: all attributes but those that the class names in `shared`."""
 
-    _random_of: Any = None
-    _awaited: bool = False
-
-    @property
-    def np_random(self) -> Any:  # type: ignore[override]
-        """The generator of `reset`'s seed. A copy of an environment gets a copy of it when it asks for it."""
-        if self._np_random is None and self._random_of is not None:
-            self._np_random = copy.deepcopy(self._random_of)
-        return super().np_random
-
-    @np_random.setter
-    def np_random(self, value: Any) -> None:
-        self._np_random = value
-
     def snapshot(self) -> Snapshot:
         """The current episode, detached from this environment. Picklable if its attributes are."""
         return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
@@ -374,13 +359,6 @@ class Forkable(ToolSide):
         forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
         forked.__dict__.update(copy_parts(self, forked, self._unshared()))
         return forked
-
-    def copier(self) -> Copier | None:
-        """Maker of environments in the state of this one, which is then left as it is. None if that may not be: it `holds`
-        something, or its opening is awaited, and so not the same in every episode."""
-        if self.holds or self._awaited:
-            return None
-        return copier(self, self._unshared() if type(self).fork is Forkable.fork else None)
 
     @property
     def holds(self) -> bool:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.env.authoring import Forkable
-from agentrl.env.copying import EnvTwin
+from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
-from agentrl.env.users import GOLD, ModelUser, User, as_message, ask, make_call, next_step, note
+from agentrl.env.users import GOLD, ModelUser, RecordedUser, User, as_message, ask, make_call, next_step, note
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
 
 if TYPE_CHECKING:
     from agentrl.reward import Score, Scorer
-    from agentrl.reward.leaf import ReplayEnv
+    from agentrl.reward.replays import Replay, ReplayEnv, RoundTurns
 
 
 # Actions
@@ -106,12 +106,12 @@ class OwnReward:
         from agentrl.reward import compile_spec, load_spec, make_context
         from agentrl.reward.compile import given_spec
 
-        def twin(task: Task) -> ReplayEnv:
+        def fresh(task: Task) -> ReplayEnv:
             return self._build()
 
         name = str(own_reward(self._env))
         spec = given_spec(name) if is_given(name) else load_spec(self._path(name))
-        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=twin))
+        return compile_spec(spec, context=make_context(RewardConfig(), replay_env=fresh))
 
     def _path(self, name: str) -> Path:
         """Next to the file of the class that names the spec, or on a shelf."""
@@ -150,6 +150,8 @@ class ToolEnv(Forkable):
 
     is_remote: ClassVar[bool] = False
     """True for a client of a server, which gives a task's prompt without an episode."""
+    replays: bool = False
+    """True in an episode that a reward replays: limits on turns are lifted then, since gold calls are made one a turn."""
     _built_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -285,6 +287,7 @@ class ToolEnv(Forkable):
         task = self._task = task.copied()  # a hook or tool may change it, and tasks are shared by episodes and scored
         # Open before `setup`, so that a setup that fails is torn down as well.
         self._open, self._ended, self._calls, self._cut_for = True, False, 0, None
+        self.replays = isinstance(options.get("user"), RecordedUser)
         self._tools_before, self._user_tools_before = self.toolbox.table, self.user_toolbox.table
         async with self._failing():
             self.toolbox.hidden = self.user_toolbox.hidden = self.hidden(task)
@@ -418,10 +421,14 @@ class ToolEnv(Forkable):
 
     # -- replays -----------------------------------------------------------------------------------
 
-    def as_twin(self) -> EnvTwin:
-        """This environment as one that plays an episode once more, for rewards that replay calls. Asked before the reset, also of
-        one that is served. An override may lift limits on turns here, since gold calls are made one a turn."""
-        return EnvTwin(self, self.scripted or type(self).user_reply is ToolEnv.user_reply)
+    @property
+    def user_repeats(self) -> bool:
+        """True if the user of a replay does the same whatever the policy says."""
+        return self.scripted or type(self).user_reply is ToolEnv.user_reply
+
+    def replay(self, record: Trajectory, rounds: Sequence[RoundTurns], found: Replay, *, gold: bool = False) -> None:
+        """Play an episode's rounds once more, for rewards: see `agentrl.reward.replays.ReplayEnv`."""
+        run_sync(play_again(self, record, rounds, found, gold))
 
     @property
     def last_results(self) -> Sequence[ToolResult]:
@@ -431,14 +438,14 @@ class ToolEnv(Forkable):
     # -- inside ------------------------------------------------------------------------------------
 
     def _own_reward(self) -> ScorerLike | None:
-        def twin() -> ToolEnv:
+        def fresh() -> ToolEnv:
             args, kwargs = self._built_with
             other = type(self)(*args, **kwargs)
             other.scorer = None
             other.limit_output(self.toolbox.max_output)  # what its tools answer is compared with what they answered here
             return other
 
-        return None if self.reward is None else OwnReward(type(self), twin)
+        return None if self.reward is None else OwnReward(type(self), fresh)
 
     def _next_task(self, seed: int | None, options: Mapping[str, Any]) -> Task:
         if seed is None and self._np_random is None:
@@ -452,7 +459,6 @@ class ToolEnv(Forkable):
 
     async def _opening(self, task: Task) -> Observation:
         opening = self.prompt(task)
-        self._awaited = inspect.isawaitable(opening)
         if not inspect.isawaitable(opening):
             return opening
         what = f"the opening of environment {self.id}"

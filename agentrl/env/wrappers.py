@@ -16,7 +16,7 @@ from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, T
 from agentrl.env.authoring import Opening, Teacher
 from agentrl.env.base import StepResult, ToolEnv
 from agentrl.env.call_options import nearest
-from agentrl.env.copying import Copier, EnvTwin, Snapshot, WrapperCopier
+from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import CountTokens, Toolbox, Waiting, estimate_tokens, fit
 from agentrl.env.tools import Tool, ToolSet, ToolSource
@@ -240,32 +240,21 @@ class ToolWrapper(ToolEnv):
         self.__dict__.update(copy.deepcopy(snapshot.parts["own"]))
 
     def fork(self) -> Self:
-        return self.around(self.env.fork())
-
-    def around(self, env: ToolEnv) -> Self:
-        """The same wrapper, in the same state, around another environment."""
         # Not by calling the class: a subclass's arguments are not known here, and its copy gets them as attributes.
         forked = type(self).__new__(type(self))
         kept = {name: value for name, value in self.__dict__.items() if name in _THROUGH - {"env"} - _SPACES}
         forked.__dict__.update(kept)
         forked.__dict__.update(copy.deepcopy(self._own()))
-        forked.env = env
+        forked.env = self.env.fork()
         return forked
 
-    def as_twin(self) -> EnvTwin:
-        return EnvTwin(self, self.env.as_twin().scripted)
-
-    def copier(self) -> Copier | None:
-        inner = self.env.copier()
-        return None if inner is None else WrapperCopier(self, inner)
+    @property
+    def user_repeats(self) -> bool:
+        return self.env.user_repeats
 
     @property
     def holds(self) -> bool:
         return self.env.holds or type(self).aclose is not ToolWrapper.aclose
-
-    @property
-    def last_results(self) -> Sequence[ToolResult]:
-        return self.env.last_results
 
     # -- for subclasses ----------------------------------------------------------------------------
 

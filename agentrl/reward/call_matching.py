@@ -389,6 +389,7 @@ def maximum(weight: Callable[[int, int], float], choices: Sequence[Sequence[int]
 # Equal calls by hash
 
 Fits = Callable[[str, Json, GoldCall], bool]
+BlockWeights = Callable[[Sequence[ToolCall], Sequence[GoldCall]], Weights]
 
 MANY = 256
 """Pairs of calls from which on it is faster to look at all of them at once."""
@@ -413,6 +414,19 @@ def equal_pairs(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: Equali
         if rows:
             pairs.append((rows.pop(), j))
     return sorted(pairs)
+
+
+def pair_rest(made: Sequence[ToolCall], gold: Sequence[GoldCall], sure: Pairs, weights: BlockWeights) -> Pairs:
+    """The pairs of most total weight among the calls that `sure` leaves; `weights` gives those of calls of one name."""
+    taken, met = {i for i, _ in sure}, {j for _, j in sure}
+    rows = [i for i, call in enumerate(made) if i not in taken and call.arguments is not None]
+    columns = [j for j in range(len(gold)) if j not in met]
+
+    def block(here: Sequence[int], there: Sequence[int]) -> Weights:
+        return weights([made[rows[i]] for i in here], [gold[columns[j]] for j in there])
+
+    rest = optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
+    return [(rows[i], columns[j]) for i, j in rest]
 
 
 def _surely_equal(call: ToolCall, wanted: GoldCall) -> bool:

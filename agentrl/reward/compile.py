@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
-from agentrl.data.trajectory import Json, Task
+from agentrl.data.trajectory import Json
 from agentrl.reward.judge import Judge, JudgeSettings
-from agentrl.reward.leaf import LEAVES, SCOPES, AsTwin, Context, Leaf, ReplayEnv, View
+from agentrl.reward.leaf import LEAVES, SCOPES, Context, Leaf, View
 from agentrl.reward.nodes import GROUP_LEAVES, LINEAR, ConstantNode, GateNode, LeafNode, Mods, Node, OpNode, walk
+from agentrl.reward.replays import MakeEnv
 from agentrl.reward.score import Scorer, SuccessRule, ids_of, success_rule
 from agentrl.reward.spec import load_spec
 from agentrl.reward.values import Absent, UnscorableError, is_ref, join, parse_pointer
@@ -249,7 +250,7 @@ def _reader(value: Json, optional: bool = False) -> Callable[[View], Json]:
 # What a run provides
 
 
-def make_context(config: RewardConfig, *, replay_env: Callable[[Task], ReplayEnv | AsTwin] | None = None) -> Context:
+def make_context(config: RewardConfig, *, replay_env: MakeEnv | None = None) -> Context:
     """The Context for `compile_spec`.
 
     Functions are imported here because the run's own config names them; a spec can never cause an import.

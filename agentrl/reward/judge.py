@@ -108,7 +108,11 @@ class VerdictCache:
     def __init__(self, folder: Path | None) -> None:
         """Raises ConfigError for a folder that cannot be written."""
         if folder is not None:
-            _check_place(folder)
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
         self.folder = folder
         self._memory: dict[str, Json] = {}
 
@@ -148,15 +152,6 @@ class VerdictCache:
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / key[:2] / f"{key}.json"
-
-
-def _check_place(folder: Path) -> None:
-    """Check that the existing part of the path is a writable folder."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"reward.judge.cache = {folder}: expected a folder, and {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"reward.judge.cache = {folder}: {there} may not be written")
 
 
 # The client
@@ -250,12 +245,13 @@ class Judge:
         if self.settings.args:  # a verdict depends on them, too
             said = json.dumps([key, dict(self.settings.args)], sort_keys=True, default=str)
             key = hashlib.sha256(said.encode()).hexdigest()
-        known = _not_here(request.model) or (
-            (kept := self.cache.get(key, request.schema)) is not None and Verdict(kept, cached=True)
-        )
-        if known:
-            done: Future[Verdict] = Future()
-            done.set_result(known)
+        done: Future[Verdict] = Future()
+        if (name := own_name(request.model)) is not None:
+            why = f"{request.model} is a judge of a run's own (reward.judge.engines.{name}), and nothing here has its engine"
+            done.set_result(Verdict(None, error=why))
+            return done
+        if (kept := self.cache.get(key, request.schema)) is not None:
+            done.set_result(Verdict(kept, cached=True))
             return done
         with self._lock:
             running = self._running.get(key)
@@ -303,12 +299,10 @@ class Judge:
         base = asked.get("api_base")
         try:
             return litellm.completion(**asked)
-        except (errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError) as error:
-            _refuse(error, base, again=False)
-        except errors.BadRequestError as error:
-            _refuse(error, base, again=False)
         except errors.OpenAIError as error:
-            _refuse(error, base, again=True)
+            lasting = errors.AuthenticationError, errors.PermissionDeniedError, errors.NotFoundError, errors.BadRequestError
+            why = f"{type(error).__name__}: {said_of(error, base)}"
+            raise JudgeFault(why, again=not isinstance(error, lasting)) from error
 
     def _prices(self, litellm: Any, model: str) -> tuple[float, float] | None:
         """USD per token (prompt, sampled), or None if unknown."""
@@ -352,19 +346,6 @@ def judge_call(settings: JudgeSettings, request: VerdictRequest) -> dict[str, An
     }
     keys = {"args_key": "reward.judge.args", "base_key": "reward.judge.api_base"}
     return request_of(own, settings.args, settings.api_base, **keys)
-
-
-def _not_here(model: str) -> Verdict | None:
-    """The verdict of a judge that only a run's own engines have (`rollout.judge`), and that is asked of an API."""
-    if (name := own_name(model)) is None:
-        return None
-    return Verdict(
-        None, error=f"{model} is a judge of a run's own (reward.judge.engines.{name}), and nothing here has its engine"
-    )
-
-
-def _refuse(error: Exception, base: str | None, again: bool) -> NoReturn:
-    raise JudgeFault(f"{type(error).__name__}: {said_of(error, base)}", again=again) from error
 
 
 def read_verdict(text: Any, request: VerdictRequest) -> Json:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from agentrl.data.trajectory import Json, Message, Task, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.reward.twins import Twin, Twins
+from agentrl.data.trajectory import Json, Message, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.reward.replays import MakeEnv, Replays
 from agentrl.reward.values import ABSENT, Absent, EpisodeRounds, course_of, follow
 from agentrl.utils.registry import Registry
 
@@ -284,26 +284,6 @@ class PendingError(Exception):
         self.request = request
 
 
-class ReplayEnv(Protocol):
-    """Parts of an environment that a replay needs; `agentrl.env.base.ToolEnv` has it."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
-
-    def step(self, action: Message) -> Any: ...
-
-    def user_call(self, call: ToolCall) -> ToolResult: ...
-
-    def state(self) -> Json: ...
-
-    def close(self) -> None: ...
-
-
-class AsTwin(Protocol):
-    """Player that replays an episode in its own way (`agentrl.reward.twins.Twin`), with its user's turns."""
-
-    def as_twin(self) -> Twin: ...
-
-
 class JudgeClient(Protocol):
     """Asks a judge model; `agentrl.reward.judge.Judge` is one. Always answers a Verdict, even on failure."""
 
@@ -324,10 +304,10 @@ class Context:
     about the last 256 tasks: the members of a group share that of their task.
     """
 
-    replay_env: Callable[[Task], ReplayEnv | AsTwin] | None = None
+    replay_env: MakeEnv | None = None
     python: Mapping[str, PythonLeaf] = field(default_factory=dict)
     judge: JudgeClient | None = None
-    replays: Twins = field(default_factory=Twins, repr=False, compare=False)
+    replays: Replays = field(default_factory=Replays, repr=False, compare=False)
 
 
 class Leaf(ABC):

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 from agentrl.data.trajectory import Json, Message, StopReason, Task, ToolCall, Trajectory
 from agentrl.reward.explain import reasons
 from agentrl.reward.judge import own_name
-from agentrl.reward.leaf import ReplayEnv
 from agentrl.reward.nodes import LINEAR, TRUE, GateNode, LeafNode, Node, OpNode, walk
 from agentrl.reward.score import Score, Scorer
 
@@ -29,8 +28,14 @@ _FORMULA = re.compile(
 )
 
 
-class ProbeEnv(ReplayEnv, Protocol):
+class ProbeEnv(Protocol):
     """Parts of an environment that probing needs; `agentrl.env.base.ToolEnv` has it."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any: ...
+
+    def step(self, action: Message) -> Any: ...
+
+    def close(self) -> None: ...
 
     @property
     def trajectory(self) -> Trajectory: ...
@@ -103,7 +108,7 @@ def _turns(
         ("gold", lambda: gold),
         *idle,
         *_answers(build, task, gold),
-        ("padded", lambda: _pad_turns(gold)),
+        ("padded", lambda: [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]),
         ("shuffled", lambda: _shuffle_calls(gold, rng)),
     ]
 
@@ -177,11 +182,6 @@ def _spam(env: ProbeEnv, task: Task, seed: int) -> list[Message | str]:
     return [*calls, Message("assistant", _EVERY_NUMBER)]
 
 
-def _pad_turns(gold: Sequence[Message]) -> list[Message]:
-    """The gold turns with every turn that makes calls repeated three times."""
-    return [message for message in gold for _ in range(_COPIES if message.tool_calls else 1)]
-
-
 def _shuffle_calls(gold: Sequence[Message], rng: random.Random) -> list[Message]:
     """The gold turns with their calls in another order; the number of calls per turn stays."""
     calls: list[ToolCall] = [call for message in gold for call in message.tool_calls]
@@ -220,7 +220,9 @@ class LintFinding:
 
 def lint_spec(scorer: Scorer) -> list[LintFinding]:
     """Findings that need no episode: dead weights, unreachable gates, constants, mods without effect."""
-    findings = [*_constant(scorer), *_undecided_findings(scorer)]
+    low, high = scorer.range
+    always = LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")
+    findings = [*([always] if high - low <= _EPS else []), *_undecided_findings(scorer)]
     stated = [scorer.success] if scorer.success is not None and scorer.rule is not None and not scorer.rule.derived else []
     for top in (scorer.root, *scorer.metrics, *stated):
         findings.extend(_top(top, top is scorer.root))
@@ -230,12 +232,6 @@ def lint_spec(scorer: Scorer) -> list[LintFinding]:
             findings.extend(_mods(node))
             findings.extend(_judge(node))
     return findings
-
-
-def _constant(scorer: Scorer) -> Iterator[LintFinding]:
-    low, high = scorer.range
-    if high - low <= _EPS:
-        yield LintFinding("error", "constant-output", "/root", f"the reward is always {low:g}")
 
 
 def _undecided_findings(scorer: Scorer) -> Iterator[LintFinding]:
@@ -285,19 +281,11 @@ def _reach(node: Node) -> Iterator[LintFinding]:
             yield LintFinding("error", "never-true", child.pointer, message)
         others = [(a, b) for other, a, b in ranges if other is not child]
         if node.label == "max" and any(high <= a + _EPS for a, _ in others):
-            yield LintFinding(
-                "error",
-                "never-decides",
-                child.pointer,
-                "another part is never below it, so it never is the max",
-            )
+            message = "another part is never below it, so it never is the max"
+            yield LintFinding("error", "never-decides", child.pointer, message)
         if node.label == "min" and any(low >= b - _EPS for _, b in others):
-            yield LintFinding(
-                "error",
-                "never-decides",
-                child.pointer,
-                "another part is never above it, so it never is the min",
-            )
+            message = "another part is never above it, so it never is the min"
+            yield LintFinding("error", "never-decides", child.pointer, message)
         if node.label == "product" and high - low <= _EPS and abs(low) <= _EPS:
             yield LintFinding("error", "constant-output", child.pointer, "is always 0, and so is the product")
 
@@ -364,11 +352,8 @@ def whatever_judged(scorer: Scorer, probes: Probes, lint: Callable[[Scorer], lis
     ]  # fmt: skip
     first, *others = (lint(scorer.assuming(best)) for best in said)
     kept = [item for item in first if all((item.code, item.at) in {(o.code, o.at) for o in other} for other in others)]
-    return [*kept, *map(_not_judged, scorer.judged)]
-
-
-def _not_judged(at: str) -> LintFinding:
-    return LintFinding("note", "not-judged", at, "not judged, since that would call a model; what else is said holds in any case")
+    why = "not judged, since that would call a model; what else is said holds in any case"
+    return [*kept, *(LintFinding("note", "not-judged", at, why) for at in scorer.judged)]
 
 
 def _floor(scorer: Scorer, scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
@@ -465,12 +450,8 @@ def gold_fault(scorer: Scorer, trajectory: Trajectory, score: Score) -> str:
 
 
 def _lint_spam(scores: Mapping[str, Sequence[Score]]) -> Iterator[LintFinding]:
-    passed = 0
-    pairs = list(zip(scores.get("spam", ()), scores.get("gold", ()), strict=False))
-    for spam, gold in pairs:
-        if spam.value is not None and gold.value is not None and spam.value >= gold.value - _EPS:
-            passed += 1
-    if passed:
+    pairs = [(spam.value, gold.value) for spam, gold in zip(scores.get("spam", ()), scores.get("gold", ()), strict=False)]
+    if passed := sum(spam is not None and gold is not None and spam >= gold - _EPS for spam, gold in pairs):
         message = f"spam earns as much as the gold solution in {passed} of {len(pairs)} tasks"
         yield LintFinding("error", "spam-passes", "/root", message)
 

@@ -94,7 +94,10 @@ class Node(ABC):
 
     def range(self) -> tuple[float, float]:
         """Bounds of the node's value, including modifiers and scope."""
-        low, high = self._after_scale(self.raw_range())
+        ends = [self._mods(value) for value in self.raw_range()]
+        if self.mods.missing in (0, 1):
+            ends.append(self._mods(float(self.mods.missing)))
+        low, high = min(ends), max(ends)
         if self.mods.scope in ("round", "turn", "call"):
             if self.mods.reduce == "sum":
                 low, high = min(low, -math.inf if low < 0 else low), math.inf if high > 0 else high
@@ -104,12 +107,6 @@ class Node(ABC):
                 if self.mods.missing == int(value):
                     low, high = min(low, self._mods(value)), max(high, self._mods(value))
         return low, high
-
-    def _after_scale(self, bounds: tuple[float, float]) -> tuple[float, float]:
-        ends = [self._mods(value) for value in bounds]
-        if self.mods.missing in (0, 1):
-            ends.append(self._mods(float(self.mods.missing)))
-        return min(ends), max(ends)
 
     def _mods(self, value: float) -> float:
         if self.mods.scale is not None:
@@ -317,7 +314,9 @@ class OpNode(Node):
         return self.of
 
     def raw_range(self) -> tuple[float, float]:
-        bounds = [(child.mods.weight, *child.range(), _may_skip(child)) for child in self.of]
+        mods = [child.mods for child in self.of]
+        skips = [own.when is not None or own.missing == "skip" for own in mods]
+        bounds = [(child.mods.weight, *child.range(), skip) for child, skip in zip(self.of, skips, strict=True)]
         if self.label in ("all", "any"):
             return 0.0, 1.0
         if self.label == "sum":
@@ -391,10 +390,6 @@ class GateNode(Node):
         if taken.value is None:
             return Result(None, {"unscored": "the branch taken could not be scored", **evidence})
         return Result(taken.value, evidence, taken.steps)
-
-
-def _may_skip(node: Node) -> bool:
-    return node.mods.when is not None or node.mods.missing == "skip"
 
 
 def _highest_mean(bounds: Sequence[tuple[float, float, bool]]) -> float:

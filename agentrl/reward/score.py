@@ -59,7 +59,12 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
     `root` and `metrics` are its compiled nodes.
     """
     if "success" in spec:
-        return _stated_rule(spec, spec["success"])
+        wanted = spec["success"]
+        if "use" in wanted or "op" in wanted:
+            return SuccessRule("/success", wanted, derived=False)
+        test = _plain(ids_of(spec)[wanted["id"]][0])
+        gate = {"op": "gate", "if": test, "gte": wanted.get("gte", 1), "then": 1, "else": 0}
+        return SuccessRule("/success", gate, derived=False)
     tops = [(spec["root"], root, "/root")]
     tops += [(item, node, f"/metrics/{i}") for i, (item, node) in enumerate(zip(spec.get("metrics", []), metrics, strict=True))]
     for item, node, at in tops:
@@ -71,32 +76,13 @@ def success_rule(spec: Spec, root: Node, metrics: list[Node]) -> SuccessRule | N
     return None if part is None else SuccessRule("/root", part, derived=True)
 
 
-def _stated_rule(spec: Spec, wanted: Spec) -> SuccessRule:
-    if "use" in wanted or "op" in wanted:
-        return SuccessRule("/success", wanted, derived=False)
-    node = _by_id(spec, wanted["id"])
-    return SuccessRule(
-        "/success", {"op": "gate", "if": _plain(node), "gte": wanted.get("gte", 1), "then": 1, "else": 0}, derived=False
-    )
-
-
 def ids_of(spec: Spec) -> dict[str, tuple[Spec, bool]]:
     """Every node with an id, and whether it is inside a scope that is narrower than the episode."""
     return _ids([spec["root"], *spec.get("metrics", [])])
 
 
-def terms_of(spec: Spec) -> list[str]:
-    """The ids of the reward tree and of a `success` that is a node, but those inside a narrower scope: they have no one value."""
-    stated = spec.get("success", {})
-    return _visible([spec["root"], *([stated] if {"use", "op"} & set(stated) else [])])
-
-
-def measures_of(spec: Spec) -> list[str]:
-    """The same of the spec's `metrics`."""
-    return _visible(spec.get("metrics", []))
-
-
 def _visible(tops: Sequence[Any]) -> list[str]:
+    """The ids of nodes but those inside a narrower scope: they have no one value."""
     return [name for name, (_, inside) in _ids(tops).items() if not inside]
 
 
@@ -115,13 +101,6 @@ def _ids(tops: Sequence[Any]) -> dict[str, tuple[Spec, bool]]:
     for top in tops:
         look(top, False)
     return found
-
-
-def _by_id(spec: Spec, name: str) -> Spec:
-    node, inside = ids_of(spec)[name]
-    if inside:
-        raise KeyError(name)
-    return node
 
 
 def _named_node(item: Spec, node: Node, at: str) -> tuple[Spec, Node, str] | None:
@@ -316,7 +295,9 @@ class Scorer:
         nodes = [node for top in tops for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
-        self.terms, self.measures = terms_of(spec), measures_of(spec)
+        stated = spec.get("success", {})
+        self.terms = _visible([spec["root"], *([stated] if {"use", "op"} & set(stated) else [])])
+        self.measures = _visible(spec.get("metrics", []))
         self.compares = bool(self._groups)
         self.judged = [node.pointer for node in nodes if isinstance(node, LeafNode) and node.leaf.kind == "judge"]
         self.asks = bool(self.judged)
@@ -406,9 +387,6 @@ class Scorer:
         if not self._blocking and size < _LONG:
             with contextlib.suppress(TooLongError):
                 return at_once(work, answers)
-        return await self._in_thread(work, answers)
-
-    async def _in_thread(self, work: Work[T], answers: Answers) -> tuple[T, Frame]:
         async with SCORING.slot():
             # Inside the place: waiting for one is not the spec's time.
             return await within(self.timeout, SCORING.call(self.name, work, answers), f"reward spec {self.name}")

@@ -23,7 +23,7 @@ from agentrl.rollout.group_ledger import GroupLedger, GroupState, alike, first_o
 from agentrl.rollout.mixtures import MixedTasks
 from agentrl.rollout.player import EpisodeSlots, Job, Player, RunEnv, Trees, end_of, forest, success_rate
 from agentrl.rollout.samplers import TaskChoice
-from agentrl.rollout.stats import Progress, Spent, Tally
+from agentrl.rollout.stats import RolloutStats
 from agentrl.utils.errors import CallbackError, StalledError
 from agentrl.utils.event_loop import LONGEST, in_time
 from agentrl.utils.registry import Registry
@@ -114,10 +114,9 @@ class Collector:
         self.watch = Watch(min(LONGEST, config.stall_timeout / 8))
         self.seed = seed
         self.ledger = GroupLedger(config.groups, config.max_staleness, more(config.groups, config.oversample))
-        self.progress, self._spent = Progress(), Spent(self.watch)
+        self.stats = RolloutStats(config, self.watch, None if accept is None else accept.name, say)
         self._greedy = frozenset(greedy)
         self._accept, self._on_group = accept, on_group
-        self._tally = Tally(config, self.progress, None if accept is None else accept.name, say)
         self._slots = EpisodeSlots(config.max_episodes)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -133,14 +132,15 @@ class Collector:
         """The groups of the next update. Raises StalledError, naming what was waited for."""
         while True:
             # In this order: what is too old frees slots, admission fills them, and the selection sees both.
-            self._drop_stale()
+            for index in self.ledger.too_old():
+                self._give_up(index, GroupState.STALE, "its tokens are older than max_staleness allows")
             self._admit()
             groups = self.ledger.ready()
             if groups is not None:
                 for index in self.ledger.surplus(groups):
                     self._give_up(index, GroupState.CANCELLED)
                 # Groups that are dropped from now on count for the next update.
-                self._update_metrics = {**self._tally.take(groups, self.tasks.several), **self._spent.take()}
+                self._update_metrics = self.stats.take(groups, self.tasks.several)
                 return groups
             await self._wait()
 
@@ -149,7 +149,7 @@ class Collector:
         self.ledger.train(groups)
         for group in groups:
             self._names.pop(group.index, None)
-            self._spent.trained(group)
+            self.stats.trained(group)
         self.tasks.update(self.ledger.version)
 
     async def exchange(self, send: Callable[[int], Awaitable[None]]) -> None:
@@ -188,11 +188,11 @@ class Collector:
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics row of an update: groups filtered for it, groups in it without variance, the episodes that
         ended since the last update (`episodes_played`, and `episodes_unscored` of them; also of dropped groups), the tokens that
-        were sampled and thrown away since (`Spent.take`), those of the task samplers and of the mixture, the members cancelled so
-        far, and `faults/CAUSE`: attempts at an episode since the last update that came to no score, also of members that were
-        tried again and of groups that were dropped. Of several environments also how many groups of each were dropped for it
+        were sampled and thrown away since, those of the task samplers and of the mixture, the members cancelled so far, and
+        `faults/CAUSE`: attempts at an episode since the last update that came to no score, also of members that were tried again
+        and of groups that were dropped. Of several environments also how many groups of each were dropped for it
         (`env/NAME/groups_failed` and so on)."""
-        return {"members_cancelled": float(self.progress.cancelled), **self._update_metrics, **self.tasks.metrics()}
+        return {"members_cancelled": float(self.stats.cancelled), **self._update_metrics, **self.tasks.metrics()}
 
     def ahead(self) -> str:
         """Progress of the next update's episodes, in words. May be called from any thread."""
@@ -200,16 +200,6 @@ class Collector:
         wanted = self.config.groups * size
         ended = self.ledger.completed * size + sum(min(count, size) for count in list(self._over.values()))
         return f"{min(ended, wanted)}/{wanted} episodes"
-
-    def trouble(self) -> str:
-        """The attempts at an episode that came to no score so far, and the first of them, in words; "" without any. May be
-        called from any thread."""
-        return self.progress.trouble()
-
-    @property
-    def fault(self) -> str | None:
-        """Why the first episode without a reward has none, once there was one."""
-        return self._tally.fault
 
     @property
     def version(self) -> int:
@@ -221,9 +211,7 @@ class Collector:
         return {
             **self.ledger.to_json(contents=contents),
             "sampler": self.tasks.to_json(),
-            "cancelled": self.progress.cancelled,
-            **self._tally.to_json(),
-            "spent": self._spent.to_json(),
+            **self.stats.to_json(),
         }
 
     def complete_groups(self) -> list[Group]:
@@ -238,11 +226,9 @@ class Collector:
         self.ledger.load_json(state, groups)
         if "sampler" in state:  # missing in older checkpoints, from when the only sampler had no state
             self.tasks.load_json(state["sampler"])
-            self.progress.cancelled = state["cancelled"]
-        self._tally.load_json(state, self.version)
         complete = self.ledger.complete_groups()
         self._names = {group.index: group.env for group in complete}
-        self._spent.load_json(state.get("spent", {}), complete)
+        self.stats.load_json(state, self.version, complete)
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -260,12 +246,7 @@ class Collector:
             self._crashed.append(index)
         self._changed.set()
 
-    def _drop_stale(self) -> None:
-        for index in self.ledger.too_old():
-            self._count_drop(index, GroupState.STALE, "its tokens are older than max_staleness allows")
-            self._give_up(index, GroupState.STALE)
-
-    def _give_up(self, index: int, state: GroupState) -> None:
+    def _give_up(self, index: int, state: GroupState, reason: str = "") -> None:
         """Drop a group, running or complete; a running one is cancelled, which frees its requests at the engine."""
         task = self._tasks.pop(index, None)
         self._over.pop(index, None)
@@ -275,9 +256,7 @@ class Collector:
             self._ending.add(task)
             task.add_done_callback(self._ended)
         self.tasks.forget(index)
-        self._names.pop(index, None)
-        self.ledger.drop(index, state)
-        self._spent.dropped(index, state)
+        self._drop(index, state, reason)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)
@@ -286,13 +265,9 @@ class Collector:
 
     async def _run_group(self, index: int, choice: TaskChoice) -> None:
         group = await self._group(index, choice)
-        self._tally.played(group)
-        self._spent.finished(group)
+        self.stats.played(group)
         self._over.pop(index, None)
         survivors, greedy = group.scored(), [group.baseline] if group.baseline is not None else []
-        for member in [*group.trajectories, *greedy]:
-            if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
-                self._tally.unscored(member)
         # Without the greedy episode's reward there is no baseline, so the whole group is lost.
         lacks_baseline = any(t.reward is None for t in greedy)
         if lacks_baseline or len(survivors) < min(self.config.min_survivors, self.config.group_size):
@@ -312,17 +287,17 @@ class Collector:
         """A group with enough scored members: it is shown, and filtered, refused, or complete."""
         if self._on_group is not None:
             await self._on_group(group)
-        filtered = self._tally.filters(group)
+        filtered = self.stats.filters(group)
         # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-        self._tally.succeeded(choice.env)
+        self.stats.succeeded(choice.env)
         self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")
         elif refused and self._accept is not None:
             self._drop(index, GroupState.REFUSED, f"refused by {self._accept.name!r}")
-            self._tally.tell_refused(self.version, self.ledger.completed)
+            self.stats.tell_refused(self.version, self.ledger.completed)
         else:
             self.ledger.complete(group)
 
@@ -337,7 +312,7 @@ class Collector:
         while numbers := growth(group, self.config):
             group.trajectories += await self._members(index, choice, numbers, len(numbers))
             await self._compared(group)
-            self._tally.grown(len(numbers))
+            self.stats.grown(len(numbers))
         return group
 
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
@@ -359,7 +334,7 @@ class Collector:
                         done[running.pop(task)] = task.result()
             for task in running:
                 task.cancel()
-        self.progress.cancelled += len(running)
+        self.stats.cancelled += len(running)
         return [done[member] for member in sorted(done)]
 
     def _job(self, index: int, choice: TaskChoice, member: int, attempt: int) -> Job:
@@ -390,14 +365,10 @@ class Collector:
     def _attempted(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
         """Count an attempt at an episode; whether it is the last."""
         failed = trajectory.stop.infrastructure
-        self._moved(trajectory)
-        self._spent.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
+        self.stats.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
         if failed:
-            self._tally.unscored(trajectory)
             of = index, trajectory.member, attempt
             log.warning("group %d member %d attempt %d: %s: %s", *of, trajectory.stop, trajectory.error)
-        else:
-            self._tally.answered()
         return not failed
 
     def _is_over(self, index: int, member: int) -> None:
@@ -406,21 +377,13 @@ class Collector:
 
     def _drop(self, index: int, state: GroupState, reason: str) -> None:
         self.ledger.drop(index, state)
-        self._spent.dropped(index, state)
-        self._count_drop(index, state, reason)
-        del self._names[index]
-
-    def _count_drop(self, index: int, state: GroupState, reason: str) -> None:
-        log.info("group %d %s: %s", index, state, reason)
-        self._tally.dropped(index, self._names[index], state, reason)
-
-    def _moved(self, trajectory: Trajectory) -> None:
-        self.progress.add(len(trajectory.turns) - trajectory.branch_turn, trajectory.sampled_tokens)
+        self.stats.dropped(index, self._names.pop(index), state, reason)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        self._check_drops()
+        shares = self.tasks.shares() if self.tasks.several else {}
+        self.stats.check(self.version, self._names, self.ledger.completed, shares)
         self._changed.clear()
         self._raise_crashed()
         quiet, changed = Quiet(lambda: self.watch.moves), asyncio.ensure_future(self._changed.wait())
@@ -431,10 +394,6 @@ class Collector:
         finally:
             changed.cancel()
         self._raise_crashed()
-
-    def _check_drops(self) -> None:
-        shares = self.tasks.shares() if self.tasks.several else {}
-        self._tally.check(self.version, self._names, self.ledger.completed, shares)
 
     def _raise_crashed(self) -> None:
         while self._crashed:

@@ -195,14 +195,8 @@ class Truncate(ContextPolicy):
 
 def elide_outputs(messages: Sequence[Message]) -> list[Message]:
     """The same messages with tool output replaced if the marker is shorter."""
-    return [_elide_message(message) for message in messages]
-
-
-def _elide_message(message: Message) -> Message:
-    marker = f"[{len(message.content)} characters left out]"
-    if message.role != "tool" or len(marker) >= len(message.content):
-        return message
-    return replace(message, content=marker)
+    marked = ((message, f"[{len(message.content)} characters left out]") for message in messages)
+    return [replace(m, content=mark) if m.role == "tool" and len(mark) < len(m.content) else m for m, mark in marked]
 
 
 def _length(messages: Sequence[Message]) -> int:

@@ -64,7 +64,7 @@ class Generation:
     the turn, it is the last id.
 
     `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
-    clock would be wrong (a replay reports how long the recorded call took). `experts`: if the sampling asks for them,
+    clock would be wrong. `experts`: if the sampling asks for them,
     [tokens, routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the engine
     computed, as it computed them first, so all but the last one, or fewer if the request was cut short."""
 

@@ -52,11 +52,6 @@ def _mark_unscored(trajectory: Trajectory, scorer: Scorer, error: str) -> None:
     _apply(trajectory, Score(None, evidence={"unscored": error}, metrics=dict.fromkeys(scorer.ids)))
 
 
-def scoring_failed(trajectory: Trajectory) -> bool:
-    """Return True if the scoring itself failed (took too long, say), so that the episode has no score."""
-    return isinstance(trajectory.evidence, dict) and trajectory.evidence.keys() == {"unscored"}
-
-
 async def score_group(trajectories: Sequence[Trajectory], scorer: Scorer) -> None:
     """Score the members of a group again, together, because the group leaves of a spec compare them."""
     try:
@@ -187,7 +182,10 @@ async def play_and_score(
     except EnvError as fault:
         stop, error = StopReason.ENV_ERROR, str(fault)
     except BaseException:
-        await _close(env)
+        try:
+            await env.aclose()
+        except Exception:  # it must not replace the error that ends the episode, which may be its cancellation
+            log.exception("the teardown of environment %s failed", env.id)
         raise
     # Also after a fault: the environment is torn down and the record completed in any case.
     with watch.waits(spec.key, lambda: f"the end of environment {env.id}"):
@@ -196,13 +194,6 @@ async def play_and_score(
     if scorer is not None:
         await score_episode(trajectory, scorer, spec.key, watch)
     return trajectory
-
-
-async def _close(env: ToolEnv) -> None:
-    try:
-        await env.aclose()
-    except Exception:  # it must not replace the error that ends the episode, which may be its cancellation
-        log.exception("the teardown of environment %s failed", env.id)
 
 
 def sampling_attributes(generation: Generation, sampling: Sampling, prompt: int) -> dict[str, str | float | None]:
@@ -237,16 +228,12 @@ async def complete(
             log.exception("the end of environment %s failed (task seed %d)", env.id, spec.task_seed)
             trajectory.stop = StopReason.ENV_ERROR
             trajectory.error = f"environment {env.id}: its end failed: {type(fault).__name__}: {fault}"
-    trajectory.cause = _cause(trajectory.stop, clock)
+    timed = trajectory.stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
+    used: dict[str, Json] = {f"{who}_s": seconds for who, seconds in clock.used.items()} if timed else {}
+    blame = trajectory.stop.blame
+    trajectory.cause = None if blame is None else {"blame": blame, **used}
     trajectory.seed, trajectory.member = spec.seed, spec.member
     return trajectory
-
-
-def _cause(stop: StopReason, clock: EpisodeClock) -> dict[str, Json] | None:
-    """See `Trajectory.cause`."""
-    timed = stop in (StopReason.MAX_EPISODE_TIME, StopReason.EPISODE_TIMEOUT)
-    used = {f"{who}_s": seconds for who, seconds in clock.used.items()} if timed else {}
-    return None if stop.blame is None else {"blame": stop.blame, **used}
 
 
 # The loop over turns

@@ -150,7 +150,10 @@ class GroupLedger:
 
     def complete(self, group: Group) -> None:
         """RUNNING -> COMPLETE: all members have finished and enough of them survived."""
-        self._running(group.index).complete(group)
+        entry = self._entries.get(group.index)
+        if entry is None or entry.state is not GroupState.RUNNING:
+            raise ValueError(f"group {group.index} is not running")
+        entry.complete(group)
         self._complete += 1
 
     def drop(self, index: int, state: GroupState) -> None:
@@ -161,12 +164,6 @@ class GroupLedger:
             raise ValueError(f"group {index} is not in the ledger")
         self._complete -= self._entries.pop(index).state is GroupState.COMPLETE
         self._past[state] += 1
-
-    def _running(self, index: int) -> GroupEntry:
-        entry = self._entries.get(index)
-        if entry is None or entry.state is not GroupState.RUNNING:
-            raise ValueError(f"group {index} is not running")
-        return entry
 
     # -- selection ---------------------------------------------------------------------------------
 

@@ -101,12 +101,33 @@ class FixedMixture(Mixture):
         return dict(weights)
 
 
+@dataclass(kw_only=True)
+class DiscountedMixture(Mixture):
+    """Means over the groups of each environment, in which older ones are discounted by `decay` per group."""
+
+    decay: Annotated[float, Field(gt=0.0, le=1.0)]
+
+    def __post_init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def _add(self, env: str, value: float, first: float) -> None:
+        """Count one more group; `first`: what stands for the groups before the first one, and how many of them."""
+        total, count = self._sums.get(env, (first, first))
+        self._sums[env] = (self.decay * total + value, self.decay * count + 1.0)
+
+    def state(self) -> dict[str, Any]:
+        return {name: list(pair) for name, pair in self._sums.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+
+
 # by_tokens
 
 
 @MIXTURES.register("by_tokens")
 @dataclass(kw_only=True)
-class ByTokensMixture(Mixture):
+class ByTokensMixture(DiscountedMixture):
     """share of the groups = weight / the mean number of tokens that a group of the environment samples.
 
     So an environment of long episodes takes no more of the sampling, and of a loss that is a mean over tokens, than its weight.
@@ -115,9 +136,6 @@ class ByTokensMixture(Mixture):
     """
 
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.98
-
-    def __post_init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
 
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
         known = self.tokens()
@@ -130,14 +148,7 @@ class ByTokensMixture(Mixture):
 
     def observe(self, outcomes: Sequence[EnvOutcome]) -> None:
         for outcome in outcomes:
-            total, count = self._sums.get(outcome.env, (0.0, 0.0))
-            self._sums[outcome.env] = (self.decay * total + outcome.tokens, self.decay * count + 1.0)
-
-    def state(self) -> dict[str, Any]:
-        return {name: list(pair) for name, pair in self._sums.items()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+            self._add(outcome.env, outcome.tokens, 0.0)
 
     def metrics(self) -> dict[str, float]:
         return {f"{name}/group_tokens": value for name, value in self.tokens().items()}
@@ -148,7 +159,7 @@ class ByTokensMixture(Mixture):
 
 @MIXTURES.register("by_success")
 @dataclass(kw_only=True)
-class BySuccessMixture(Mixture):
+class BySuccessMixture(DiscountedMixture):
     """share = weight x max(`floor`, the mean of 4 s (1 - s) over the environment's groups), where s is a group's success.
 
     s (1 - s) is the variance of a 0/1 reward within a group: how much the group can teach (learnability in Rutherford et al.
@@ -160,9 +171,6 @@ class BySuccessMixture(Mixture):
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
 
-    def __post_init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-
     def shares(self, weights: Mapping[str, float]) -> dict[str, float]:
         return {name: weight * max(self.floor, self.learnable(name)) for name, weight in weights.items()}
 
@@ -173,17 +181,8 @@ class BySuccessMixture(Mixture):
 
     def observe(self, outcomes: Sequence[EnvOutcome]) -> None:
         for outcome in outcomes:
-            if outcome.success is None:
-                continue
-            total, count = self._sums.get(outcome.env, (1.0, 1.0))
-            now = 4.0 * outcome.success * (1.0 - outcome.success)
-            self._sums[outcome.env] = (self.decay * total + now, self.decay * count + 1.0)
-
-    def state(self) -> dict[str, Any]:
-        return {name: list(pair) for name, pair in self._sums.items()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._sums = {name: (total, count) for name, (total, count) in state.items()}
+            if outcome.success is not None:
+                self._add(outcome.env, 4.0 * outcome.success * (1.0 - outcome.success), 1.0)
 
     def metrics(self) -> dict[str, float]:
         return {f"{name}/learnable": self.learnable(name) for name in self._sums}

@@ -23,7 +23,7 @@ from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.starts import Fork, Keeper, Places
-from agentrl.rollout.tape import EpisodeIO, in_episode
+from agentrl.utils.event_loop import EPISODE
 from agentrl.utils.registry import Registry
 from agentrl.utils.spans import span
 
@@ -178,22 +178,19 @@ def outcome(trajectory: Trajectory) -> dict[str, str | float | None]:
 class LocalPlayer(Player):
     """Plays in the event loop of this process."""
 
-    def __init__(self, envs: Iterable[RunEnv], io: EpisodeIO | None = None, *, asks: bool = True) -> None:
-        """`io`: a `Recorder` or `Replayer`; by default, episodes run live. `asks`: whether judges are asked here; if not, an
-        episode whose spec has judges comes back unscored, and `score_episode` scores it where their budget is counted."""
+    def __init__(self, envs: Iterable[RunEnv], *, asks: bool = True) -> None:
+        """`asks`: judges are asked here; if not, an episode whose spec has judges comes back unscored, and `score_episode`
+        scores it where their budget is counted."""
         self._envs = {env.name: env for env in envs}
-        self._io, self._asks = io or EpisodeIO(), asks
+        self._asks = asks
         self._refs: dict[str, EnvRef] = {}
 
     async def play(self, job: Job, watch: Watch) -> Trajectory:
         part, key = self._envs[job.env], job.spec.key
 
         async def played() -> Trajectory:
-            found = self._io.ready(key)
-            if found is not None:
-                return found
             policy, limits, scorer = self._parts(job)
-            env = policy.engine.meet(self._io.env(self._ref(part, job.params), key), key)
+            env = policy.engine.meet(self._ref(part, job.params).build(), key)
             play = run_episode if part.agents is None else part.agents.play
             return await play(env, policy, job.spec, limits, scorer, watch)
 
@@ -223,12 +220,15 @@ class LocalPlayer(Player):
 
     async def _episode(self, part: RunEnv, key: str, play: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
         """An episode under its key: what it asks, its span, and its end are known by that."""
-        with in_episode(key), span("episode", f"{part.name} {key}", track=key) as opened:
-            trajectory = await play()
-            trajectory.env = part.name
-            if opened is not None:
-                opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))
-            self._io.ended(key, trajectory)
+        before = EPISODE.set(key)  # also for the tasks and threads that the episode starts
+        try:
+            with span("episode", f"{part.name} {key}", track=key) as opened:
+                trajectory = await play()
+                trajectory.env = part.name
+                if opened is not None:
+                    opened.set(env=part.name, key=key, task=trajectory.task.id, **outcome(trajectory))
+        finally:
+            EPISODE.reset(before)
         return trajectory
 
     async def close(self) -> None:
@@ -368,7 +368,7 @@ async def run_tasks(
 
     Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
     `on_episode` is called when an episode ends; `watch` is told what episodes wait for. Raises the first error that is not an
-    outcome of an episode, such as ReplayError.
+    outcome of an episode.
     """
     slots, watch = asyncio.Semaphore(max_episodes), watch or Watch()
 
@@ -385,37 +385,6 @@ async def run_tasks(
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     return [task.result() for task in running]
-
-
-async def evaluate(
-    player: Player,
-    env: str,
-    *,
-    tasks: int,
-    seed: int,
-    max_episodes: int,
-    split: str = "heldout",
-    params: Mapping[str, Any] | None = None,
-    temperature: float | None = None,
-    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    watch: Watch | None = None,
-) -> Evaluation:
-    """One episode on each of the first `tasks` tasks of a split, as `run_tasks` plays them."""
-    pairs = [(index, 0) for index in range(tasks)]
-    return summarize(
-        await run_tasks(
-            player,
-            env,
-            pairs,
-            seed=seed,
-            max_episodes=max_episodes,
-            split=split,
-            params=params,
-            temperature=temperature,
-            on_episode=on_episode,
-            watch=watch,
-        )
-    )
 
 
 def summarize(trajectories: list[Trajectory]) -> Evaluation:

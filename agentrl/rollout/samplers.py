@@ -470,7 +470,8 @@ class PredictedSampler(TaskSampler):
         """All, if they are at most 32, else as many values of each parameter as fit, evenly spaced with both ends."""
         sizes = [len(values) for values in self._values.values()]
         each = max(sizes) if math.prod(sizes) <= MOST_TRIED else int(MOST_TRIED ** (1 / len(sizes)) + 1e-9)
-        grid = [[values[place] for place in _spread(len(values), each)] for values in self._values.values()]
+        places = {n: {round(float(at)) for at in np.linspace(0, n - 1, min(n, each))} for n in sizes}
+        grid = [[values[place] for place in sorted(places[len(values)])] for values in self._values.values()]
         return [dict(zip(self.ranges, values, strict=True)) for values in itertools.product(*grid)]
 
     def state(self) -> dict[str, Any]:
@@ -508,11 +509,6 @@ class PredictedSampler(TaskSampler):
     def _x(self, params: Mapping[str, float]) -> list[float]:
         ends = {key: (values[0], values[-1]) for key, values in self._values.items()}
         return [1.0, *(math.sqrt(3.0) * (2 * params[key] - low - high) / max(high - low, 1) for key, (low, high) in ends.items())]
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most this many of the numbers 0 ... count - 1, evenly spaced, with both ends."""
-    return sorted({round(float(at)) for at in np.linspace(0, count - 1, min(count, most))})
 
 
 # staged

@@ -1,12 +1,12 @@
-"""Counters of rollouts between updates: progress, engine, episodes and groups, sampled tokens."""
+"""Counters of rollouts between updates: the engine's, and those of episodes, groups and sampled tokens."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.config import RolloutConfig
@@ -17,32 +17,7 @@ from agentrl.rollout.group_ledger import GroupState, alike, unscored_cause
 from agentrl.rollout.player import fault_of
 from agentrl.utils.errors import NothingScoredError, StalledError
 
-
-@dataclass(slots=True)
-class Progress:
-    """Numbers for the display and the watchdog. `cancelled`: members given up because their group had enough. `faults`: attempts
-    at an episode that came to no score, by cause, and what the first of them was."""
-
-    episodes: int = 0
-    cancelled: int = 0
-    turns: int = 0
-    tokens: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    first_fault: str = ""
-    moved: float = field(default_factory=time.monotonic)
-
-    def add(self, turns: int, tokens: int) -> None:
-        """An attempt at an episode has ended, of this many turns and sampled tokens of its own."""
-        self.episodes += 1
-        self.turns += turns
-        self.tokens += tokens
-        self.moved = time.monotonic()
-
-    def trouble(self) -> str:
-        """The attempts at an episode that came to no score, and the first of them, in words; "" without any."""
-        faults = dict(self.faults)  # a copy: may be called from any thread
-        return f"{sum(faults.values())} episodes came to no score; the first: {self.first_fault}" if faults else ""
-
+log = logging.getLogger(__name__)
 
 # The engine's counters
 
@@ -86,56 +61,80 @@ MIN_DEAD_GROUPS = 4
 MOST_REFUSED = 32
 """If `rollout.accept` refused more than this many times an update's groups and accepted none, the run stops and says so."""
 
+RETRIED = "retried"
 _FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (rollout.max_episodes)"
 
 
-class Tally:
-    """Counts what was played, filtered, refused and dropped for the next update, and ends a run that gets nowhere."""
+class RolloutStats:
+    """Counts what was played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
 
-    def __init__(self, config: RolloutConfig, progress: Progress, accept: str | None, say: Callable[[str], None]) -> None:
-        """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings.
-        `progress`: counts faults over the whole run."""
-        self._config, self._progress, self._accept, self._say = config, progress, accept, say
-        self._filtered = self._refused = 0
+    `episodes`, `turns` and `tokens` of all attempts so far, `cancelled`: members given up because their group had enough,
+    `moved`: when an attempt last ended; `faults`: attempts that came to no score, by cause; `fault`: why the first of the
+    episodes that were played to the end has none.
+
+    Sampled tokens are counted as an attempt ends, of members and greedy episodes alike; of episodes that are cut off
+    (`watch.cut`), those of the turns that were over. Those of an attempt that is made again, of a member that its group does not
+    need and of a group that is dropped are thrown away.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, watch: Watch, accept: str | None = None, say: Callable[[str], None] = log.warning
+    ) -> None:
+        """`accept`: the name of the filter that groups pass, if there is one; `say`: gets warnings."""
+        self._config, self._watch, self._accept, self._say = config, watch, accept, say
+        self.episodes = self.turns = self.tokens = self.cancelled = 0
+        self.faults: Counter[str] = Counter()
+        self.fault: str | None = None
+        self.moved = time.monotonic()
+        self._first_fault = ""
+        # Since the last update:
+        self._filtered = self._refused = self._sampled = 0
         self._dropped: Counter[tuple[GroupState, str]] = Counter()
-        self._failing: Counter[str] = Counter()  # groups of an environment that failed since its last that did not
-        self._reasons: dict[GroupState, str] = {}
         self._faults: Counter[str] = Counter()
         self._played: Counter[str] = Counter()  # episodes, and those of them without a reward
+        self._thrown: Counter[str] = Counter()
+        # Over the run:
+        self._kept: Counter[int] = Counter()  # tokens of groups that are running or complete, by index
+        self._failing: Counter[str] = Counter()  # groups of an environment that failed since its last that did not
+        self._reasons: dict[GroupState, str] = {}
         self._silent = 0  # attempts in a row that the engine gave no token
         self._any_scored = False  # ever
         self._dead: list[int] = []
-        self.fault: str | None = None
-        """Why the first episode without a reward has none, once there was one."""
 
     # -- what happens --------------------------------------------------------------------------------
 
+    def attempt(self, index: int, trajectory: Trajectory, again: bool, runs: bool) -> None:
+        """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
+        attempt may end in the moment between its group being given up and being stopped."""
+        tokens = trajectory.sampled_tokens
+        self.episodes, self.turns = self.episodes + 1, self.turns + len(trajectory.turns) - trajectory.branch_turn
+        self.tokens, self._sampled, self.moved = self.tokens + tokens, self._sampled + tokens, time.monotonic()
+        if again or not runs:
+            self._thrown[RETRIED if runs else GroupState.CANCELLED.value] += tokens
+        else:
+            self._kept[index] += tokens
+        if trajectory.stop.infrastructure:
+            self._unscored(trajectory)
+        else:  # the engine is at work
+            self._silent = 0
+
     def played(self, group: Group) -> None:
-        """A group's members have ended."""
+        """A group's members have ended: what others sampled for it is thrown away."""
         lost = [t for t in group.trajectories if t.reward is None]
         self._played.update({"episodes_played": len(group.trajectories), "episodes_unscored": len(lost)})
         self._any_scored |= len(lost) < len(group.trajectories)
         if lost and self.fault is None:
             self.fault = fault_of(lost[0])
+        tokens = _tokens(group)
+        self._thrown[GroupState.CANCELLED.value] += self._kept[group.index] - tokens
+        self._kept[group.index] = tokens
+        for member in _members(group):
+            if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
+                self._unscored(member)
 
     def grown(self, members: int) -> None:
         """A group got this many members more (`rollout.grow`)."""
         self._played["members_grown"] += members
-
-    def unscored(self, trajectory: Trajectory) -> None:
-        """An attempt at an episode came to no score."""
-        cause = unscored_cause(trajectory)
-        self._faults[cause] += 1
-        self._progress.faults[cause] += 1
-        self._progress.first_fault = self._progress.first_fault or fault_of(trajectory)
-        if trajectory.stop is StopReason.ENGINE_TIMEOUT:
-            self._silent += 1
-            if self._faults[cause] == 1:
-                self._say(f"the engine is too slow: {fault_of(trajectory)}. {_FASTER}")
-
-    def answered(self) -> None:
-        """An attempt at an episode has ended as it should: the engine is at work."""
-        self._silent = 0
 
     def succeeded(self, env: str) -> None:
         """A group of this environment has enough scored members."""
@@ -148,7 +147,11 @@ class Tally:
         return self._config.filter_zero_variance and alike(group) and self._filtered < most
 
     def dropped(self, index: int, env: str, state: GroupState, reason: str) -> None:
-        """A group will not be trained."""
+        """A group will not be trained. One that is CANCELLED counts by its tokens alone."""
+        self._thrown[state.value] += self._kept.pop(index, 0)
+        if state is GroupState.CANCELLED:
+            return
+        log.info("group %d %s: %s", index, state, reason)
         self._dropped[state, env] += 1
         self._filtered += state is GroupState.FILTERED
         self._refused += state is GroupState.REFUSED
@@ -157,6 +160,10 @@ class Tally:
             if not self._any_scored:
                 self._dead.append(index)
         self._reasons[state] = f"group {index}: {reason}"
+
+    def trained(self, group: Group) -> None:
+        """The group was trained."""
+        self._kept.pop(group.index, None)
 
     def tell_refused(self, version: int, complete: int) -> None:
         """Say it when the filter has refused 8, 16, 32, ... times the groups of an update. `complete`: accepted for it."""
@@ -167,10 +174,30 @@ class Tally:
                 f"{complete} of {self._config.groups} are accepted"
             )
 
+    def _unscored(self, trajectory: Trajectory) -> None:
+        """An attempt at an episode came to no score."""
+        cause = unscored_cause(trajectory)
+        self._faults[cause] += 1
+        self.faults[cause] += 1
+        self._first_fault = self._first_fault or fault_of(trajectory)
+        if trajectory.stop is StopReason.ENGINE_TIMEOUT:
+            self._silent += 1
+            if self._faults[cause] == 1:
+                self._say(f"the engine is too slow: {fault_of(trajectory)}. {_FASTER}")
+
     # -- what is told --------------------------------------------------------------------------------
 
+    def trouble(self) -> str:
+        """The attempts at an episode that came to no score so far, and the first of them, in words; "" without any. May be
+        called from any thread."""
+        faults = dict(self.faults)  # a copy, as an attempt may end meanwhile
+        return f"{sum(faults.values())} episodes came to no score; the first: {self._first_fault}" if faults else ""
+
     def take(self, groups: list[Group], several: bool) -> dict[str, float]:
-        """The numbers of an update's row; what happens from now on counts for the next one. `several`: by environment too."""
+        """The numbers of an update's row; what happens from now on counts for the next one. `several`: by environment too.
+        `tokens_thrown/WHY`: WHY is the state in which a group was dropped, or `retried`."""
+        cut, self._watch.cut = self._watch.cut, 0
+        self._thrown[GroupState.CANCELLED.value] += cut
         row = {
             "groups_filtered": float(self._filtered),
             "groups_zero_variance": float(sum(alike(group) for group in groups)),
@@ -179,9 +206,12 @@ class Tally:
             **({} if self._accept is None else {"groups_refused": float(self._refused)}),
             **({f"env/{env}/groups_{state}": float(n) for (state, env), n in self._dropped.items()} if several else {}),
             **{f"faults/{cause}": float(count) for cause, count in sorted(self._faults.items())},
+            "tokens_sampled": float(self._sampled + cut),
+            "tokens_thrown": float(self._thrown.total()),
+            **{f"tokens_thrown/{why}": float(count) for why, count in sorted(self._thrown.items()) if count},
         }
-        self._filtered = self._refused = 0
-        for counts in (self._played, self._dropped, self._faults):
+        self._filtered = self._refused = self._sampled = 0
+        for counts in (self._played, self._dropped, self._faults, self._thrown):
             counts.clear()
         return row
 
@@ -190,7 +220,12 @@ class Tally:
         the others fill the updates, since it would be left out unnoticed; NothingScoredError, much sooner, if no episode was ever
         scored. `playing`: the groups that run or are complete; `complete`: how many are; `shares`: of several
         environments."""
-        self._check_silent(version)
+        at_once = min(self._config.max_episodes, self._config.groups * self._config.group_size)
+        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (self._config.retries + 1):  # all that run at once, in a row
+            raise StalledError(
+                f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
+                f"the first: {self._first_fault}. {_FASTER}"
+            )
         self._check_dropped(version, playing, several=bool(shares))
         most = MOST_REFUSED * self._config.groups
         if self._accept is not None and self._refused > most and not complete:
@@ -206,20 +241,14 @@ class Tally:
                     f"while others did not; the last failed: {self._reasons[GroupState.FAILED]}"
                 )
 
-    def _check_silent(self, version: int) -> None:
-        """Raise StalledError once all attempts at the episodes that run at once, in a row, were given up on a silent engine."""
-        at_once = min(self._config.max_episodes, self._config.groups * self._config.group_size)
-        if self._silent >= max(at_once, MIN_DEAD_GROUPS) * (self._config.retries + 1):
-            raise StalledError(
-                f"update {version}: the engine is too slow: the last {self._silent} attempts at an episode were given up; "
-                f"the first: {self._progress.first_fault}. {_FASTER}"
-            )
-
     def _check_dropped(self, version: int, playing: Collection[int], several: bool) -> None:
         for state, verb in ((GroupState.FAILED, "failed"), (GroupState.STALE, "went stale")):
             by_env = {env: count for (why, env), count in sorted(self._dropped.items()) if why is state}
             dropped, of = sum(by_env.values()), ", ".join(f"{n} of {env}" for env, n in by_env.items())
-            if state is GroupState.FAILED and self._nothing_scores(playing):
+            enough = max(MIN_DEAD_GROUPS, self._config.groups)
+            dead = state is GroupState.FAILED and not self._any_scored and len(self._dead) >= enough
+            # Not while an older one still plays: what fails at once ends before what is sound and slow.
+            if dead and min(playing, default=math.inf) > sorted(self._dead)[enough - 1]:
                 raise NothingScoredError(
                     f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
                     f"{f' ({of})' if several else ''} could be scored; the first: "
@@ -234,95 +263,37 @@ class Tally:
     def _most_dropped(self) -> int:
         return MAX_REPLACEMENTS_PER_GROUP * self._config.groups
 
-    def _nothing_scores(self, playing: Collection[int]) -> bool:
-        """Return True if no episode was ever scored, though enough groups have ended. Not while an older one still plays: what
-        fails at once ends before what is sound and slow."""
-        enough = max(MIN_DEAD_GROUPS, self._config.groups)
-        if self._any_scored or len(self._dead) < enough:
-            return False
-        return min(playing, default=math.inf) > sorted(self._dead)[enough - 1]
-
     # -- checkpoints ---------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """State for a checkpoint; `load_json` is the inverse."""
-        return {"filtered": self._filtered, "played": dict(self._played), "refused": self._refused}
-
-    def load_json(self, state: Mapping[str, Any], version: int) -> None:
-        """`version`: the updates that the run has done; after one, some episode was scored."""
-        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # missing in older checkpoints
-        self._played = Counter(state.get("played", {}))
-        self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
-
-
-# Sampled and discarded tokens
-
-RETRIED = "retried"
-
-
-class Spent:
-    """Counts the sampled tokens of each attempt at an episode as it ends, of members and greedy episodes alike, and of episodes
-    that are cut off (`watch.cut`) those of the turns that were over. Those of an attempt that is made again, of a member that its
-    group does not need and of a group that is dropped are thrown away."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._sampled = 0
-        self._thrown: Counter[str] = Counter()
-        self._of: Counter[int] = Counter()  # of groups that are running or complete, by index
-
-    def attempt(self, index: int, trajectory: Trajectory, again: bool, runs: bool) -> None:
-        """An attempt of group `index` has ended. `again`: another one follows in its place; `runs`: the group still does. An
-        attempt may end in the moment between its group being given up and being stopped."""
-        tokens = trajectory.sampled_tokens
-        self._sampled += tokens
-        if again or not runs:
-            self._thrown[RETRIED if runs else GroupState.CANCELLED.value] += tokens
-        else:
-            self._of[index] += tokens
-
-    def finished(self, group: Group) -> None:
-        """The group has its members: what others sampled for it is thrown away."""
-        tokens = _tokens(group)
-        self._thrown[GroupState.CANCELLED.value] += self._of[group.index] - tokens
-        self._of[group.index] = tokens
-
-    def dropped(self, index: int, state: GroupState) -> None:
-        """The group will not be trained."""
-        self._thrown[state.value] += self._of.pop(index, 0)
-
-    def trained(self, group: Group) -> None:
-        """The group was trained."""
-        self._of.pop(group.index, None)
-
-    def take(self) -> dict[str, float]:
-        """The numbers of an update's row, which begin anew: `tokens_sampled`, `tokens_thrown`, and of these `tokens_thrown/WHY`:
-        the state in which a group was dropped, or `retried`."""
-        cut, self._watch.cut = self._watch.cut, 0
-        self._thrown[GroupState.CANCELLED.value] += cut
-        thrown = {f"tokens_thrown/{why}": float(count) for why, count in sorted(self._thrown.items()) if count}
-        row = {"tokens_sampled": float(self._sampled + cut), "tokens_thrown": float(self._thrown.total()), **thrown}
-        self._sampled = 0
-        self._thrown.clear()
-        return row
-
-    def to_json(self) -> dict[str, Any]:
-        """State for a checkpoint; `load_json` is the inverse."""
+        kept = {str(index): count for index, count in self._kept.items() if count}
         return {
-            "sampled": self._sampled,
-            "thrown": dict(self._thrown),
-            "of": {str(index): n for index, n in self._of.items() if n},
+            "cancelled": self.cancelled,
+            "filtered": self._filtered,
+            "played": dict(self._played),
+            "refused": self._refused,
+            "spent": {"sampled": self._sampled, "thrown": dict(self._thrown), "of": kept},
         }
 
-    def load_json(self, state: Mapping[str, Any], complete: list[Group]) -> None:
-        """`complete`: groups that wait for an update. Others, which ran, are begun anew: what was sampled for them is lost."""
-        self._sampled, self._thrown = state.get("sampled", 0), Counter(state.get("thrown", {}))  # missing in older checkpoints
+    def load_json(self, state: Mapping[str, Any], version: int, complete: list[Group]) -> None:
+        """`version`: the updates that the run has done; after one, some episode was scored. `complete`: groups that wait for an
+        update. Others, which ran, are begun anew: what was sampled for them is lost."""
+        self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # missing in older checkpoints
+        self._played, self.cancelled = Counter(state.get("played", {})), state.get("cancelled", 0)
+        self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]
+        spent = state.get("spent", {})
+        self._sampled, self._thrown = spent.get("sampled", 0), Counter(spent.get("thrown", {}))
         for group in complete:
-            self._of[group.index] = _tokens(group)
-        lost = sum(count for index, count in state.get("of", {}).items() if int(index) not in self._of)
+            self._kept[group.index] = _tokens(group)
+        lost = sum(count for index, count in spent.get("of", {}).items() if int(index) not in self._kept)
         self._thrown[GroupState.CANCELLED.value] += lost
 
 
+def _members(group: Group) -> list[Trajectory]:
+    """The members, and the greedy episode if there is one."""
+    return [*group.trajectories, *([] if group.baseline is None else [group.baseline])]
+
+
 def _tokens(group: Group) -> int:
-    kept = [*group.trajectories, *([] if group.baseline is None else [group.baseline])]
-    return sum(member.sampled_tokens for member in kept)
+    return sum(member.sampled_tokens for member in _members(group))

@@ -73,12 +73,8 @@ def without_chance(ref: EnvRef) -> EnvRef:
     return replace(ref, wrappers=kept).scripted()
 
 
-async def _never(shown: Sequence[Message], fresh: int, tokens: int) -> list[Message] | None:
-    return None
-
-
 async def _play_transcript(
-    env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewritten: Rewrite = _never
+    env: ToolEnv, renderer: Renderer, seed: int, split: str, make: Callable[[], Teacher], rewrite: Rewrite | None = None
 ) -> Trajectory:
     observation, _ = await env.areset(seed=seed, options={"split": split})
     try:
@@ -104,8 +100,8 @@ async def _play_transcript(
             kept = renderer.keeps(message, observation, shown, begun)
             shown += [message, *observation]
             more = renderer.extend("stop", observation, ids[-1]) if kept else renderer.start(shown, env.toolbox.schemas())
-            other = await rewritten(shown, len(observation), len(more) + (len(ledgers[-1]) if kept else 0))
-            if other is not None:
+            tokens = len(more) + (len(ledgers[-1]) if kept else 0)
+            if rewrite is not None and (other := await rewrite(shown, len(observation), tokens)) is not None:
                 kept, shown, more = False, other, renderer.start(other, env.toolbox.schemas())
             if not kept:
                 ledgers.append(TokenLedger())

@@ -1,4 +1,4 @@
-"""From a config to the parts that play and score its episodes, for training, evaluations, rollouts, replays and their checks.
+"""From a config to the parts that play and score its episodes, for training, evaluations, rollouts and their checks.
 
     environments  config.envs, config.tools                      EnvRef.of
     scorers       their reward, config.reward                    catalog/scoring
@@ -9,8 +9,6 @@
 
 Of several environments each has its reference, scorer and limits, and all have one policy (`config.envs.alone` gives the config
 of each).
-
-An `EpisodeIO` stands between these parts and the outside. A recorded run, or a replay of one, differs only there.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.template_text import Placeholders
 from agentrl.render.tool_calls import ForTools, Parser, Syntax
 from agentrl.render.vision import Vision, takes_images
-from agentrl.reward import Context, Scorer
+from agentrl.reward import Scorer
 from agentrl.rollout.context import make_context_policy
 from agentrl.rollout.engine import Engine
 from agentrl.rollout.episode import Limits, Policy
 from agentrl.rollout.player import AGENTS, Agents, LocalPlayer, Player, RunEnv
-from agentrl.rollout.tape import EpisodeIO
 from agentrl.run.engine_choice import engine_name, engine_of, make_api_engine, make_engine, maker_of
 from agentrl.run.judges import Judges
 from agentrl.trainer.pretrained import (
@@ -60,16 +57,15 @@ VLLM_PARSER = "vllm:"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Inputs that are read from files before any part is made; a record keeps copies, so that a replay needs no other files.
+    """Inputs that are read from files before any part is made.
 
     `specs`: the reward spec of each environment, in their order. `tokenizer` is None for an API model. `context`: the most tokens
-    of a prompt together with its turn. `model`: the folder with the copies of the model's config and tokenizer, of a record.
+    of a prompt together with its turn.
     """
 
     specs: tuple[dict[str, Any], ...]
     tokenizer: Any
     context: int
-    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,6 @@ def assemble(
     config: TrainConfig,
     inputs: Inputs,
     *,
-    io: EpisodeIO | None = None,
     model: str | None = None,
     temperature: float | None = None,
     pools: Pools | None = None,
@@ -144,25 +139,24 @@ def assemble(
 
     Raises ConfigError, ModelError, DependencyError or RewardSpecError if parts do not fit together.
     """
-    io, path = io or EpisodeIO(), model or config.model.path
+    path = model or config.model.path
     assert path is not None
     if inputs.tokenizer is None:
-        engine, renderer = _api_model(config, io, "policy", path)
+        engine, renderer = _api_model(config, path)
     else:
-        seen = config.model if inputs.model is None else config.model.model_copy(update={"path": inputs.model})
-        renderer = renderer_of(seen, inputs.tokenizer, sees="vision" in engine_of(config).traits)
+        renderer = renderer_of(config.model, inputs.tokenizer, sees="vision" in engine_of(config).traits)
         unused = partial(unused_ids, inputs.tokenizer, path, config.model.trust_remote_code)
-        engine = connected or io.engine(lambda: make_engine(engine_name(config), path, config, pools, unused(), room))
-    policy = make_policy(config, engine, renderer, temperature, io)
+        engine = connected or make_engine(engine_name(config), path, config, pools, unused(), room)
+    policy = make_policy(config, engine, renderer, temperature)
     envs, judges = [], Judges(config, pools)
     for own, spec in zip(config.envs, inputs.specs, strict=True):
         with name_entry_in_errors(config, own):
             one = alone(config, own)
-            scorer, limits = scorer_of(one, spec, io, judges), Limits.of(one.rollout, inputs.context)
+            scorer, limits = scorer_of(one, spec, judges), Limits.of(one.rollout, inputs.context)
             envs.append(RunEnv(own.called, EnvRef.of(one), policy, scorer, limits, agents_of(one, inputs), one.rollout.branch))
-    if asks and io.live:
+    if asks:
         judges.asked(env.scorer for env in envs)
-    return Assembly(tuple(envs), LocalPlayer(envs, io, asks=asks), judges)
+    return Assembly(tuple(envs), LocalPlayer(envs, asks=asks), judges)
 
 
 def agents_of(config: TrainConfig, inputs: Inputs) -> Agents | None:
@@ -172,17 +166,13 @@ def agents_of(config: TrainConfig, inputs: Inputs) -> Agents | None:
     return AGENTS[PROGRAM](config.agent, None if inputs.tokenizer is None else inputs.tokenizer.decode)
 
 
-def scorer_of(
-    config: TrainConfig, spec: dict[str, Any] | None = None, io: EpisodeIO | None = None, judges: Judges | None = None
-) -> Scorer:
+def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, judges: Judges | None = None) -> Scorer:
     """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `judges`:
     the run's own, if it may ask them."""
-    env, outside = EnvRef.of(config), io or EpisodeIO()
+    env = EnvRef.of(config)
     spec = spec or find_spec(env, the_env(config).reward)
 
-    def through(context: Context) -> Context:
-        return outside.scoring(context if judges is None else judges.beside(context))
-
+    through = (lambda context: context) if judges is None else judges.beside
     return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=through)
 
 
@@ -221,16 +211,14 @@ def _parser(name: str, tokenizer: Any) -> Parser | ForTools | Syntax | None:
     return SYNTAXES[name]
 
 
-def make_policy(
-    config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None, io: EpisodeIO | None = None
-) -> Policy:
+def make_policy(config: TrainConfig, engine: Engine, renderer: Renderer, temperature: float | None = None) -> Policy:
     """The policy of a run's episodes; `temperature`, if given, replaces `rollout.temperature`.
 
     Summaries are written by `rollout.summary_model` (greedily, with the settings of `api`), or else by the policy itself.
     """
     rollout, writer = config.rollout, None
     if rollout.summary_model is not None:
-        writer = Policy(*_api_model(config, io or EpisodeIO(), "writer", API + rollout.summary_model), temperature=0.0)
+        writer = Policy(*_api_model(config, API + rollout.summary_model), temperature=0.0)
     return Policy(
         engine,
         renderer,
@@ -243,14 +231,14 @@ def make_policy(
     )
 
 
-def _api_model(config: TrainConfig, io: EpisodeIO, owner: str, path: str) -> tuple[Engine, Renderer]:
+def _api_model(config: TrainConfig, path: str) -> tuple[Engine, Renderer]:
     """Engine and renderer of an API model."""
     from agentrl.engines.api_models import ApiRenderer, Transcript
 
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     # Shared: the renderer numbers messages, since episodes consist of ids, and the engine maps the numbers back.
-    transcript = Transcript(*io.transcript(owner))
-    return io.engine(lambda: make_api_engine(config, transcript)), ApiRenderer(transcript)
+    transcript = Transcript()
+    return make_api_engine(config, transcript), ApiRenderer(transcript)
 
 
 def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:

@@ -285,7 +285,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
         check_any_scored(before)
         await session.saver.save(before)
     if run_log.health is not None:
-        run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.fault)
+        run_log.health.begin(session.collector.version, folder.read_metrics(), lambda: session.collector.stats.fault)
     try:
         await train_loop(session, run_log, interrupt)
     except JudgeBudgetError as error:

@@ -27,8 +27,6 @@ from agentrl.engines.makers import api_name
 from agentrl.env.official import mean_with_interval, success_rates
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.player import fault_of, run_tasks, success_rate
-from agentrl.rollout.replay import Replayer
-from agentrl.rollout.tape import EpisodeIO
 from agentrl.run.assembly import Assembly, assemble, read_inputs
 from agentrl.run.checks.env_checks import suite_notes
 from agentrl.run.compare import official
@@ -38,10 +36,9 @@ from agentrl.run.engine_choice import engine_computes, samples_on_ray, talks_in_
 from agentrl.run.folder import with_date
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.outcomes import Bins, by_bin
-from agentrl.run.record_folder import RecordFolder
 from agentrl.run.role_placement import engine_room
 from agentrl.run.rollout_workers import with_workers
-from agentrl.utils.errors import ConfigError, UserError, WorkerDiedError
+from agentrl.utils.errors import ConfigError, WorkerDiedError
 from agentrl.utils.event_loop import watch_loop
 from agentrl.utils.files import atomic_write, naming
 from agentrl.utils.parsing import json_text, read_json
@@ -254,14 +251,12 @@ class EvalSession:
     """The parts that episodes need, and their connection to the outside; `close` closes all of them."""
 
     parts: Assembly
-    io: EpisodeIO
     ray: bool = False
     started: bool = False
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def __post_init__(self) -> None:
         self.opened.callback(stop_asking)
-        self.opened.callback(self.io.close)
 
     async def start(self, config: TrainConfig) -> None:
         """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
@@ -283,25 +278,17 @@ def without_trainer_keys(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
 
 
-def open_live(config: TrainConfig, temperature: float, record: RecordFolder | None) -> EvalSession:
-    """The parts, live; with `record` every answer is recorded there."""
+def open_session(config: TrainConfig, temperature: float) -> EvalSession:
+    """The parts of an evaluation, or of rollouts."""
     config = with_threads(without_trainer_keys(config), trains=False)
     inputs = read_inputs(config)
-    io = EpisodeIO() if record is None else record.open(config, inputs)
     room = engine_room(config, trains=False)
-    parts = assemble(config, inputs, io=io, temperature=temperature, room=room)
+    parts = assemble(config, inputs, temperature=temperature, room=room)
     workers = config.rollout.workers > 0
     if workers:
         assert config.model.path is not None
         parts = with_workers(config, inputs, parts, config.model.path, temperature=temperature)
-    return EvalSession(parts, io, workers or samples_on_ray(config))
-
-
-def open_replay(config: TrainConfig, temperature: float, folder: RecordFolder) -> EvalSession:
-    """The parts, all of them from the record. Raises ReplayError if `folder` is not a record, or was changed."""
-    config = without_trainer_keys(config)
-    io = Replayer(folder.read())
-    return EvalSession(assemble(config, folder.inputs(), io=io, temperature=temperature), io)
+    return EvalSession(parts, workers or samples_on_ray(config))
 
 
 # Rollouts
@@ -315,8 +302,7 @@ LATER = "the same command runs what is missing"
 class RolloutRequest:
     """Request for episodes: `tasks` tasks of a split, `samples` episodes each, written to `out`.
 
-    `record`: also record every answer there; `replay`: run from such a folder instead of live. `chosen`: the numbers of those
-    tasks in the split, if they are not the first ones.
+    `chosen`: the numbers of those tasks in the split, if they are not the first ones.
     """
 
     purpose: Literal["eval", "rollout"]
@@ -325,8 +311,6 @@ class RolloutRequest:
     samples: int
     split: str
     out: Path
-    record: Path | None = None
-    replay: Path | None = None
     chosen: tuple[int, ...] = ()
 
     @property
@@ -353,33 +337,22 @@ async def run_rollout(
     """Run what is missing, in the only environment of `config`. Ctrl-C ends it early: finished episodes are kept, and the same
     command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
 
-    Raises ConfigError if `out` or `record` holds something else, or workers would play what is recorded, ReplayError if a replay
-    diverges, WorkerDiedError if a process or Ray is lost.
+    Raises ConfigError if `out` holds something else, WorkerDiedError if a process or Ray is lost.
     """
-    if config.rollout.workers and request.record is not None:
-        raise ConfigError(
-            f"rollout.workers = {config.rollout.workers}: a record is one file, in the order of arrival in one process; set "
-            "rollout.workers = 0, or leave out --record"
-        )
     share_the_lock()
     config = dated_as(config, request)
     interrupt = Interrupt(display.say)
     interrupt.install()  # the start of Ray and of the engine is to be ended too
-    if request.replay is None:
-        for note in suite_notes(config):
-            display.warn(note)
-        done = _resume(config, request)
-        session = shared or _open_session(config, request)
-    else:
-        session = _open_session(config, request)  # first, so that an invalid record leaves no folder behind
-        done = _resume(config, request)
-    outcome = RolloutOutcome(done)
+    for note in suite_notes(config):
+        display.warn(note)
+    outcome = RolloutOutcome(_resume(config, request))
+    session = shared or open_session(config, request.temperature(config))
     missing = [pair for pair in request.pairs if pair not in outcome.episodes]
     display.phase(request.purpose, len(request.pairs), first=len(request.pairs) - len(missing))
     if missing:
-        if request.replay is None and (api_name(request.model) is not None or not talks_in_messages(request.model)):
+        if api_name(request.model) is not None or not talks_in_messages(request.model):
             display.say(f"[{request.purpose}] {sampling_line(config, request)}")
-        if request.replay is None and (computes := engine_computes(config)):
+        if computes := engine_computes(config):
             display.say(computes)
         try:
             tell(folder=str(request.out), restarts=0, max_restarts=0, then=LATER)
@@ -401,9 +374,7 @@ async def run_rollout(
 
 
 def dated_as(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
-    """`config` with the date of the episodes that are in the request's folder, or else today's; a record has its own."""
-    if request.replay is not None:
-        return config
+    """`config` with the date of the episodes that are in the request's folder, or else today's."""
     if not (note := _note(request)).exists():
         return with_date(config)
     day = (read_json(note.read_text()).get("identity") or {}).get("model.date")
@@ -421,27 +392,6 @@ def sampling_line(config: TrainConfig, request: RolloutRequest) -> str:
     more = [f"rollout.{name} = {value}" for name, value in limits if value not in (0, 1, None)]
     greedy = " (greedy)" if temperature == 0 else ""
     return ", ".join([f"{section}.temperature = {temperature:g}{greedy}", *more])
-
-
-def _open_session(config: TrainConfig, request: RolloutRequest) -> EvalSession:
-    temperature = request.temperature(config)
-    if request.replay is not None:
-        return open_replay(config, temperature, RecordFolder(request.replay))
-    record = None if request.record is None else RecordFolder(request.record, request_record(config, request))
-    return open_live(config, temperature, record)
-
-
-def request_record(config: TrainConfig, request: RolloutRequest) -> dict[str, Any]:
-    """The request as a record's manifest keeps it; `agentrl.cli.eval` reads it back."""
-    return {
-        "purpose": request.purpose,
-        "model": request.model,
-        "tasks": request.tasks,
-        **({"chosen": list(request.chosen)} if request.chosen else {}),
-        "samples": request.samples,
-        "split": request.split,
-        "identity": _identity(config, request),
-    }
 
 
 async def _play(
@@ -487,29 +437,19 @@ async def _play(
 
 
 def _resume(config: TrainConfig, request: RolloutRequest) -> dict[Pair, Trajectory]:
-    """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else,
-    or episodes that the record lacks."""
+    """The scored episodes that are there; an outage is run again. Raises ConfigError if `out` holds something else."""
     request.out.mkdir(parents=True, exist_ok=True)
     note, path = _note(request), request.out / "trajectories.jsonl"
     identity = _identity(config, request)
-    if request.replay is not None:  # a replay is always whole, and quick
-        path.unlink(missing_ok=True)
-    elif note.exists():
+    if note.exists():
         kind = "an evaluation" if request.purpose == "eval" else "a rollout"
         before = read_json(note.read_text()).get("identity")
-        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out, "--out")
-    elif path.exists() and not note.exists():
+        check_same_identity(before, identity, f"{kind} of something else ({note})", request.out)
+    elif path.exists():
         raise ConfigError(f"{request.out}: it holds trajectories of something else; use another --out")
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     there = [Trajectory.from_json(read_json(line)) for line in lines]
     scored = {(t.task.seed, t.member): t for t in there if _is_scored(t)}
-    if request.record is not None:
-        ended = RecordFolder(request.record).ended()
-        if lacking := [pair for pair in scored if "{}{}.m{}".format(request.split, *pair) not in ended]:
-            raise ConfigError(
-                f"{request.out}: {len(lacking)} of its episodes are not in the record {request.record}; use "
-                "another --out, so that the record is whole"
-            )
     atomic_write(note, json.dumps({"identity": identity}, indent=2) + "\n")
     atomic_write(path, "".join(redact(json_text(t.to_json())) + "\n" for t in scored.values()))
     return scored
@@ -521,10 +461,8 @@ def _is_scored(trajectory: Trajectory) -> bool:
 
 def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
-    identity = {**identity_of(config, request.purpose), "command": request.purpose, "--split": request.split}
-    if request.replay is None:  # a replay has the spec and the answers of its record
-        identity |= contents_of(config, request.purpose)
-    return identity
+    own = {"command": request.purpose, "--split": request.split}
+    return {**identity_of(config, request.purpose), **own, **contents_of(config, request.purpose)}
 
 
 def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
@@ -552,20 +490,12 @@ async def run_eval(
     outcome = await run_rollout(config, request, display, shared)
     if outcome.interrupted:
         return None, outcome
-    report = make_report([outcome.episodes[pair] for pair in request.pairs], request.samples)
-    found = _official(config, request, [outcome.episodes[pair] for pair in request.pairs])
-    report |= {"model": request.model, **about, **({"official": found} if found else {})}
+    episodes = [outcome.episodes[pair] for pair in request.pairs]
+    found = official(config, {config.envs[0].called: episodes}, request.split)
+    own = {"official": found} if found else {}
+    report = {**make_report(episodes, request.samples), "model": request.model, **about, **own}
     atomic_write(request.out / "report.json", json_text(redact_json(report, said=True), indent=2) + "\n")
     return report, outcome
-
-
-def _official(config: TrainConfig, request: RolloutRequest, episodes: list[Trajectory]) -> dict[str, Any]:
-    try:
-        return official(config, {config.envs[0].called: episodes}, request.split)
-    except UserError:
-        if request.replay is None:
-            raise
-        return {}  # a replay needs no environment, and its machine may lack it, or a suite's source
 
 
 async def run_evals(
@@ -573,13 +503,12 @@ async def run_evals(
 ) -> tuple[dict[str, Any] | None, RolloutOutcome, RolloutRequest]:
     """The evaluations of several environments, one after the other with one engine, by their names: `requests`, each in a folder
     of one root, into which their common report is written. Returns that (None after Ctrl-C), and the last outcome with its
-    request. With a record, each has an engine of its own, since an engine's answers are recorded for one environment.
+    request.
     """
     config = dated_as(config, next(iter(requests.values())))
     envs = {env.called: env for env in config.envs}
     Interrupt(display.say).install()  # each of them takes over, once what they share is open
-    recorded = any(request.record is not None for request in requests.values())
-    shared = None if recorded else open_live(config, config.eval.temperature, None)
+    shared = open_session(config, config.eval.temperature)
     reports: dict[str, Any] = {}
     episodes: dict[str, list[Trajectory]] = {}
     try:
@@ -590,8 +519,7 @@ async def run_evals(
                 return None, outcome, request
             reports[name], episodes[name] = report, [outcome.episodes[pair] for pair in request.pairs]
     finally:
-        if shared is not None:
-            await shared.close()
+        await shared.close()
     found = official(config, episodes, request.split)
     own = {"official": found} if found else {}
     whole = {"success": mean_success(reports, eval_weights(config)), "model": request.model, **about, **own, "envs": reports}
@@ -616,20 +544,10 @@ def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
 
 
 def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
-    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created. A
-    replay is checked call by call instead."""
-    if config.agent is not None and (request.replay is not None or request.record is not None):
-        raise ConfigError("[agent]: what an agent does is not recorded, so neither --record nor --replay goes with one")
-    if request.replay is not None:
-        for key, given in (("tools.sets", config.tools.sets), ("tools.mcp", config.tools.mcp)):
-            if given:
-                raise ConfigError(
-                    f"{key}: a replay has the answers of the recorded run's tools and calls no others; leave it out"
-                )
-    else:
-        from agentrl.run.checks import check_eval
-        from agentrl.run.engine_choice import without_trainer
+    """The config with its engine settled. Raises a UserError for a request that cannot work, before a folder is created."""
+    from agentrl.run.checks import check_eval
+    from agentrl.run.engine_choice import without_trainer
 
-        config = without_trainer(config)
-        check_eval(config, request.purpose)
+    config = without_trainer(config)
+    check_eval(config, request.purpose)
     return config

@@ -23,7 +23,7 @@ from agentrl.config.envs import alone, eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, evaluate, together
+from agentrl.rollout.player import Evaluation, run_tasks, summarize, together
 from agentrl.rollout.stats import EngineMeter
 from agentrl.run.display import Count, Display, nothing, percent
 from agentrl.run.interrupt import Interrupt
@@ -140,10 +140,10 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
     with session.display.doing("evaluation", count.__str__, watch.waiting):
         for env in config.envs:
             own = alone(config, env).eval
-            playing = evaluate(
+            playing = run_tasks(
                 session.player,
                 env.called,
-                tasks=own.tasks,
+                [(index, 0) for index in range(own.tasks)],
                 seed=config.seed,
                 max_episodes=config.rollout.max_episodes,
                 split=own.split,
@@ -151,7 +151,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
                 on_episode=count,
                 watch=watch,
             )
-            found[env.called] = await republish_to_new_replicas(session, playing)
+            found[env.called] = summarize(await republish_to_new_replicas(session, playing))
     result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config))
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.

@@ -145,8 +145,8 @@ class MetricsEndpoint:
         session = self._session
         if session is None:
             return
-        progress, stats = session.collector.progress, self._asked(session)
-        for name, value in (("episodes", progress.episodes), ("turns", progress.turns), ("tokens", progress.tokens)):
+        played, stats = session.collector.stats, self._asked(session)
+        for name, value in (("episodes", played.episodes), ("turns", played.turns), ("tokens", played.tokens)):
             yield CounterMetricFamily(f"agentrl_rollout_{name}", f"{name} of rollouts, also of the update in progress", value)
         yield GaugeMetricFamily("agentrl_weights_version", "updates done: the version of the weights", session.collector.version)
         requests = GaugeMetricFamily("agentrl_engine_requests", "requests at the engine", labels=["state"])

@@ -451,7 +451,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             say=display.warn,
         )
         opened.push_async_callback(collector.close)
-        display.trouble = collector.trouble
+        display.trouble = collector.stats.trouble
         offload, colocated = rests(config, "actor"), config.rollout.colocate
         publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
         saver = Saver(config, folder, learner, collector, display.say, demonstrations)

@@ -15,7 +15,7 @@ from agentrl.data.rows import Ragged, collate
 from agentrl.data.schedule import Mode, with_trees
 from agentrl.data.trajectory import Trajectory
 from agentrl.rollout.deadlines import Watch
-from agentrl.rollout.player import Evaluation, evaluate, together
+from agentrl.rollout.player import Evaluation, run_tasks, summarize, together
 from agentrl.rollout.warm_start import MixedTranscripts, Transcripts
 from agentrl.run.assembly import longest_row
 from agentrl.run.display import Count
@@ -155,10 +155,10 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     for env in warm_start_envs(config):
         own = alone(config, env).sft
         assert own is not None
-        playing = evaluate(
+        playing = run_tasks(
             session.player,
             env.called,
-            tasks=own.gate_tasks,
+            [(index, 0) for index in range(own.gate_tasks)],
             seed=config.seed,
             max_episodes=config.rollout.max_episodes,
             split="train",
@@ -167,7 +167,7 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
             on_episode=ended,
             watch=watch,
         )
-        found[env.called] = await republish_to_new_replicas(session, playing)
+        found[env.called] = summarize(await republish_to_new_replicas(session, playing))
         success = found[env.called].success
         of = f" in {env.called}" if len(config.envs) > 1 else ""
         if success is None:

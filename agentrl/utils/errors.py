@@ -128,10 +128,6 @@ class CallbackError(UserError):
     """A user's own function (a callback, a filter, a policy) raised: names it, and says what it raised."""
 
 
-class ReplayError(UserError):
-    """A replay makes a request that differs from the recorded one: names the episode, the call, expected and got."""
-
-
 class ToolError(AgentrlError):
     """A tool refuses its arguments or its task; the message goes to the model as the tool's answer."""
 

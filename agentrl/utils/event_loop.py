@@ -278,8 +278,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop, grace: float) -> bool:
 # code if there is one, and the episode. `agentrl/utils/event_loop.py` sees to it that such time is on no episode's account.
 
 EPISODE: ContextVar[str] = ContextVar("agentrl_episode", default="")
-"""The key of the episode that the running code belongs to; "" outside of episodes. Set by `rollout.replay.tape.in_episode`."""
-
+"""The key of the episode that the running code belongs to; "" outside of episodes. Set by `LocalPlayer`."""
 STILL = 10.0
 """Seconds after which a loop that is still silent is reported without waiting for its end."""
 MOST_PLACES = 32

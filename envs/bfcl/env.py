@@ -10,7 +10,6 @@ from urllib.parse import parse_qs
 from agentrl.contrib.suites.benchmarks import MeansTable, answer_of, calling, message_of, public_state, round_turns, spread_rows
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
-from agentrl.env.copying import EnvTwin
 from agentrl.env.official import groups
 from agentrl.env.suites import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask
 from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml
@@ -80,7 +79,7 @@ class Bfcl(SuiteEnv):
         self.apis: dict[str, Any] = {}
         self.methods: dict[str, str] = {}
         self.round = self.steps = 0
-        self.fresh = self.replays = False
+        self.fresh = False
         self.made: Json = None
 
     @classmethod
@@ -141,10 +140,6 @@ class Bfcl(SuiteEnv):
     async def astep(self, action: Any) -> Any:
         self.fresh = True
         return await super().astep(action)
-
-    def as_twin(self) -> EnvTwin:
-        self.replays = True  # gold calls are one a turn there, as many as there are
-        return super().as_twin()
 
     def call(self, name: str, arguments: Mapping[str, Json]) -> str:
         """What the leaderboard answers to a call. The turn after too many in a round is the episode's last."""

@@ -178,7 +178,7 @@ def ends(config: TrainConfig, out: Path) -> Any:
 def members(config: TrainConfig, out: Path) -> Any:
     """Members that were started, that came back, and that were cancelled."""
     collector, engine, found = rollouts(config)
-    return len({key for key, _ in engine.asked}), len(found), collector.progress.cancelled
+    return len({key for key, _ in engine.asked}), len(found), collector.stats.cancelled
 
 
 def asked(config: TrainConfig, out: Path) -> Any:
@@ -391,22 +391,23 @@ class Course:
         self.calls.append((method.__name__, None))
         return {"loss": 1.0}
 
-    async def evaluated(self, player: Any, env: str, *, tasks: int, seed: int, temperature: float, **more: Any) -> Any:
-        from agentrl.rollout.player import Evaluation
+    async def evaluated(self, player: Any, env: str, pairs: list[Any], *, seed: int, temperature: float, **more: Any) -> Any:
+        """Episodes of which every second one is solved."""
+        from agentrl.data.trajectory import Task, Trajectory
 
         self.calls.append(
             (
                 "evaluate",
                 {
                     "temperature": temperature,
-                    "tasks": tasks,
+                    "tasks": len(pairs),
                     "seed": seed,
                     "split": more["split"],
                     "params": more.get("params", {}),
                 },
             )
         )
-        return Evaluation(0.5, 0.5, 1, 0, {}, [])
+        return [Trajectory("x", Task("t", 0), reward=float(right), success=right) for right in (True, False)]
 
     def all(self, name: str) -> list[Any]:
         """What was noted of each call of this name."""
@@ -429,7 +430,7 @@ def blocks_told(config: TrainConfig, out: Path) -> int:
 
     said: list[str] = []
     session: Any = SimpleNamespace(
-        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str), io=None
+        start=nothing, parts=SimpleNamespace(envs=[SimpleNamespace(name="x")], player=None, starting=str)
     )
     request: Any = SimpleNamespace(out=out, pairs=[], split="heldout", temperature=lambda _: None)
     display: Any = SimpleNamespace(warn=said.append, doing=lambda *_, **__: contextlib.nullcontext())
@@ -452,7 +453,7 @@ def course_of(config: TrainConfig, out: Path) -> Course:
             return {}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "evaluate", course.evaluated)
+        patch.setattr(module, "run_tasks", course.evaluated)
         patch.setattr(module, "EngineMeter", Meter)
         asyncio.run(module.train_loop(course.session, course.run_log, course.interrupt))
     return course
@@ -487,7 +488,7 @@ def warming_up(config: TrainConfig, out: Path) -> dict[str, Any]:
 
     ended = "open"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "evaluate", course.evaluated)
+        patch.setattr(module, "run_tasks", course.evaluated)
         patch.setattr(module, "Transcripts", Source)
         try:
             course.session.folder.warm_start.mkdir(exist_ok=True)  # which a real actor writes

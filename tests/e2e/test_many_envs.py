@@ -127,13 +127,9 @@ def test_one_command_evaluates_all_environments(run: Path, tmp_path: Path, capsy
     assert one["pass@1"] == report["envs"]["calls"]["pass@1"]
     named = ["eval", "key_value", "function_calling", "--model", str(run / "final"), "-n", "1", "--out", str(tmp_path / "ids"),
              "engine=embedded", "env.key_value.limits.max_turns=1", "rollout.max_turn_tokens=4"]  # fmt: skip
-    record = tmp_path / "record"
-    assert main([*named, "--record", str(record)]) == 0
+    assert main(named) == 0
     found = json.loads((tmp_path / "ids" / "report.json").read_text())["envs"]
-    assert set(found) == {"key_value", "function_calling"} == {folder.name for folder in record.iterdir()}
-    assert main(["eval", "--replay", str(record / "key_value"), "--out", str(tmp_path / "again")]) == 0
-    again = json.loads((tmp_path / "again" / "report.json").read_text())
-    assert again["stops"] == found["key_value"]["stops"] and again["tokens"] == found["key_value"]["tokens"]
+    assert set(found) == {"key_value", "function_calling"}
 
 
 def test_a_command_for_one_environment_says_so(tmp_path: Path) -> None:

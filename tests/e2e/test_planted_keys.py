@@ -247,7 +247,7 @@ def test_no_key_is_anywhere_but_in_the_private_config(place: Path, capfd: pytest
         given.write_text(CONFIG.format(**PLAIN, python=sys.executable, port=server.http.server_port))
         assert main(["train", "c.toml"]) == 0
         evaluated = main(["eval", "--config", "c.toml", "--model", "api:openai/x", "-n", "3", "--split", "heldout", "--out",
-                          "judged", "--record", "tape", "health.preflight=false", "api.retries=0"])  # fmt: skip
+                          "judged", "health.preflight=false", "api.retries=0"])  # fmt: skip
         sent = " ".join(server.keys)
     assert evaluated in (0, 1) and ("Bearer" in sent or "Basic" in sent)
     said = capfd.readouterr()

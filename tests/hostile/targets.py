@@ -37,9 +37,8 @@ from agentrl.render.syntaxes import SYNTAXES
 from agentrl.render.tool_calls import ForTools
 from agentrl.reward import compile_spec
 from agentrl.run.reader import RunRecord, episode_of, overview
-from agentrl.run.record_folder import RecordFolder
 from agentrl.trainer.checkpoint import MANIFEST, check_intact, is_whole
-from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, ReplayError, RewardSpecError, RunFolderError
+from agentrl.utils.errors import CatalogError, CheckpointError, ConfigError, RewardSpecError, RunFolderError
 from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.redaction import references
 from agentrl.utils.schemas import compile_pattern, within_seconds
@@ -281,16 +280,6 @@ def manifest(text: str) -> None:
         assert whole
 
 
-def record(text: str) -> None:
-    folder = _folder() / "record"
-    folder.mkdir(exist_ok=True)
-    for name in ("record.json", "calls.jsonl"):
-        (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-    for look in (RecordFolder(folder).manifest, RecordFolder(folder).read):
-        with suppress(ReplayError):
-            look()
-
-
 def config(text: str) -> None:
     file = _folder() / "config.toml"
     file.write_text(text, encoding="utf-8", errors="replace")
@@ -372,7 +361,7 @@ _BODY_LEAVES = LEAVES | st.sampled_from(
 _ROW = ("phase", "step", "success", "time/x", "task", "messages", "turns", "ledgers", "stop", "env_id", "seed", "id",
         "split", "data", "gold",
         "results", "message", "tool_calls", "metrics", "timings", "spans", "status", "seconds", "files", "size",
-        "sha256", "agentrl_record",
+        "sha256",
         "config", "../x", "/etc/hostname", "sum", "kind", "episode")  # fmt: skip
 _LEAF = ("agentrl_reward", "name", "root", "use", "args", "op", "of", "if", "then", "else", "expect", "where", "pattern",
         "id", "weight",
@@ -396,9 +385,8 @@ def _targets() -> Iterator[tuple[str, Target]]:
     for name, read in (("chat", read_chat), ("responses", read_responses), ("anthropic", read_anthropic)):
         yield f"body:{name}", Target(partial(body, read), json_of(*_BODY, values=_BODY_LEAVES, leaves=20), 3000)
     yield "env_server", Target(env_server, json_of(*_BODY, "seed", "action", "key", "arguments"), 3000)
-    yield "run_folder", Target(run_folder, json_of(*_ROW) | pieces("{", "}", "\n", '"phase": "train"', '"step": 1', ","), 3000)
+    yield "run_folder", Target(run_folder, json_of(*_ROW) | pieces("{", "}", "\n", '"phase": "train"', '"step": 1', ","), 5000)
     yield "manifest", Target(manifest, json_of(*_ROW), 2000)
-    yield "record", Target(record, json_of(*_ROW), 2000)
     yield "config", Target(config, pieces(*_TOML), 3000)
     yield "override", Target(override, pieces(*_TOML, "../", "name=", "..", "/", "\\"), 2000)
     yield "params", Target(params, json_of("calls", "keys", "level", "x", values=LEAVES | _REFERENCES), 2000)

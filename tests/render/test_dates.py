@@ -97,15 +97,13 @@ def test_a_run_keeps_its_first_day(tmp_path: Path) -> None:
     assert folder.dated(config(tmp_path, "model.date=2026-05-05")).model.date == "2026-05-05"
 
 
-def test_an_evaluation_goes_on_with_its_first_day_and_a_replay_with_its_record(tmp_path: Path) -> None:
+def test_an_evaluation_goes_on_with_its_first_day(tmp_path: Path) -> None:
     first, again = config(tmp_path), RolloutRequest("eval", "m", 1, 1, "heldout", tmp_path)
     assert dated_as(first, again).model.date == date.today().isoformat()
     (tmp_path / "eval.json").write_text(json.dumps({"identity": {"model.date": "2026-01-02"}}))
     assert dated_as(first, again).model.date == "2026-01-02"
     (tmp_path / "eval.json").write_text(json.dumps({"identity": {"seed": 0}}))
     assert dated_as(first, again).model.date is None, "of an older agentrl, which would be refused as another one"
-    replay = RolloutRequest("eval", "m", 1, 1, "heldout", tmp_path, replay=tmp_path)
-    assert dated_as(config(tmp_path, "model.date=2026-03-03"), replay).model.date == "2026-03-03"
 
 
 def test_a_day_that_is_none_is_named(tmp_path: Path) -> None:

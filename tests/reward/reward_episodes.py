@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.env import ToolEnv, tool
 from agentrl.reward import Context, compile_spec
 
 SHELF = Path(__file__).parents[2] / "rewards"
@@ -72,31 +73,35 @@ def episode(*turns: Any, task_gold: dict[str, Any] | None = None, **rest: Any) -
     return Trajectory("Test/Env-v0", task, messages=messages, turns=record, ledgers=[ledger], **rest)
 
 
-class Counter:
-    """A replay environment with one number: `add(x)` answers with the new total; `boom` always fails."""
+class Counter(ToolEnv):
+    """A replay environment with one number: `add(x)` answers with the new total."""
+
+    id = "Test/Counter-v0"
 
     def __init__(self, task: Task) -> None:
-        self.total = 0
+        super().__init__()
         self.closed = False
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.total = int(options["task"].data.get("start", 0)) if options else 0
-        return [], {}
+    def make_task(self, rng_seed: int, split: str) -> Task:
+        raise NotImplementedError
 
-    def step(self, action: Message) -> Any:
-        answers = []
-        for made in action.tool_calls:
-            if made.name == "add":
-                self.total += int((made.arguments or {})["x"])
-            content = str(self.total) if made.name == "add" else "Error: no such tool"
-            answers.append(Message("tool", content, tool_call_id=made.id, name=made.name))
-        return answers, 0.0, not action.tool_calls, False, {}
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", "count")]
+
+    async def setup(self, task: Task) -> None:
+        self.total = int(task.data.get("start", 0))
+
+    async def teardown(self) -> None:
+        self.closed = True
+
+    @tool(inline=True)
+    def add(self, x: int) -> str:
+        """adds"""
+        self.total += x
+        return str(self.total)
 
     def state(self) -> Any:
         return {"total": self.total}
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def spec(root: dict[str, Any], **rest: Any) -> dict[str, Any]:

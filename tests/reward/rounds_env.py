@@ -131,8 +131,8 @@ def played(task: Task, rounds: list[list[list[ToolCall]]], env: ToolEnv | None =
     return env.trajectory
 
 
-def by_round(*leaves: str, make: Any = lambda task: Cabinet(), through: Any = lambda context: context) -> Scorer:
-    """All of the leaves in every round that has gold calls. `through` may wrap the context."""
+def by_round(*leaves: str, make: Any = lambda task: Cabinet()) -> Scorer:
+    """All of the leaves in every round that has gold calls."""
     root = {
         "op": "all",
         "scope": "round",
@@ -140,4 +140,4 @@ def by_round(*leaves: str, make: Any = lambda task: Cabinet(), through: Any = la
         "when": {"$": "/task/gold/rounds", "at": "round", "ne": []},
         "of": [{"use": name, "args": dict(BY_ROUND)} for name in leaves or ("state.match", "results.contains")],
     }
-    return compile_spec({"agentrl_reward": 1, "name": "rounds", "root": root}, context=through(Context(replay_env=make)))
+    return compile_spec({"agentrl_reward": 1, "name": "rounds", "root": root}, context=Context(replay_env=make))

@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 from reward_episodes import Counter, call, episode, gold, leaf, spec, value
 
-from agentrl.data.trajectory import Task, ToolResult, Turn
+from agentrl.data.trajectory import Task
+from agentrl.env import tool
 from agentrl.reward import Context, compile_spec
-from agentrl.reward.twins import Twins
+from agentrl.reward.replays import Replays
+from agentrl.utils.errors import ToolError
 
 REPLAY = {"replay": {"$": "/task/gold/calls"}}
 WANT = {"calls": gold(call("add", x=2), call("add", x=3))}
@@ -85,7 +87,7 @@ def test_two_leaves_share_one_replay():
 
 def test_a_replay_environment_that_breaks_is_null_closed_and_tried_again():
     class Broken(Counter):
-        def step(self, action):
+        async def astep(self, action):
             raise OSError("the database went away")
 
     built: list[Counter] = []
@@ -112,12 +114,12 @@ def test_a_replay_environment_that_cannot_be_built_is_null():
 def test_kept_replays_are_bounded_and_those_asked_for_last_stay():
     envs = ReplayEnvs()
     scorer = compile_spec(
-        spec(leaf("state.match", REPLAY)), context=Context(replay_env=lambda task: envs(task), replays=Twins(most=2))
+        spec(leaf("state.match", REPLAY)), context=Context(replay_env=lambda task: envs(task), replays=Replays(most=2))
     )
     for name in "abacab":
         assert scorer.score(member(5, id=name)).value == 1
     assert len(envs.built) == 4  # a, b, c, and b again: a was asked for before c came, so b had to go
-    small = Twins(most_bytes=40)
+    small = Replays(most_bytes=40)
     scorer = compile_spec(spec(leaf("state.match", REPLAY)), context=Context(replay_env=envs, replays=small))
     for name in "abc":
         scorer.score(member(5, id=name))
@@ -128,7 +130,7 @@ def test_threads_that_ask_for_one_replay_wait_for_it_and_a_fault_is_forgotten():
     began, tries = threading.Event(), []
 
     class Fails(Counter):
-        def step(self, action):
+        async def astep(self, action):
             tries.append(1)
             began.wait(5)
             raise OSError("no")
@@ -143,12 +145,12 @@ def test_threads_that_ask_for_one_replay_wait_for_it_and_a_fault_is_forgotten():
 
 
 def test_a_copy_of_what_is_kept_begins_empty():
-    twins = Twins(most=3, states=True)
-    scorer = compile_spec(spec(leaf("state.match", REPLAY)), context=Context(replay_env=ReplayEnvs(), replays=twins))
+    kept = Replays(most=3)
+    scorer = compile_spec(spec(leaf("state.match", REPLAY)), context=Context(replay_env=ReplayEnvs(), replays=kept))
     scorer.score(member(5))
-    assert len(twins) == 1
-    for other in (copy.deepcopy(twins), pickle.loads(pickle.dumps(twins))):
-        assert len(other) == 0 and other.states
+    assert len(kept) == 1
+    for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert len(other) == 0
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -164,17 +166,15 @@ def test_replay_of_the_gold_calls_on_a_replay_environment():
 
 
 class Refuses(Counter):
-    """Takes no more than 2, and records as an environment does that it refused."""
+    """Takes no more than 2."""
 
-    def step(self, action):
-        out = super().step(action)
-        made = action.tool_calls[0]
-        error = "tool_error" if (made.arguments or {})["x"] > 2 else None
-        self.trajectory = episode([made], "end")
-        self.trajectory.turns = [
-            Turn(0, action, [ToolResult(made.id, made.name, "no" if error else out[0][0].content, error=error)])
-        ]
-        return out
+    @tool(inline=True)
+    def add(self, x: int) -> str:
+        """adds"""
+        if x > 2:
+            raise ToolError("no")
+        self.total += x
+        return str(self.total)
 
 
 @pytest.mark.parametrize("root", [leaf("state.match", REPLAY), leaf("results.contains", REPLAY)])
@@ -182,7 +182,7 @@ def test_gold_that_a_replay_environment_refuses_is_no_gold(root):
     """The text of the refusal would be what an episode is expected to have read."""
     found = scorer_of(Refuses, root).score(member(5))
     assert found.value is None
-    assert "refused gold call 2 of 2, add: tool_error: no" in str(found.evidence)
+    assert "refused gold call 2 of 2, add: tool_error: " in str(found.evidence)
 
 
 def test_what_the_policy_tried_in_vain_is_replayed_all_the_same():
@@ -216,9 +216,9 @@ def test_a_replay_environment_is_reset_with_the_tasks_seed_and_the_missing_answe
     asked = []
 
     class Seeded(Counter):
-        def reset(self, *, seed=None, options=None):
+        async def areset(self, *, seed=None, options=None):
             asked.append((seed, options["task"].seed))
-            return super().reset(seed=seed, options=options)
+            return await super().areset(seed=seed, options=options)
 
     found = scorer_of(Seeded, leaf("results.contains", REPLAY)).score(member(5, seed=11))
     assert found.value == 0 and found.evidence["root"]["evidence"] == {"expected": 2, "missing": ["2"]} and asked == [(11, 11)]

@@ -1,4 +1,4 @@
-"""Replays by round: twins go through the episode's rounds, with the tools and the state that its user's turns bring."""
+"""Replays by round: they go through the episode's rounds, with the tools and the state that its user's turns bring."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
-from agentrl.env import Tool, tool
-from agentrl.env.copying import ForkCopier, PickleCopier, branch
+from agentrl.env import tool
 from agentrl.env.users import ScriptedUser
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.leaf import episode_view
-from agentrl.reward.leaves.state import replay, replay_answers
+from agentrl.reward.leaves.state import gold_end, replay
 from agentrl.reward.values import course_of
 
 
-def test_tools_that_arrive_with_a_users_turn_are_there_on_the_twin() -> None:
+def test_tools_that_arrive_with_a_users_turn_are_there_in_a_replay() -> None:
     """`swap` comes with round 1 only, as in BFCL's miss_func: there the gold scored 0."""
     gold = [[put("a", "x")], [swap("a", "b")], [put("b", "y")]]
     task = task_of(gold, brings={"1": ["swap"]})
@@ -33,14 +32,14 @@ def test_tools_that_arrive_with_a_users_turn_are_there_on_the_twin() -> None:
     assert by_round().score(right).value == 1
     early = played(task, [[[put("a", "x"), swap("a", "b")]], [[swap("a", "b")]], [[put("b", "y")]]])
     assert early.turns[0].results[1].error == "unknown_tool"
-    assert by_round().score(early).value == 1  # the refused call did nothing, on the twin as in the episode
+    assert by_round().score(early).value == 1  # the refused call did nothing, in the replay as in the episode
     wrong = played(task, [[[put("a", "x")]], [[put("b", "x")]], [[put("b", "y")]]])
     scored = by_round("state.match").score(wrong)
     assert scored.value == 0 and [part["value"] for part in scored.evidence["root"]["parts"]] == [1, 0, 0]
 
 
-def test_state_that_a_users_turn_changes_is_there_on_the_twin() -> None:
-    """The number of the round is part of the state: without the user's turns the twins' would be 0 for both sides."""
+def test_state_that_a_users_turn_changes_is_there_in_a_replay() -> None:
+    """The number of the round is part of the state: without the user's turns it would be 0 on both sides."""
     seen = []
 
     class Seen(Cabinet):
@@ -102,7 +101,7 @@ def test_gold_that_is_refused_in_a_later_round_spoils_no_earlier_one() -> None:
     assert "refused gold call 2 of 2, take: tool_error: " in parts[1]["of"][0]["unscored"]
 
 
-def test_what_a_user_hears_decides_what_the_twins_user_does() -> None:
+def test_what_a_user_hears_decides_what_the_user_of_a_replay_does() -> None:
     """A user that answers by what the policy says: gold is replayed with the episode's own texts, so for each text anew."""
 
     class Hears(Cabinet):
@@ -146,7 +145,7 @@ def test_of_a_turn_that_was_cut_the_calls_that_were_answered_are_made_again(stop
     assert by_round("state.match").score(episode).value == 1
 
 
-def test_a_model_user_is_never_asked_by_a_twin_and_its_recorded_calls_are_made_again() -> None:
+def test_a_model_user_is_never_asked_by_a_replay_and_its_recorded_calls_are_made_again() -> None:
     Guest.asked = 0
     gold = [[put("a", "x")], [swap("a", "guest")], [put("a", "y")]]
     episode = played(task_of(gold), [[[call] for call in calls] for calls in gold], Guest())
@@ -201,7 +200,7 @@ class Patient(Cabinet):
         return []
 
 
-def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both_twins() -> None:
+def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both_replays() -> None:
     """Of three members one waits in the first round, one in the second (twice), one never: each has its own gold."""
     gold = [[put("a", "x")], [put("a", "y")]]
     task = task_of(gold)
@@ -226,7 +225,7 @@ def test_a_text_that_the_user_says_nothing_to_ends_no_round_and_is_heard_by_both
         assert [scorer.score(one).value for one in members[::order]][::order] == [1, 1, 1, 0]
 
 
-def test_a_model_user_that_said_nothing_and_stayed_stays_in_the_twins() -> None:
+def test_a_model_user_that_said_nothing_and_stayed_stays_in_a_replay() -> None:
     class Quiet(Cabinet):
         async def setup(self, task: Task) -> None:
             await super().setup(task)
@@ -301,27 +300,11 @@ turns = st.lists(st.lists(any_call, min_size=1, max_size=3), max_size=3)
 
 
 class Watched(Cabinet):
-    """Keeps its state as each round ended. `kind`: what an attribute makes of its copies (pickled, forked, or none at all)."""
+    """Keeps its state as each round ended."""
 
-    def __init__(self, kind: str = "pickled", **base: object) -> None:
-        super().__init__(**base)
+    def __init__(self) -> None:
+        super().__init__()
         self.ends: list[object] = []
-        # pickle refuses a reference like that, deepcopy does not.
-        self.kept = weakref.ref(Cabinet) if kind == "forked" else None
-        if kind == "bound":
-            self.toolbox.remove("count")
-            self.toolbox.add(Tool.from_schema("count", "", {"type": "object"}, self._count))
-        if kind == "held":
-            self.toolbox.remove("count")
-            self.toolbox.add(Tool.from_schema("count", "", {"type": "object"}, lambda: self._count_now()))
-
-    async def _count(self) -> int:
-        return self._count_now()
-
-    def _count_now(self) -> int:
-        """A tool that changes something, so that one of another twin would be found out."""
-        self.drawers.setdefault("counted", []).append("once")
-        return len(self.drawers["counted"])
 
     async def user_reply(self, message: Message) -> list[Message] | None:
         self.ends.append(copy.deepcopy(self.state()))
@@ -329,13 +312,11 @@ class Watched(Cabinet):
 
 
 @settings(max_examples=30, deadline=None, database=None)
-@given(st.lists(turns, min_size=1, max_size=3), st.booleans(), st.sampled_from(["pickled", "forked", "bound", "held"]))
-def test_a_twin_that_makes_an_episodes_own_calls_goes_through_its_own_states(
-    rounds: list[list[list[ToolCall]]], brings: bool, kind: str
-) -> None:
-    """With refusals, several calls a turn (which may run together), and a tool that comes with the second round; twins are
-    copies. Gold that is the accepted calls, one a turn, has the same states. Nothing of the record or the task changes."""
-    env = Watched(kind)
+@given(st.lists(turns, min_size=1, max_size=3), st.booleans())
+def test_a_replay_of_an_episodes_own_calls_goes_through_its_own_states(rounds: list[list[list[ToolCall]]], brings: bool) -> None:
+    """With refusals, several calls a turn (which may run together), and a tool that comes with the second round. Gold that is the
+    accepted calls, one a turn, has the same states. Nothing of the record or the task changes."""
+    env = Watched()
     task = task_of([[]] * len(rounds), brings={"1": ["swap"]} if brings and len(rounds) > 1 else {})
     episode = played(task, rounds, env)
     places = course_of(episode).rounds
@@ -344,7 +325,7 @@ def test_a_twin_that_makes_an_episodes_own_calls_goes_through_its_own_states(
         accepted = zip(turn.message.tool_calls, turn.results, strict=True)
         gold[place] += [{"name": c.name, "arguments": c.arguments} for c, result in accepted if result.error is None]
     before = json.dumps(episode.to_json())
-    context = Context(replay_env=lambda task: Watched(kind))
+    context = Context(replay_env=lambda task: Watched())
     alone = all(len(turn.message.tool_calls) <= 1 for turn in episode.turns)
     wanted = [result.content for turn in episode.turns for result in turn.results if result.error is None]
     for _ in range(4):
@@ -353,29 +334,12 @@ def test_a_twin_that_makes_an_episodes_own_calls_goes_through_its_own_states(
         assert [own.value for own, _ in states] == env.ends
         if alone:  # gold calls are one a turn; calls of one turn may have ended in another order
             assert [expected.value for _, expected in states] == env.ends
-            assert [text for part in parts for text in replay_answers(context, part, gold)] == wanted
+            assert [text for part in parts for text in gold_end(context, part, gold).answers] == wanted
     assert json.dumps(episode.to_json()) == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "copied"), [("pickled", PickleCopier), ("forked", ForkCopier), ("bound", PickleCopier), ("held", None)]
-)
-def test_how_an_environment_is_copied(kind: str, copied: type | None) -> None:
-    """A tool that holds its environment in a closure would go on in the first one, so there is no copy of that."""
-    env = Watched(kind)
-    env.reset(seed=0, options={"task": task_of([[]])})
-    found = env.copier()
-    assert found is None if copied is None else isinstance(found, copied)
-    if found is not None:
-        env.np_random.random()
-        one, other = found.copied(), found.copied()
-        one.step(Message("assistant", "", (put("a", "x"),)))
-        assert (one.drawers, other.drawers, env.drawers) == ({"a": ["x"]}, {}, {})
-        assert one.np_random.random() == other.np_random.random() == env.np_random.random()
-
-
-def test_a_copied_twin_ends_with_its_pass() -> None:
-    """At once, by its last reference: a circle would keep every twin of a batch until the garbage collector's longest pass."""
+def test_an_environment_ends_with_its_replay() -> None:
+    """At once, by its last reference: a circle would keep every one of a batch until the garbage collector's longest pass."""
     made: list[weakref.ref[Any]] = []
 
     class Counted(Cabinet):
@@ -396,7 +360,7 @@ def test_a_copied_twin_ends_with_its_pass() -> None:
         gc.enable()
 
 
-def test_what_frees_something_is_not_copied() -> None:
+def test_what_a_replay_opened_is_freed() -> None:
     class Frees(Cabinet):
         freed = 0
 
@@ -407,45 +371,4 @@ def test_what_frees_something_is_not_copied() -> None:
     episode = played(task_of(gold), [[[call] for call in calls] for calls in gold])
     scorer = by_round(make=lambda task: Frees())
     assert [scorer.score(episode).value for _ in range(4)] == [1] * 4
-    assert Frees.freed == 5  # of the gold's twin and of each episode's
-
-
-class Aliased(Cabinet):
-    """What it read last is a part of its drawers too: a plain one inside of a branch, which pickles apart."""
-
-    async def setup(self, task: Task) -> None:
-        await super().setup(task)
-        self.last: list[str] = []
-        self.drawers = branch({"old": ["thing"]})
-        self.drawers["new"] = self.last
-
-    @tool(inline=True)
-    def again(self, thing: str) -> str:
-        """puts into what was read last"""
-        self.last.append(thing)
-        return f"{len(self.last)} things"
-
-
-def test_a_part_that_stands_in_two_places_does_so_in_a_copy() -> None:
-    again = [ToolCall("again", {"thing": thing}) for thing in "xy"]
-    task = task_of([[call] for call in again])
-    env = Aliased()
-    env.reset(seed=0, options={"task": task})
-    assert isinstance(env.copier(), ForkCopier)
-    scorer = by_round("state.match", make=lambda task: Aliased())
-    done, half, idle = (played(task, [[[c]] if kept else [] for c, kept in zip(again, keep, strict=True)], Aliased())
-                        for keep in ((1, 1), (0, 1), (0, 0)))  # fmt: skip
-    assert [scorer.score(episode).value for episode in (done, half, idle)] == [1, 0, 0]
-
-
-def test_an_opening_that_is_awaited_is_not_copied_however_it_is_written() -> None:
-    class Opens(Cabinet):
-        def prompt(self, task: Task) -> Any:
-            async def later() -> list[Message]:
-                return [Message("user", "begin")]
-
-            return later()
-
-    env = Opens()
-    env.reset(seed=0, options={"task": task_of([[]])})
-    assert env.copier() is None
+    assert Frees.freed == 5  # of the gold's replay and of each episode's

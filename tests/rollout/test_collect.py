@@ -96,7 +96,7 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
             counts = collect.ledger.counts()
             assert sum(counts.values()) == collect.ledger.dispatched
             assert counts["cancelled"] == 0 or groups_more > 1
-            assert collect.progress.cancelled == 0 or members_more > 1
+            assert collect.stats.cancelled == 0 or members_more > 1
             for group in groups:
                 assert group.index not in seen
                 seen.add(group.index)
@@ -194,7 +194,7 @@ def test_when_no_episode_is_ever_scored_the_run_ends_with_an_updates_groups_and_
         try:
             await collect.collect()
         finally:
-            played.append(collect.progress.episodes)
+            played.append(collect.stats.episodes)
             await collect.close()
 
     with pytest.raises(
@@ -255,7 +255,7 @@ def test_episodes_without_a_score_are_counted_also_those_of_dropped_groups(rende
         collect = collector(renderer, engine, retries=0, groups=3, group_size=3, min_survivors=2)
         try:
             groups = await collect.collect()
-            return collect.metrics(), groups, Counter(collect.ledger.counts()), collect.fault
+            return collect.metrics(), groups, Counter(collect.ledger.counts()), collect.stats.fault
         finally:
             await collect.close()
 
@@ -293,7 +293,7 @@ def test_attempts_that_came_to_no_score_are_counted_wherever_they_ended(renderer
             await batches_of(collect, 1)
             rows.append(collect.metrics())
         await collect.close()
-        return rows, collect.trouble()
+        return rows, collect.stats.trouble()
 
     [first, second], trouble = asyncio.run(scenario())
     assert first["faults/engine_error"] == 1 + 3 * 2, "since the last update"

@@ -65,7 +65,7 @@ def test_a_teardown_that_hangs_is_named_and_not_waited_for(renderer: Renderer) -
 def test_cancelled_groups_do_not_count_as_dropped(renderer: Renderer) -> None:
     """Replaced groups end a run after a while (StalledError); cancelled ones are no sign of trouble."""
     _, collect, _ = played(renderer, (), updates=5, oversample=8.0)
-    assert collect.ledger.counts()["cancelled"] == 5 * 14 and not collect._tally._dropped
+    assert collect.ledger.counts()["cancelled"] == 5 * 14 and not collect.stats._dropped
 
 
 def test_a_stale_bound_gives_up_no_more_than_the_spare_groups(renderer: Renderer) -> None:

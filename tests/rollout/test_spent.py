@@ -27,7 +27,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy
 from agentrl.rollout.group_ledger import GroupState
 from agentrl.rollout.mixtures import MixedTasks, Part
 from agentrl.rollout.player import Job, LocalPlayer, RunEnv
-from agentrl.rollout.stats import Spent
+from agentrl.rollout.stats import RolloutStats
 from agentrl.run.metrics import info_of
 from agentrl.run.run_log import shown_of, thrown_away
 from tests.publishing import exchange
@@ -156,21 +156,24 @@ def test_a_checkpoint_has_what_was_thrown_since_the_update_and_what_waits_for_on
         ledger.append_sampled([1] * count, [0.0] * count, [0] * count, 0)
         return Trajectory("kv", Task("t", 0), ledgers=[ledger])
 
-    before, after = Spent(Watch()), Spent(Watch())
+    def taken(stats: RolloutStats) -> dict[str, float]:
+        return {name: value for name, value in stats.take([], False).items() if name.startswith("tokens")}
+
+    before, after = (RolloutStats(RolloutConfig(), Watch()) for _ in range(2))
     group = Group(0, 0, [episode(7)], baseline=episode(2))
     for count, again in ((5, True), (7, False), (2, False)):
         before.attempt(0, episode(count), again, True)
-    before.finished(group)
+    before.played(group)
     before.attempt(3, episode(4), False, True)
-    after.load_json(json.loads(json.dumps(before.to_json())), [group])
-    assert before.take() == {"tokens_sampled": 18.0, "tokens_thrown": 5.0, "tokens_thrown/retried": 5.0}
+    after.load_json(json.loads(json.dumps(before.to_json())), 0, [group])
+    assert taken(before) == {"tokens_sampled": 18.0, "tokens_thrown": 5.0, "tokens_thrown/retried": 5.0}
     begun_anew = {"tokens_thrown": 9.0, "tokens_thrown/cancelled": 4.0, "tokens_thrown/retried": 5.0}
-    assert after.take() == {"tokens_sampled": 18.0, **begun_anew}, "a group that ran is played again from its beginning"
+    assert taken(after) == {"tokens_sampled": 18.0, **begun_anew}, "a group that ran is played again from its beginning"
     for spent in (before, after):
-        spent.dropped(0, GroupState.STALE)
-        assert spent.take() == {"tokens_sampled": 0.0, "tokens_thrown": 9.0, "tokens_thrown/stale": 9.0}
-        spent.dropped(0, GroupState.STALE)
-        assert spent.take()["tokens_thrown"] == 0.0, "it is told once"
+        spent.dropped(0, "kv", GroupState.STALE, "old")
+        assert taken(spent) == {"tokens_sampled": 0.0, "tokens_thrown": 9.0, "tokens_thrown/stale": 9.0}
+        spent.dropped(0, "kv", GroupState.STALE, "old")
+        assert taken(spent)["tokens_thrown"] == 0.0, "it is told once"
 
 
 @pytest.mark.parametrize("oversample", ["oversample", "oversample_members"])
@@ -183,7 +186,7 @@ def test_an_episode_that_ends_as_its_group_is_given_up_is_thrown_away(renderer: 
         engine.paced = {"g1.m1." if oversample == "oversample" else "g1.m2.": pace}
         rows, batches = await rows_of(collect, 1)
         await collect.close()
-        rest = collect._spent.take()
+        rest = collect.stats.take([], False)
         sampled, thrown = (rows[0][key] + rest[key] for key in ("tokens_sampled", "tokens_thrown"))
         return sum(engine.gave.values()), sampled, thrown, tokens(batches[0]) + tokens(collect.complete_groups())
 
@@ -249,7 +252,7 @@ def test_no_token_is_lost_or_counted_twice(
                 await exchange(collect)
         await collect.close()
         waiting = collect.complete_groups()
-        rest = collect._spent.take()
+        rest = collect.stats.take([], False)
         gave = sum(sum(engine.gave.values()) for engine in engines)
         sampled = sum(row["tokens_sampled"] for row, _ in found) + rest["tokens_sampled"]
         # What is cancelled in the moment in which a turn ends has not read it.

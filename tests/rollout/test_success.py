@@ -15,7 +15,7 @@ from agentrl.reward import compile_spec
 from agentrl.rollout.deadlines import Watch
 from agentrl.rollout.engine import derive
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv, evaluate, success_rate, summarize
+from agentrl.rollout.player import Job, LocalPlayer, Player, RunEnv, run_tasks, success_rate, summarize
 from agentrl.run.evaluate import make_report
 from tests.players import collector_of
 from tests.publishing import exchange
@@ -67,7 +67,7 @@ def test_an_evaluation_counts_successes(renderer: Renderer, name: str, reward: f
     engine = FaultyEngine(renderer.stop_token_ids[0])
     scorer = compile_spec({"agentrl_reward": 1, "name": "shaped", "root": SHAPED[name]})
     part = RunEnv("kv", EnvRef("key_value"), Policy(engine, renderer), scorer, Limits.of(RolloutConfig(), 2048))
-    found = asyncio.run(evaluate(LocalPlayer([part]), "kv", tasks=3, seed=0, max_episodes=4))
+    found = summarize(asyncio.run(run_tasks(LocalPlayer([part]), "kv", [(0, 0), (1, 0), (2, 0)], seed=0, max_episodes=4)))
     assert (found.success, found.scored, found.unscored) == (1.0, 3, 0)
     assert (found.reward is None) if reward is None else (found.reward is not None and 0.5 < found.reward < reward)
 
@@ -84,7 +84,7 @@ def test_an_evaluations_seed_moves_the_sampling_and_not_the_tasks() -> None:
             raise AssertionError("no evaluation branches")
 
     for seed in (3, 4):
-        asyncio.run(evaluate(Stub(), "kv", tasks=2, seed=seed, max_episodes=4))
+        asyncio.run(run_tasks(Stub(), "kv", [(0, 0), (1, 0)], seed=seed, max_episodes=4))
     assert asked == [(task, "heldout", derive(seed, "heldout", task, 0)) for seed in (3, 4) for task in (0, 1)]
 
 

@@ -70,12 +70,10 @@ PARTS = {"trajectories' parts": Writer("agentrl.rollout.workers.worker_pool:Work
 """Of rollout workers, in their own processes: full when the driver hands out an episode."""
 EVAL = {
     "exports": Writer("agentrl.run.provenance:_export_path", ("exports/*",)),
-    "record's folder": Writer("agentrl.run.record_folder:RecordFolder.open", ()),
-    "record": Writer("agentrl.rollout.tape:RecordWriter.add", (), 9),
     "evaluation's episodes": Writer("agentrl.run.evaluate:_sort", ()),
     "evaluation's report": Writer("agentrl.run.evaluate:redact_json", ()),
 }
-"""Of `agentrl eval --run RUN --record`."""
+"""Of `agentrl eval --run RUN`."""
 EXPORT = {
     "export": Writer("agentrl.trainer.model_folder:save_model", ()),
     "export's tokenizer": Writer("agentrl.trainer.model_folder:load_tokenizer", ()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import to_toml
-from agentrl.rollout.tape import RecordWriter
 from agentrl.run.folder import RunFolder
 from agentrl.run.session import warmed_up
 from agentrl.trainer.checkpoint import Checkpoints, check_intact, seal
@@ -148,21 +146,18 @@ def test_rollout_workers_that_find_the_disk_full_are_heard(tmp_path: Path, disk:
 @proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("writer", full_disk.EVAL)
-def test_an_evaluation_and_its_record_go_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
+def test_an_evaluation_goes_on_once_there_is_space(writer: str, whole: Path, tmp_path: Path, disk: Path) -> None:
     shutil.copytree(whole, disk / "run")
     text = (disk / "run/config.toml").read_text()
     (disk / "run/config.toml").write_text(text.replace(str(whole.parent), str(disk)))
     checkpoint = ["--run", str(disk / "run"), "--checkpoint", "2"]
-    words = ["eval", *checkpoint, "-n", "4", "--out", str(disk / "eval"), "--record", str(disk / "record")]
+    words = ["eval", *checkpoint, "-n", "4", "--out", str(disk / "eval")]
     check_said(tmp_path, command(tmp_path, words, writer, disk), str(disk))
     full_disk.free_again(disk)
     assert command(tmp_path, words, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
     again = ["eval", *checkpoint, "-n", "4", "--out", str(disk / "alone")]
     assert command(tmp_path, again, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
     assert outcomes(disk / "eval") == outcomes(disk / "alone") and len(outcomes(disk / "eval")) == 4
-    replayed = ["eval", "--replay", str(disk / "record"), "--out", str(disk / "replayed")]
-    assert command(tmp_path, replayed, "", disk) == 0, (tmp_path / "said").read_text()[-3000:]
-    assert outcomes(disk / "replayed") == outcomes(disk / "eval")
 
 
 def outcomes(folder: Path) -> list[object]:
@@ -224,23 +219,6 @@ def test_what_a_library_says_of_a_full_disk_is_understood() -> None:
         raise DiskFullError("/c: full")  # whose cause a library did not name
     with pytest.raises(KeyError), full_disk_said("/a/b", "go on"):
         raise KeyError("other")
-
-
-def test_a_torn_record_loses_no_whole_line_where_nothing_can_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "calls.jsonl"
-    writer = RecordWriter(path)
-    for call in range(3):
-        writer.add("a", "step", call, {"n": call}, {"n": call})
-    writer.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"episode": "a", "ki')
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        RecordWriter(path).close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == whole
 
 
 def test_half_of_a_warm_start_is_none(tmp_path: Path) -> None:

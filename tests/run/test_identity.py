@@ -71,16 +71,13 @@ def test_other_tools_of_a_server_are_another_evaluation_and_no_key_is_written_do
 ) -> None:
     Path("shop.py").write_text(SERVER)
     with Loopback(solve) as server:
-        record = ["--record", "tape"]
-        assert evaluate(server, shop("a_"), *record) == 0
+        assert evaluate(server, shop("a_")) == 0
         assert evaluate(server, shop("b_")) == 2
         refused(capsys, "evaluation of something else", 'tools.mcp.shop.prefix was "a_", is "b_"')
-        assert evaluate(server, shop("b_"), *record, "--out", "other") == 2
-        refused(capsys, "record of another run", 'tools.mcp.shop.prefix was "a_", is "b_"')
         assert evaluate(server, shop("a_", key="mustard")) == 2
         refused(capsys, "tools.mcp.shop.env.SHOP_KEY was sha256:", "(a digest)")
-        assert evaluate(server, shop("a_"), *record) == 0
-    for file in (path for folder in ("out", "tape") for path in Path(folder).rglob("*") if path.is_file()):
+        assert evaluate(server, shop("a_")) == 0
+    for file in (path for path in Path("out").rglob("*") if path.is_file()):
         assert "sesame" not in file.read_text() and "shop.py" not in file.read_text(), file
 
 
@@ -100,15 +97,12 @@ def test_a_spec_that_was_edited_scores_another_evaluation(capsys: pytest.Capture
 
     with Loopback(solve) as server:
         write(1.0)
-        assert evaluate(server, "env.reward=mine.json", "--record", "tape") == 0
+        assert evaluate(server, "env.reward=mine.json") == 0
         write(2.0)
         assert evaluate(server, "env.reward=mine.json") == 2
         refused(capsys, "evaluation of something else", "the content of env.reward was sha256:")
-        assert evaluate(server, "env.reward=mine.json", "--record", "tape", "--out", "other") == 2
-        refused(capsys, "record of another run", "the content of env.reward was sha256:")
         write(1.0)
         assert evaluate(server, "env.reward=mine.json") == 0
-    assert main(["eval", "--replay", "tape", "--out", "again"]) == 0
 
 
 def test_a_model_or_an_environment_that_was_rewritten_is_another_rollout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,10 +129,10 @@ def test_a_model_or_an_environment_that_was_rewritten_is_another_rollout(capsys:
 
 def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
-        assert evaluate(server, "--record", "tape") == 0
+        assert evaluate(server) == 0
         asked = len(server.requests)
         free = ["rollout.max_episodes=3", "api.retries=7", "optim.lr=0.5", "rollout.temperature=0.5", "eval.tasks=5", "out=x"]
-        assert evaluate(server, *free, "--record", "tape") == 0
+        assert evaluate(server, *free) == 0
         assert evaluate(server, "rollout.max_turns=5", "--seed", "4", "--split", "train", "env.params.set_share=1") == 2
         refused(
             capsys,
@@ -154,16 +148,10 @@ def test_all_that_differs_is_named_and_what_cannot_matter_may_differ(capsys: pyt
 
 def test_a_folder_of_an_older_version_is_not_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
     with Loopback(solve) as server:
-        assert evaluate(server, "--record", "tape") == 0
+        assert evaluate(server) == 0
         Path("out/eval.json").write_text(json.dumps({"env": {"id": "key_value"}, "model": "api:openai/test"}))
         assert evaluate(server) == 2
         refused(capsys, "out/eval.json", "an older agentrl", "another --out")
-        manifest = json.loads(Path("tape/record.json").read_text())
-        del manifest["identity"]
-        Path("tape/record.json").write_text(json.dumps(manifest))
-        assert evaluate(server, "--record", "tape", "--out", "other") == 2
-        refused(capsys, "tape/record.json", "an older agentrl", "another --record")
-        assert main(["eval", "--replay", "tape", "--out", "again"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef
-from agentrl.rollout.player import Evaluation, summarize
 from agentrl.run import sft
 from agentrl.utils.processor import TINY
 from tests.config.observed import Course, renderer
@@ -73,11 +72,11 @@ def test_the_gate_is_of_each(
     asked, said = [], []
     answers = {name: iter(values) for name, values in found.items()}
 
-    async def evaluated(player: Any, env: str, **keys: Any) -> Evaluation:
-        asked.append((env, keys["tasks"], keys["split"], keys["params"]))
+    async def evaluated(player: Any, env: str, pairs: list[Any], **keys: Any) -> list[Trajectory]:
+        asked.append((env, len(pairs), keys["split"], keys["params"]))
         rate = next(answers[env])
         right = [None if rate is None else number < 4 * rate for number in range(4)]
-        return summarize([Trajectory("x", Task("t", 0), success=one, env=env) for one in right])
+        return [Trajectory("x", Task("t", 0), success=one, env=env) for one in right]
 
     class Source:
         skipped = 0
@@ -86,7 +85,7 @@ def test_the_gate_is_of_each(
             return [course.member] * count
 
     course.run_log.row = lambda phase, step, values: said.append((phase, step, values))
-    monkeypatch.setattr(sft, "evaluate", evaluated)
+    monkeypatch.setattr(sft, "run_tasks", evaluated)
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     text = ""
     try:
@@ -138,7 +137,7 @@ def test_transcripts_are_written_while_the_actors_compute(
     course.run_log.row = lambda phase, step, values: (
         rows.append((step, values["transcripts_skipped"])) if phase == "sft" else None
     )
-    monkeypatch.setattr(sft, "evaluate", course.evaluated)
+    monkeypatch.setattr(sft, "run_tasks", course.evaluated)
     monkeypatch.setattr(sft, "transcripts_of", lambda session: Source())
     course.session.folder.warm_start.mkdir(exist_ok=True)
     asyncio.run(sft.warm_start(course.session, course.run_log, course.interrupt))

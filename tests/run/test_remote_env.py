@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from agentrl.render import make_renderer
 from agentrl.render.base import Renderer
 from agentrl.reward import compile_spec, make_context
 from agentrl.rollout.episode import Limits, Policy
-from agentrl.rollout.replay import Recorder, Replayer
-from agentrl.rollout.tape import Recorded
 from agentrl.run.assembly import scorer_of
 from agentrl.run.checks import check_eval
 from agentrl.run.checks.env_checks import check_remote, remote_lines
@@ -178,21 +175,6 @@ async def test_an_evaluation_there_is_the_evaluation_here(server: Running, rende
         found.append([row_of(one) for one in played])
     assert found[0] == found[1] and len(found[0]) == 6
     assert {row["stop"] for row in found[0]} == {"done"} and {row["reward"] for row in found[0]} == {0.0}
-
-
-async def test_a_record_of_episodes_there_is_replayed_without_the_server(renderer: Renderer, tmp_path: Path) -> None:
-    with served("key_value") as short:
-        config = made(short)
-        ref, scorer = EnvRef.of(config), scorer_of(config)
-        recorder = Recorder(tmp_path / "calls.jsonl")
-        policy = Policy(recorder.engine(lambda: FaultyEngine(renderer.stop_token_ids[0])), renderer)
-        limits, pairs = Limits(3, 16, 2000, 60.0, 60.0, 4096), [(0, 0), (1, 0)]
-        recorded = await run_tasks(ref, policy, scorer, limits, pairs, seed=5, max_episodes=2, io=recorder)
-        recorder.close()
-    again = Replayer(Recorded.read(tmp_path / "calls.jsonl"))
-    silent = Policy(again.engine(), renderer)
-    replayed = await run_tasks(ref, silent, scorer, limits, pairs, seed=5, max_episodes=2, io=again)
-    assert [row_of(one) for one in replayed] == [row_of(one) for one in recorded] and len(recorded[0].turns) > 0
 
 
 async def test_a_server_that_restarts_costs_an_attempt_and_no_reward(

@@ -26,9 +26,7 @@ from agentrl.config.schema import ClusterConfig
 from agentrl.engines.vllm.vllm_maker import VllmMaker
 from agentrl.run import role_placement as placement
 from agentrl.run.checks.size_checks import check_workers
-from agentrl.run.display import Display
 from agentrl.run.engine_choice import workers_apart
-from agentrl.run.evaluate import RolloutRequest, run_rollout
 from agentrl.run.rollout_workers import is_kept, parts_folder, recipe_of
 from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
@@ -74,12 +72,8 @@ def test_workers_need_processes_calls_and_slots(monkeypatch: pytest.MonkeyPatch)
     assert found == {4: "ok", 5: "fail"}
 
 
-async def test_a_recorded_run_with_workers_is_refused_and_a_resume_with_another_number_is_not(tmp_path: Path) -> None:
+def test_a_resume_with_another_number_of_workers_is_not_refused(tmp_path: Path) -> None:
     config = of("rollout.workers=2", f"out={tmp_path}")
-    request = RolloutRequest("eval", "tiny", 1, 1, "heldout", tmp_path / "eval", record=tmp_path / "record")
-    with Display() as display, pytest.raises(ConfigError, match=r"rollout.workers = 2: a record is one file"):
-        await run_rollout(config, request, display)
-    assert not (tmp_path / "eval").exists()
     check_resumed(config, of("rollout.workers=7", "rollout.worker_timeout=5.0", f"out={tmp_path}"), tmp_path)
     with pytest.raises(ConfigError, match=r"rollout.groups was"):
         check_resumed(config, of("rollout.workers=2", "rollout.groups=9", f"out={tmp_path}"), tmp_path)

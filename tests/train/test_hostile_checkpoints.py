@@ -157,9 +157,8 @@ def test_a_manifest_names_files_of_its_folder_only(folder: Path, name: str) -> N
 TRUSTED = {
     "cluster/host.py": "arguments of a run's own processes (Ray, pipes)",
     "env/check.py": "from `agentrl env check` to its own child",
-    "env/copying.py": "a copy in the same process",
     "utils/search_path.py": "from a run to its own workers, by Ray",
-    "reward/twins.py": "a copy in the same process",
+    "reward/replays.py": "a copy in the same process",
     "utils/child_process.py": "from the user's own tool, in a process of its own",
     "trainer/weight_files.py": "torch.load, weights_only",
     "trainer/train_state.py": "a closed list of names, none of them called; torch.load, weights_only",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from agentrl.config.schema import EnvConfig, LoraSection, ModelConfig, SftConfig, TrainConfig, WeightsConfig
-from agentrl.engines.api_models import LiteLlmEngine
+from agentrl.engines.api_models import LiteLlmEngine, ScriptedEngine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.engines.weights import (
     base as routes,
@@ -51,7 +51,6 @@ from agentrl.engines.weights.base import (
     tensor_in,
 )
 from agentrl.rollout.engine import Engine
-from agentrl.rollout.replay import RecordingEngine, ReplayEngine
 from agentrl.trainer.actor import Actor, WeightSource
 from agentrl.trainer.publish import Publisher, check_takes_weights, check_weights
 from agentrl.utils.errors import ConfigError, EngineError
@@ -288,9 +287,7 @@ def test_a_publish_that_a_dying_process_took_with_it_is_sent_again_to_the_others
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("engine", "why"), [(LiteLlmEngine, "an API model"), (ReplayEngine, "a replay"), (RecordingEngine, "a recorded engine")]
-)
+@pytest.mark.parametrize(("engine", "why"), [(LiteLlmEngine, "an API model"), (ScriptedEngine, "a scripted policy")])
 def test_an_engine_that_takes_no_weights_says_why_it_cannot_be_trained(engine: type[Engine], why: str) -> None:
     with pytest.raises(ConfigError, match=f"^this one cannot be trained: {why} "):
         check_takes_weights(engine, "this one")

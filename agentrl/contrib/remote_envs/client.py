@@ -34,7 +34,7 @@ from agentrl.env.address import Asked
 from agentrl.env.authoring import Teacher
 from agentrl.env.base import StepResult, ToolEnv, check_options
 from agentrl.env.call_options import Options
-from agentrl.env.copying import EnvTwin, Snapshot
+from agentrl.env.copying import Snapshot
 from agentrl.env.spaces import Action, Observation
 from agentrl.env.toolbox import Toolbox, Waiting
 from agentrl.env.tools import Tool, ToolSet, ToolSource
@@ -341,8 +341,9 @@ class RemoteEnv(ToolEnv):
         """As the server last said; False before an episode."""
         return self._has_user
 
-    def as_twin(self) -> EnvTwin:
-        return EnvTwin(self, bool(self.card["scripted"]))
+    @property
+    def user_repeats(self) -> bool:
+        return bool(self.card["scripted"])
 
     # -- an episode --------------------------------------------------------------------------------------
 

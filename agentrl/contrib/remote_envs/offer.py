@@ -90,7 +90,7 @@ class EnvOffer:
                 "splits": list(env.splits),
                 "order_free": env.order_free,
                 "idle_share": env.idle_share,
-                "scripted": env.as_twin().scripted,
+                "scripted": env.user_repeats,
                 "task_count": {split: env.task_count(split) for split in env.splits},
                 "toolbox": wire.toolbox_row(env.toolbox),
                 "reward": None if ref.default_reward() is None else find_spec(ref, None),

@@ -191,7 +191,6 @@ class EnvSession:
         env = self._new(body)
         if options.get("user", GOLD) != GOLD:
             options["user"] = RecordedUser.of_row(options["user"])
-            env.as_twin()  # only replays bring a record's user, and an environment may lift limits for them
         observation, info = await env.areset(seed=body["seed"], options=options)
         wire.check_plain(env.task)
         return {"observation": self._seen(env, observation), "info": info}

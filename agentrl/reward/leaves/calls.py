@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -178,15 +179,7 @@ def _optimal(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityR
     (x, y) without loss. With a tolerance equality is not transitive, so there is no hash.
     """
     sure = equal_pairs(made, gold, rule) if rule.strict else []
-    taken, met = {i for i, _ in sure}, {j for _, j in sure}
-    rows = [i for i in range(len(made)) if i not in taken]
-    columns = [j for j in range(len(gold)) if j not in met]
-
-    def block(here: Sequence[int], there: Sequence[int]) -> assign.Weights:
-        return _weights([made[rows[i]] for i in here], [gold[columns[j]] for j in there], rule)
-
-    rest = assign.optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
-    return sure, [(rows[i], columns[j]) for i, j in rest]
+    return sure, assign.pair_rest(made, gold, sure, partial(_weights, rule=rule))
 
 
 def _greedy(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: EqualityRule) -> Found:
@@ -333,11 +326,12 @@ class CallsMatch(Leaf):
             return grade_calls([item.call for item in made], gold, self.rule.values, self.assign)
         pairs, credit = self._pair(made, gold, self._rule(args))
         credits = [credit(i, j) for i, j in pairs]
-        value = _ratio(sum(credits), len(made), len(gold), self.compare)
+        size = {"exact": max(len(made), len(gold)), "superset": len(gold), "subset": len(made)}[self.compare]
+        # No calls made earn nothing unless none were expected.
+        value = min(sum(credits) / size, 1.0) if size else float(not gold)
         if self.credit == "all":
             # A sum of quotients may end just below 1.
             value = 1.0 if value >= 1.0 - 1e-9 else 0.0
-        size = _size(len(made), len(gold), self.compare)
         shares = _shares(view, made, pairs, credits, size) if size and self.spreads(self.args) else None
         return Reading(value, _evidence(made, gold, pairs, credits), shares)
 
@@ -421,30 +415,13 @@ def _best_parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRu
     credit(x, b) + credit(a, y) <= 1 + credit(x, y).
     """
     sure = equal_pairs(made, gold, rule.values) if _by_key(rule, gold) else []
-    taken, met = {i for i, _ in sure}, {j for _, j in sure}
-    rows = [i for i, call in enumerate(made) if i not in taken and call.arguments is not None]
-    columns = [j for j in range(len(gold)) if j not in met]
 
-    def block(here: Sequence[int], there: Sequence[int]) -> assign.Weights:
-        calls, wanted = [made[rows[i]] for i in here], [gold[columns[j]] for j in there]
+    def weights(calls: Sequence[ToolCall], wanted: Sequence[GoldCall]) -> assign.Weights:
         if len(calls) * len(wanted) < MANY or rule.arguments == "ignore" or not _plain(wanted):
             return [[rule.part(call, other) for other in wanted] for call in calls]
         return parts(calls, wanted, rule)
 
-    rest = assign.optimal_by_name([made[i].name for i in rows], [gold[j].name for j in columns], block)
-    return sorted([*sure, *((rows[i], columns[j]) for i, j in rest)])
-
-
-def _ratio(total: float, made: int, gold: int, compare: str) -> float:
-    """Matched share; no calls made earn nothing unless none were expected."""
-    size = _size(made, gold, compare)
-    if size == 0:
-        return 1.0 if gold == 0 else 0.0
-    return min(total / size, 1.0)
-
-
-def _size(made: int, gold: int, compare: str) -> int:
-    return {"exact": max(made, gold), "superset": gold, "subset": made}[compare]
+    return sorted([*sure, *assign.pair_rest(made, gold, sure, weights)])
 
 
 def _shares(view: View, made: Sequence[Made], pairs: assign.Pairs, credits: Sequence[float], size: int) -> dict[int, float]:

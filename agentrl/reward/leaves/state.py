@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 from agentrl.data.trajectory import Json, Message, StopReason, ToolCall, Trajectory, Turn
-from agentrl.reward.call_matching import GoldCall, gold_calls
+from agentrl.reward.call_matching import gold_calls
 from agentrl.reward.leaf import BY, LEAVES, Args, Context, Leaf, Reading, View, need_replay_env, object_schema, or_ref
 from agentrl.reward.leaves.answer import texts_found, wanted_texts
-from agentrl.reward.twins import FrozenState, RoundEnd, RoundTurns, TwinPass
+from agentrl.reward.replays import FrozenState, Replay, RoundEnd, RoundTurns
 from agentrl.reward.values import (
     ABSENT,
     COMPARISON_SCHEMA,
@@ -30,7 +31,6 @@ from agentrl.reward.values import (
     same,
 )
 from agentrl.utils.errors import RewardSpecError
-from agentrl.utils.parsing import deep_copy_json
 
 # Replays of made and expected calls
 
@@ -42,71 +42,53 @@ def replay(context: Context, view: View, gold: Json) -> tuple[FrozenState, Froze
     of rounds, each a list of calls; both sides are replayed from the episode's start to the end of r, with what the user did.
     Raises UnscorableError if the gold has another shape, or the replay environment refuses a gold call or fails.
     """
-    context.replays.states = True  # a leaf that reads states has said so when it was compiled
+    wanted = gold_end(context, view, gold).state
     if view.scope == "episode":
-        return FrozenState(view.trajectory.state), _state(_gold_end(context, view, gold))
-    wanted = _state(_gold_end(context, view, gold))
-    return _state(_own_pass(context, view).end(view.round)), wanted
+        return FrozenState(view.trajectory.state), wanted
+    if "made" not in view.memo:
+        assert context.replay_env is not None
+        rounds = _made_rounds(view.trajectory, view.course)
+        view.memo["made"] = context.replays.play(context.replay_env, view.trajectory, rounds)
+    return view.memo["made"].end(view.round).state, wanted
 
 
-def replay_answers(context: Context, view: View, gold: Json) -> list[str]:
-    """The tools' answers to the gold calls (of the view's round, if the view is one).
-
-    Raises UnscorableError as `replay` does.
-    """
-    return _gold_end(context, view, gold).answers
-
-
-def _state(end: RoundEnd) -> FrozenState:
-    assert end.state is not None
-    return end.state
-
-
-def _gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
-    """End of the gold calls: of an episode after all of them, of a round after those of the rounds up to it."""
+def gold_end(context: Context, view: View, gold: Json) -> RoundEnd:
+    """State and answers after the gold calls: of an episode after all, of a round after those up to it. Raises as `replay`."""
     if context.replay_env is None:
         raise UnscorableError("this run provides no environment to replay on")
-    if view.scope == "episode":
-        return _gold(context, view, [gold]).end(0)
-    if not isinstance(gold, (list, tuple)) or len(gold) <= view.round:
+    by_round = view.scope != "episode"
+    if by_round and (not isinstance(gold, (list, tuple)) or len(gold) <= view.round):
         raise UnscorableError(f"replay by round: there are no gold calls for round {view.round}")
-    return _gold(context, view, gold).end(view.round)
-
-
-def _gold(context: Context, view: View, rounds: Sequence[Json]) -> TwinPass:
-    """The pass over the gold rounds that the record came to, or over all calls at once if there is one part only."""
-    key = ("gold", id(rounds)) if view.scope == "round" else ("gold", "episode", id(rounds[0]))
-    known = view.memo.get(key)
-    if known is None:
-        record = view.trajectory
-        if any(map(_has_calls_of_the_user, rounds)) and record.user_calls:
+    key = ("gold", by_round, id(gold))
+    if key not in view.memo:
+        record, rounds = view.trajectory, gold if by_round else [gold]
+        if record.user_calls and any(map(_has_calls_of_the_user, rounds)):
             record = replace(record, user_calls=[])  # those of the gold are made in their place
-        opening = _opening(record, view.course)
-        texts = _texts(record, view.course)[: len(rounds)] if view.scope == "round" else [RoundTexts()]
-        assert context.replay_env is not None
+        opening = _answer(record, -1, [message for message in record.messages[: view.course.opening] if message.role == "user"])
+        texts = _texts(record, view.course)[: len(rounds)] if by_round else [RoundTexts()]
         played = context.replays.gold(
             context.replay_env,
             record,
             rounds,
             lambda: _gold_rounds(rounds, texts),
-            lambda scripted: (opening, *_user_side(texts, scripted)),
+            lambda repeats: (opening, *_user_side(texts, repeats)),
         )
-        known = view.memo[key] = (rounds, played)  # with what it is a replay of, so that its id stays its own
-    found: TwinPass = known[1]
-    return found
+        view.memo[key] = (gold, played)  # with what it is a replay of, so that its id stays its own
+    found: Replay = view.memo[key][1]
+    return found.end(view.round if by_round else 0)
 
 
 def _has_calls_of_the_user(part: Json) -> bool:
     return isinstance(part, (list, tuple)) and any(isinstance(call, Mapping) and call.get("by") == "user" for call in part)
 
 
-def _user_side(rounds: Sequence[RoundTexts], scripted: bool) -> list[Any]:
+def _user_side(rounds: Sequence[RoundTexts], repeats: bool) -> list[Any]:
     """Messages from the first round's calls to the last's: in turn the texts inside of a round, and the one at its end. Of a
-    scripted user's episode without what the policy said."""
+    user that repeats itself without what the policy said."""
     side: list[Any] = []
     for texts in rounds:
-        side.append(tuple(text.answer if scripted else text for text in texts.inside))
-        side.append(texts.end.answer if texts.end is not None and scripted else texts.end)
+        side.append(tuple(text.answer if repeats else text for text in texts.inside))
+        side.append(texts.end.answer if texts.end is not None and repeats else texts.end)
     return side[:-1]
 
 
@@ -114,41 +96,28 @@ def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[l
     """The rounds to play; and what is wrong with the gold after them, if it is. What was said inside of a round is said after its
     gold calls, because nothing tells between which of them."""
     found: list[RoundTurns] = []
-    count = 0
+    numbers = count()
     for part, said in zip(rounds, texts, strict=False):
+        turns: list[Message | ToolCall] = []
         try:
-            calls = [_gold_turn(call, count + place) for place, call in enumerate(gold_calls(part, "literal"))]
+            for gold in gold_calls(part, "literal"):
+                call = ToolCall(gold.name, dict(gold.arguments), id=f"gold-{next(numbers)}")
+                turns.append(call if gold.by == "user" else Message("assistant", "", (call,)))
         except UnscorableError as error:
             return found, error
-        count += len(calls)
-        inside = [Message("assistant", text.said) for text in said.inside]
-        found.append(RoundTurns([*calls, *inside], None if said.end is None else Message("assistant", said.end.said)))
+        turns += [Message("assistant", text.said) for text in said.inside]
+        found.append(RoundTurns(turns, None if said.end is None else Message("assistant", said.end.said)))
     return found, None
 
 
-def _gold_turn(gold: GoldCall, number: int) -> Message | ToolCall:
-    """A gold call as a turn of the policy's, or as a call of the user's own."""
-    call = ToolCall(gold.name, deep_copy_json(dict(gold.arguments)), id=f"gold-{number}")
-    return call if gold.by == "user" else Message("assistant", "", (call,))
-
-
-def _own_pass(context: Context, view: View) -> TwinPass:
-    """The pass over the record's own turns; one for all leaves and all rounds."""
-    if "made" not in view.memo:
-        assert context.replay_env is not None
-        rounds = _made_rounds(view.trajectory, view.course)
-        view.memo["made"] = context.replays.made(context.replay_env, view.trajectory, rounds)
-    found: TwinPass = view.memo["made"]
-    return found
-
-
 def _made_rounds(record: Trajectory, course: EpisodeRounds) -> list[RoundTurns]:
+    """The record's own rounds. An environment changes nothing of the calls that it gets."""
+    found = []
     turns = _answered_turns(record)
-    found = [RoundTurns([]) for _ in range(course.rounds[-1] + 1 if course.rounds else 0)]
-    for number in range(len(found)):
-        here = [turn for turn, place in zip(turns, course.rounds, strict=False) if place == number]
-        text = here[-1].message if here and not here[-1].message.tool_calls else None
-        found[number] = RoundTurns([_again(turn) for turn in (here if text is None else here[:-1])], text)
+    for number in range(course.rounds[-1] + 1 if course.rounds else 0):
+        said = [turn.message for turn, place in zip(turns, course.rounds, strict=False) if place == number]
+        text = said.pop() if said and not said[-1].tool_calls else None
+        found.append(RoundTurns(said, text))
     return found
 
 
@@ -163,13 +132,6 @@ def _answered_turns(record: Trajectory) -> Sequence[Turn]:
     if len(calls) == len(last.message.tool_calls):
         return turns
     return [*turns[:-1], *([replace(last, message=replace(last.message, tool_calls=calls))] if calls else [])]
-
-
-def _again(turn: Turn) -> Message:
-    """The turn's message with arguments of its own: what a twin does to them is not done to the record."""
-    said = turn.message
-    calls = tuple(ToolCall(c.name, deep_copy_json(c.arguments), c.id, c.raw, c.error) for c in said.tool_calls)
-    return Message(said.role, said.content, calls, said.tool_call_id, said.name, said.reasoning)
 
 
 class Text(NamedTuple):
@@ -198,11 +160,6 @@ def _texts(record: Trajectory, course: EpisodeRounds) -> list[RoundTexts]:
         elif text is not None:
             inside.append(text)
     return found or [RoundTexts()]
-
-
-def _opening(record: Trajectory, course: EpisodeRounds) -> tuple[str, ...]:
-    """The user's calls and messages before the first turn."""
-    return _answer(record, -1, [message for message in record.messages[: course.opening] if message.role == "user"])
 
 
 def _answer(record: Trajectory, turn: int, said: Sequence[Message]) -> tuple[str, ...]:
@@ -255,7 +212,6 @@ class StateMatch(Leaf):
         if self.by == "hash" and only_fields:
             raise ValueError(f"{only_fields[0]}: has no effect with by: hash (use by: fields)")
         need_replay_env(args, context)
-        context.replays.states |= "replay" in args
         self.path = parse_pointer(args.get("path", ""))
         self.ignore = [parse_pointer(pointer) for pointer in args.get("ignore", [])]
         self.cut = (self.path, tuple(self.ignore)) if self.path or self.ignore else None
@@ -449,7 +405,7 @@ class ResultsContains(Leaf):
 
     def _replayed(self, view: View, args: Args) -> Reading:
         fold = NORMALIZERS[args.get("strings", "exact")]
-        wanted = [fold(text) for text in replay_answers(self.context, view, args["replay"])]
+        wanted = [fold(text) for text in gold_end(self.context, view, args["replay"]).answers]
         upto = view.turns[-1].index if view.turns else -1
         # An agent may have asked in an earlier round already, and has the answer in its context.
         turns = view.trajectory.turns if view.scope == "round" else view.turns

@@ -111,7 +111,7 @@ async def test_an_episode_over_http_is_the_episode_in_process(name: str, servers
         assert one.make_task(seed, split) == two.make_task(seed, split)
         assert one.task_count(split) == two.task_count(split)
         assert one.toolbox.schemas() == two.toolbox.schemas()
-        assert one.as_twin().scripted == two.as_twin().scripted
+        assert one.user_repeats == two.user_repeats
         first, second = await play(one, seed, split, scorers[0]), await play(two, seed, split, scorers[1])
         assert first == second
     assert not servers[env_id].app.sessions.episodes

@@ -15,10 +15,7 @@ from agentrl.contrib.remote_envs.sessions import SessionLimits
 from agentrl.data.trajectory import Trajectory
 from agentrl.env import Message, Task, ToolCall, tool
 from agentrl.env.address import Asked
-from agentrl.env.copying import EnvTwin
 from agentrl.reward import Scorer
-from agentrl.rollout.replay import Recorder, Replayer
-from agentrl.rollout.tape import Recorded
 from tests.env.remote.served import TOKEN, Running
 from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
@@ -46,15 +43,9 @@ class Leaves(Guest):
 class Hurried(Cabinet):
     """One turn with calls a round: a second one is the episode's last, but for a replay, which makes one call a turn."""
 
-    limited = True
-
-    def as_twin(self) -> EnvTwin:
-        self.limited = False
-        return super().as_twin()
-
     async def astep(self, action: Any) -> Any:
         before = self.trajectory.turns[-1:]
-        if self.limited and isinstance(action, Message) and before and before[0].message.tool_calls and action.tool_calls:
+        if not self.replays and isinstance(action, Message) and before and before[0].message.tool_calls and action.tool_calls:
             self.finish()
         return await super().astep(action)
 
@@ -80,7 +71,7 @@ class Cabinets:
             "splits": ["train"],
             "order_free": False,
             "idle_share": 0.0,
-            "scripted": env.as_twin().scripted,
+            "scripted": env.user_repeats,
             "task_count": {},
             "toolbox": wire.toolbox_row(env.toolbox),
         }
@@ -132,12 +123,6 @@ def test_scores_by_round_over_http_are_those_in_process(kind: str, server: Runni
     found = [scored(over, episode) for episode in episodes]
     assert [value for value, _ in found] == [1, 0, 0, None]
     assert found == [scored(here, episode) for episode in episodes]
-    recorder = Recorder(tmp_path / "calls.jsonl")
-    over = by_round(make=there, through=recorder.scoring)
-    assert found == [scored(over, episode) for episode in episodes]
-    recorder.close()
-    again = by_round(make=lambda task: pytest.fail(), through=Replayer(Recorded.read(tmp_path / "calls.jsonl")).scoring)
-    assert found == [scored(again, episode) for episode in episodes]
     assert Guest.asked == asked
     assert not server.app.sessions.episodes
 
