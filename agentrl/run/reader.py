@@ -129,6 +129,13 @@ class RunRecord:
         found = _json(self.path / "report.json")
         return found if isinstance(found, dict) else {}
 
+    @property
+    def official(self) -> dict[str, Any]:
+        """Tables of an evaluation's suites: its own, or that of all environments, in the folder above. Raises RunFolderError."""
+        above = RunRecord(self.path.parent).report
+        shared = above.get("official") if self.path.name in (above.get("envs") or {}) else None
+        return self.report.get("official") or shared or {}
+
     # -- results -------------------------------------------------------------------------------------
 
     @property

@@ -201,6 +201,8 @@ def test_two_steps_side_by_side(asking: Asking) -> None:
     ]
     assert (found["only_a"], found["only_b"]) == ([], [])
     assert [pair["verdict"] for pair in found["pairs"]] == ["won", "both solved"]
+    training = asking.ask("/compare?a=one:1&b=one:2")["only_a"]
+    assert [t["task"] for t in training] == ["t/train/1", "t/train/2"], "step 1 has no evaluation: of step 2 its training too"
     other = asking.ask("/compare?a=one:step_000001&b=one:step_000002")
     assert other["pairs"] == [] and [t["task"] for t in other["only_a"]] == ["t/train/1", "t/train/2"]
     assert [len(t["episodes"]) for t in other["only_b"]] == [2]

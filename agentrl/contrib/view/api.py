@@ -183,12 +183,12 @@ class Api:
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
         config = _redacted_config(fresh.text)
-        report = {} if fresh.evaluation is None else fresh.report
+        tables = {} if fresh.evaluation is None else fresh.official
         return {
             **row,
             "config": config,
             "evaluations": evaluations,
-            "official": redact_json(report.get("official") or {}, said=True),
+            "official": redact_json(tables, said=True),
             "summary": redact_json(summary, said=True),
             "metric_table": metric_table(),
             "steps": steps,
@@ -258,14 +258,20 @@ class Api:
 
     def compare(self, asked: Asked) -> Json:
         _only(asked, "a", "b")
-        return queries.compare_episodes(*(self._tasks(asked.get(side, ""), side) for side in ("a", "b")))
+        sides = [self._tasks(asked.get(side, ""), side) for side in ("a", "b")]
+        if sides[0][0] != sides[1][0]:  # a step has an evaluation in one run alone: of both, its training
+            sides = [self._tasks(asked[side], side, held_out=False) for side in ("a", "b")]
+        return queries.compare_episodes(*(tasks for _, tasks in sides))
 
-    def _tasks(self, given: str, side: str) -> Json:
+    def _tasks(self, given: str, side: str, held_out: bool = True) -> tuple[bool, Json]:
+        """Whether the episodes of a side are of training, and the episodes by task."""
         ident, colon, step = given.rpartition(":")
         if not colon:
             raise UserError(f"{side}={given!r}: expected RUN:STEP")
         with self._index(self.library.get(ident)) as db:
-            return queries.by_task(db, queries.find_file(db, step))
+            files = queries.find_file(db, step, held_out)
+            trains = db.execute("SELECT phase FROM files WHERE id = ?", files[:1]).fetchone()["phase"] == "train"
+            return trains, queries.by_task(db, files)
 
     def _high(self, db: sqlite3.Connection, ident: str) -> Mapping[str, float]:
         maxima = self._maxima(self.library.get(ident))

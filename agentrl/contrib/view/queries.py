@@ -280,15 +280,16 @@ def failures(db: sqlite3.Connection, step: int | None, kind: str | None = None, 
     return out
 
 
-def find_file(db: sqlite3.Connection, name: str) -> list[int]:
-    """The files that `STEP` or a file's name stands for: of a step its evaluation if there is one, else its training.
+def find_file(db: sqlite3.Connection, name: str, held_out: bool = True) -> list[int]:
+    """The files that `STEP` or a file's name stands for: of a step its evaluation if there is one, else its training; only the
+    latter without `held_out`.
 
     Raises NotFoundError.
     """
     if name.isdigit():
         rows = db.execute("SELECT id, phase FROM files WHERE step = ?", (int(name),)).fetchall()
-        held = [row["id"] for row in rows if row["phase"] != "train"]
-        found = held[-1:] or [row["id"] for row in rows]
+        held = [row["id"] for row in rows if row["phase"] != "train"] if held_out else []
+        found = held[-1:] or [row["id"] for row in rows if row["phase"] == "train"]
     else:
         found = [row["id"] for row in db.execute("SELECT id FROM files WHERE name = ?", (name,))]
     if not found:
