@@ -135,7 +135,7 @@ def test_how_much_a_policy_repeats_itself() -> None:
         turn = Turn(0, Message("assistant", text, tool_calls=calls), sampled_tokens=len(tokens), ledger=0, end=len(ledger) - 1)
         return Trajectory("x", Task(task, 0), ledgers=[ledger], turns=[turn], reward=0.0, stop=StopReason.DONE)
 
-    loop, plain = [5] * 17 + [1, 2, 3], list(range(100, 116))
+    loop, plain = [5] * 17 + [1, 2, 3], [1, 2, 3, 4, 3, 2, 1, *range(100, 109)]
     row = episode_values([said("7 ", loop, "a"), said("7", plain, "b"), said("8", [5] * 15, "c")], {}, trained=True)
     assert row["repetition"] == 13 / (17 + 13), "15 tokens are too few to be looked at"
     assert row["same_answer"] == 2 / 3
