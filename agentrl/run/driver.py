@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from agentrl.run.interrupt import TWICE, Interrupt, put_off
 from agentrl.run.loop import evaluate_now, train_loop
 from agentrl.run.outcomes import EVALUATED, draw_curve, points, summary_of
 from agentrl.run.provenance import check_contents, updates_done
-from agentrl.run.run_log import MOSTLY_UNSCORED, Health, RunLog, Unhealthy, check_any_scored, thrown_away
+from agentrl.run.run_log import MOSTLY_UNSCORED, Health, RunLog, Unhealthy, check_any_scored, finding_text, thrown_away
 from agentrl.run.session import Session, open_session, warmed_up
 from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
@@ -94,11 +94,13 @@ DATA = "data"
 
 @dataclass(slots=True)
 class RunOutcome:
-    """The state of a run; becomes summary.json. `cause`: why a run that went to its end did not learn."""
+    """The state of a run; becomes summary.json. `cause`: why a run that went to its end did not learn. `findings`: as
+    `Health.findings`."""
 
     status: Status | Unhealthy = "failed"
     error: str | None = None
     cause: str | None = None
+    findings: Sequence[Mapping[str, Any]] = ()
     restarts: int = 0
     engine: str = ""
     only_warm_start: bool = False
@@ -315,6 +317,7 @@ def _finish(config: TrainConfig, folder: RunFolder, outcome: RunOutcome, run_log
     if ended and run_log.health is not None and (finding := run_log.health.verdict(rows)) is not None:
         outcome.cause = str(finding)
         outcome.status = finding.status if finding.fails else "done"
+    outcome.findings = [] if run_log.health is None else run_log.health.findings
     with _unless_failed(outcome, "the curve is not drawn"):
         if config.data is None:
             draw_curve(rows, folder.curve, f"{config.name}: {', '.join(env.id for env in config.envs)}")
@@ -348,6 +351,7 @@ def _summary(config: TrainConfig, rows: list[dict[str, Any]], outcome: RunOutcom
         "status": outcome.status,
         "error": outcome.error,
         **({"cause": outcome.cause} if outcome.cause is not None else {}),
+        **({"findings": outcome.findings} if outcome.findings else {}),
         "engine": outcome.engine,
         "seed": config.seed,
         "steps": updates[-1]["step"] if updates else 0,
@@ -413,6 +417,8 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"trained model               {folder.final}")
     for look in looks:
         display.say(f"look at it                  {look}")
+    for finding in outcome.findings:
+        display.say(f"but                         {finding_text(finding)}")
     for line in _next(config, folder, outcome):
         display.say(line)
 

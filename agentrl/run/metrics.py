@@ -84,6 +84,10 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("tool_calls", "calls", "tool calls per episode, mean over all episodes"),
         _episodes("tool_error_rate", "share", "share of the answered tool calls whose answer is an error (a call that cannot be "
             "parsed too), over all calls together"),
+        _episodes("repetition", "share", "share of the 4-grams of a turn's tokens that it had before, over all turns of 16 or "
+            "more together"),
+        _episodes("same_answer", "share", "share of the episodes whose last message (its text and calls) is the commonest one; "
+            "null if all are of one task"),
         _episodes("stop/<reason>", "share", "share of all episodes that ended for this reason (`StopReason`)"),
         MetricInfo("rewrites", "rewrites", "rewrites of the conversation by `rollout.context` per episode"),
     ),
@@ -93,6 +97,8 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("zero_variance", "share", "share of the update's groups whose rewards are all equal: group-relative "
             "advantages are 0 there, and nothing is learned", per_env=True),
         MetricInfo("groups_zero_variance", "groups", "how many these are"),
+        MetricInfo("thin_groups", "share", "share of the groups with fewer than 4 scored members, and as many unscored ones "
+            "or more: a member is compared with few others", per_env=True),
         MetricInfo("groups_filtered", "groups", "groups without variance that were replaced for this update "
             "(`rollout.filter_zero_variance`)"),
         MetricInfo("groups_refused", "groups", "groups that `rollout.accept` refused for this update, which were replaced"),

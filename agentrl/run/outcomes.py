@@ -194,6 +194,10 @@ Kinds = Mapping[str, Mapping[str, Kind]]
 """What the values in `Trajectory.metrics` are, by environment and id: of a node of the rewarded tree (or of `success`), or of
 one of the spec's `metrics`."""
 NO_BINS: Mapping[str, Bins] = MappingProxyType({})
+GRAM, LEAST, PRIME = 4, 16, 1_000_003
+"""Tokens of a run that is repeated, and of the shortest turn that is searched for them; PRIME: of their hash."""
+THIN = 4
+"""Scored members below which a group whose other members are unscored is thin: of 3, the mean of the others is of 2."""
 
 
 def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
@@ -213,7 +217,7 @@ def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: boo
     found: Row = {name: _mean(known) for name, known in means}
     found |= {"scored": len(scored), "unscored": len(episodes) - len(scored)}
     found |= {f"unscored/{cause}": count for cause, count in sorted(unscored.items())}
-    found |= _lengths(episodes) | _given_calls(episodes)
+    found |= _lengths(episodes) | _given_calls(episodes) | _sameness(episodes)
     called, tools = _tools(episodes)
     found |= tools
     found |= {f"stop/{stop}": n / len(episodes) for stop, n in sorted(Counter(t.stop.value for t in episodes).items())}
@@ -256,11 +260,13 @@ def by_env(episodes: Iterable[Trajectory], kinds: Kinds, *, trained: bool, bins:
 
 def group_values(groups: Sequence[Group]) -> Row:
     """Differences of rewards within groups, from which group-relative estimators learn."""
+    counts = [(len(group.scored()), len(group.trajectories)) for group in groups]
     spreads = [[t.reward for t in group.scored() if t.reward is not None] for group in groups]
     known = [statistics.stdev(rewards) for rewards in spreads if len(rewards) > 1]
     return {
         "reward_std": statistics.fmean(known) if known else None,
         "zero_variance": sum(alike(group) for group in groups) / len(groups) if groups else None,
+        "thin_groups": sum(known < THIN and 2 * known <= of for known, of in counts) / len(counts) if counts else None,
     }
 
 
@@ -308,6 +314,25 @@ def _lengths(episodes: Sequence[Trajectory]) -> Row:
         "response_length/max": max(tokens, default=0),
         "response_length/cut": ends.count("length") / len(ends) if ends else None,
         "truncated": sum(t.truncated for t in episodes) / count,
+    }
+
+
+def _sameness(episodes: Sequence[Trajectory]) -> Row:
+    """Shares of the policy's words that it has said before: within a turn, and at the ends of episodes of different tasks."""
+    grams = new = 0
+    for t in episodes:
+        for turn in t.turns:
+            if turn.ledger >= 0 and turn.sampled_tokens >= LEAST:
+                ids = t.ledgers[turn.ledger].token_ids[turn.end + 1 - turn.sampled_tokens : turn.end + 1].astype(np.int64)
+                hashes = np.zeros(len(ids) - GRAM + 1, np.int64)
+                for at in range(GRAM):
+                    hashes = hashes * PRIME + ids[at : at + len(hashes)]
+                grams, new = grams + len(hashes), new + len(np.unique(hashes))
+    ends = [(t.turns[-1].message, t.env, t.task.id) for t in episodes if t.turns]
+    said = Counter((m.content.strip(), *((call.name, str(call.arguments)) for call in m.tool_calls)) for m, _, _ in ends)
+    return {
+        "repetition": 1 - new / grams if grams else None,
+        "same_answer": max(said.values()) / len(ends) if len({end[1:] for end in ends}) > 1 else None,
     }
 
 

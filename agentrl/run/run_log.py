@@ -9,11 +9,12 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 from agentrl.config import TrainConfig
+from agentrl.config.envs import own_advantages
 from agentrl.config.schema import KeepConfig, PrometheusConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
@@ -24,6 +25,7 @@ from agentrl.run.prometheus import MetricsEndpoint
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session
 from agentrl.run.trackers import FLUSH_S, Outlet, Status, Tracker, sampled_rows
+from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import NothingScoredError
 from agentrl.utils.threads import in_thread
 
@@ -236,12 +238,132 @@ class Updates:
         return [row for row in self.newest if row["step"] > self._warmup]
 
 
+def compares_members(config: TrainConfig) -> bool:
+    """Return True if an estimator of the run compares the members of a group."""
+    chosen = [config.algorithm.advantage, *own_advantages(config).values()]
+    return any("group" in ADVANTAGES.entry(one.name).needs for one in chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A number in the rows of updates by which a run goes wrong: `shows(value, start)` in `health.idle_updates` of them in a row.
+
+    `start`: the `extreme` of the first rows, up to the update that is number `first` of those that trained. `unless`: success,
+    or the reward if none is known, is near 1 ("solved"), or that or higher than at first ("better").
+    `null`: stands for a number that was not finite."""
+
+    name: str
+    key: str
+    shows: Callable[[float, float], bool]
+    cause: str
+    advice: str
+    extreme: Callable[[float, float], float] = max
+    unless: Literal["solved", "better"] | None = None
+    first: Callable[[TrainConfig], int] = lambda config: config.health.idle_updates
+    applies: Callable[[TrainConfig], bool] = lambda config: True
+    null: float | None = None
+    per_env: bool = True
+
+
+SOLVED = 0.9
+OLD_WEIGHTS = Sign(
+    "weights not delivered", "mismatch_kl", lambda now, start: now >= max(2e-3, 10 * start),
+    "the engine's log probabilities have moved away from the trainer's although its version moves, as if it kept old weights",
+    "Try another weights.route; if you wrote it, compare a weight on both ends, or see docs/engines.md.",
+    applies=lambda config: config.rollout.max_staleness == 0, first=lambda config: 1, null=math.inf, per_env=False,
+)  # fmt: skip
+"""The first update has the rounding alone: 6e-5 to 4e-4 of real models in bfloat16, so 2e-3 is beyond its noise."""
+SIGNS = (
+    OLD_WEIGHTS,
+    replace(
+        OLD_WEIGHTS, shows=lambda now, start: now >= max(2e-3, 3 * start),
+        applies=lambda config: config.rollout.max_staleness > 0,
+        # The first updates show what staleness costs, once the learning rate is not small any more. Later ones cost less.
+        first=lambda config: 1 + config.rollout.max_staleness + config.optim.warmup,
+    ),
+    Sign(
+        "entropy collapsed", "entropy", lambda now, start: now <= min(0.05, 0.1 * start),
+        "the policy hardly varies any more, so it finds nothing new",
+        "Lower optim.lr, raise clip_high or set algorithm.entropy_target; go back to a checkpoint from before.",
+        unless="solved", per_env=False,
+    ),
+    Sign(
+        "text repeats itself", "repetition", lambda now, start: now >= max(0.5, 2 * start),
+        "turns repeat their own words", "Lower optim.lr or set algorithm.kl.coef, and look whether the reward pays length.",
+        extreme=min, unless="better",
+    ),
+    Sign(
+        "tool calls vanished", "tool_calls", lambda now, start: start >= 0.5 and now <= 0.05 * start,
+        "episodes called tools at first, and now do not, without more success",
+        "Look whether the reward pays an answer without calls (`agentrl reward lint`), or lower optim.lr.",
+        unless="better",
+    ),
+    Sign(
+        "one answer for all", "same_answer", lambda now, start: start < 0.8 and now >= 0.95,
+        "episodes of different tasks end with the same message, without more success",
+        "Look whether the reward pays that message (`agentrl show`), lower optim.lr or set algorithm.entropy_target.",
+        extreme=min, unless="better",
+    ),
+    Sign(
+        "thin baselines", "thin_groups", lambda now, start: now >= 0.25,
+        "members are compared with few others, because the rest of their group is unscored",
+        "Find out why they are unscored (log.txt); rollout.min_survivors replaces such groups.",
+        applies=compares_members,
+    ),
+)  # fmt: skip
+
+
+class Watch:
+    """A sign in the updates of a run, or of one of its environments, under `env/NAME/`; `found`: when it was there."""
+
+    def __init__(self, sign: Sign, config: TrainConfig, scope: str) -> None:
+        self.sign, self._scope, self._left = sign, scope, sign.first(config)
+        self._start: float | None = None
+        self._before = deque[float | None](maxlen=config.health.idle_updates)
+        self._newest = deque[tuple[int, float, float | None]](maxlen=config.health.idle_updates)
+        self.found: list[dict[str, Any]] = []
+
+    def add(self, row: HealthRow, fault: str | None = None) -> dict[str, Any] | None:
+        """The finding that begins with this update, if one does. `fault`: why the first unscored episode is."""
+        key, sign, step = self._scope + self.sign.key, self.sign, row["step"]
+        value = sign.null if key in row and row[key] is None else row.get(key)
+        if value is None:
+            return None
+        known = (row.get(f"{self._scope}{name}") for name in ("success", "reward"))
+        good = next((number for number in known if number is not None), None)
+        if self._left > 0:
+            self._start = value if self._start is None else sign.extreme(self._start, value)
+            self._before.append(good)
+            self._left -= has_trained(row)
+        self._newest.append((step, value, good))
+        start = value if self._start is None else self._start
+        shown = [sign.shows(number, start) for _, number, _ in self._newest]
+        begun = bool(self.found) and self.found[-1]["until"] is None
+        if begun and (not any(shown) or self._does_well()):
+            self.found[-1]["until"] = step
+        if begun or len(shown) < (self._newest.maxlen or 0) or not all(shown) or self._does_well():
+            return None
+        why = f"; the first unscored episode: {fault}" if fault and sign.key == "thin_groups" else ""
+        said = f"{sign.cause} ({key} is {value:.2g} after update {step}, at first {start:.2g}){why}"
+        since = self._newest[0][0]
+        self.found.append({"name": sign.name, "since": since, "until": None, "cause": said, "advice": sign.advice})
+        return self.found[-1]
+
+    def _does_well(self) -> bool:
+        """Return True if the policy does well in spite of the sign."""
+        newest, before = ([good for good in part if good is not None] for part in ([g for *_, g in self._newest], self._before))
+        if self.sign.unless is None or not newest or not before:
+            return False
+        mean = sum(newest) / len(newest)
+        return mean >= SOLVED or (self.sign.unless == "better" and mean > sum(before) / len(before))
+
+
 class Health:
     """Looks at every row of a run as it is written, and warns once for each time that something begins to be wrong."""
 
     def __init__(self, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._config, self._warn = config, warn
-        self._updates = Updates(config)
+        self._updates, self._watches = Updates(config), watches(config)
         self._said: set[str] = set()
         self._fault: str | None = None
         self._faults: Callable[[], str | None] = lambda: None
@@ -249,8 +371,17 @@ class Health:
     def begin(self, step: int, rows: Iterable[HealthRow], fault: Callable[[], str | None]) -> None:
         """Updates begin after `step`, with these rows before them; those after it are forgotten, as they are done again. `fault`:
         why the first episode of theirs was unscored, once there was one."""
-        self._updates = Updates(self._config, (row for row in rows if row["phase"] == "train" and row["step"] <= step))
+        before = [row for row in rows if row["phase"] == "train" and row["step"] <= step]
+        self._updates, self._watches = Updates(self._config, before), watches(self._config)
+        for row in before:
+            for watch in self._watches:
+                watch.add(row)
         self._faults = fault
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """Signs that were there: name, cause, advice, since which update and, of one that is over, until which."""
+        return sorted((one for watch in self._watches for one in watch.found), key=lambda one: one["since"])
 
     @property
     def fault(self) -> str | None:
@@ -270,6 +401,9 @@ class Health:
             if enough and status not in self._said:
                 self._warn(f"{status}: {finding}")
         self._said = set(found) if enough else set()
+        for watch in self._watches:
+            if (begun := watch.add(row, self.fault)) is not None:
+                self._warn(finding_text(begun))
 
     def evaluation(self, phase: str, found: Evaluation) -> None:
         """Look at an evaluation, each environment by itself. One in which nothing is scored ends the run (`check_any_scored`)."""
@@ -305,6 +439,18 @@ class Health:
         return (goal is not None and bool(found) and found[-1] >= goal) or _has_improved(
             updates, self._config.health.idle_updates
         )
+
+
+def watches(config: TrainConfig) -> list[Watch]:
+    """The signs to look for; those of episodes in each environment, if there are several."""
+    names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
+    return [Watch(one, config, scope) for one in SIGNS if one.applies(config) for scope in (names if one.per_env else [""])]
+
+
+def finding_text(one: Mapping[str, Any]) -> str:
+    """A finding in words, for the log and the end of a run."""
+    until = "" if one["until"] is None else f" to {one['until']}"
+    return f"{one['name']}, from update {one['since']}{until}: {one['cause']}. {one['advice']}"
 
 
 def idle(updates: Updates, config: TrainConfig) -> Finding | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from agentrl.data.trajectory import StopReason, Task, Trajectory
 from agentrl.rollout.player import Evaluation, summarize
 from agentrl.run.run_log import MOSTLY_UNSCORED, TRAINED_NOTHING, Health, check_any_scored
 from agentrl.utils.errors import NothingScoredError
+
+LEARNING = Path(__file__).resolve().parents[2] / "benchmarks" / "learning"
 
 
 def config(*overrides: str) -> TrainConfig:
@@ -166,3 +170,118 @@ def test_an_environment_that_fails_in_an_evaluation_is_named() -> None:
     health.evaluation("eval", both)
     assert said == ["[eval] 2 of 3 episodes of dead are unscored; the first: t/0: env_error: no database"]
     assert health.fault == "t/0: env_error: no database"
+
+
+def healthy(step: int, **values: Any) -> dict[str, Any]:
+    """A row of the quickstart: success rises, entropy falls with it, the engine agrees with the trainer."""
+    success = min(0.3 + 0.1 * step, 1.0)
+    text = {"tool_calls": 3.0, "repetition": 0.1, "same_answer": 0.2, "thin_groups": 0.0}
+    plain = {"success": success, "reward": success, "entropy": 0.06 / step, "mismatch_kl": 1e-13, **text}
+    return update(step, **{**plain, **values})
+
+
+def stuck(step: int, **values: Any) -> dict[str, Any]:
+    return healthy(step, **{"success": 0.3, "reward": 0.3, "entropy": 0.5, **values})
+
+
+def signs(rows: list[dict[str, Any]], *overrides: str, fault: str | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """What the run said, and its findings: name, since which update, until which."""
+    said: list[str] = []
+    health = Health(config(*overrides), said.append)
+    health.begin(0, [], lambda: fault)
+    for row in rows:
+        health.row(row)
+    return said, [(one["name"], one["since"], one["until"]) for one in health.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "fine", "bad", "nearly"),
+    [
+        ("weights not delivered", "mismatch_kl", 3e-4, 4e-3, 2.9e-3),  # ten times 3e-4
+        ("weights not delivered", "mismatch_kl", 1e-13, 2e-3, 1.9e-3),
+        ("weights not delivered", "mismatch_kl", 1e-13, None, 1.9e-3),  # too large to be a number
+        ("entropy collapsed", "entropy", 0.4, 0.04, 0.041),
+        ("entropy collapsed", "entropy", 5.0, 0.05, 0.4),  # a tenth of 5, and not near 0
+        ("text repeats itself", "repetition", 0.3, 0.6, 0.59),
+        ("text repeats itself", "repetition", 0.1, 0.5, 0.49),
+        ("tool calls vanished", "tool_calls", 2.0, 0.1, 0.11),
+        ("one answer for all", "same_answer", 0.5, 0.95, 0.94),
+        ("thin baselines", "thin_groups", 0.0, 0.25, 0.2),
+    ],
+)
+def test_five_updates_in_a_row_show_a_sign_which_is_said_once(
+    name: str, key: str, fine: float, bad: float | None, nearly: float
+) -> None:
+    rows = [stuck(step, **{key: fine if step < 7 else bad}) for step in range(1, 14)]
+    assert signs(rows[:10]) == ([], [])
+    said, found = signs(rows, fault="t/1: env_error: no database")
+    assert found == [(name, 7, None)] and len(said) == 1 and said[0].startswith(f"{name}, from update 7: ")
+    assert f"({key} is " in said[0] and ("no database" in said[0]) is (key == "thin_groups")
+    assert signs([stuck(step, **{key: fine if step < 7 or step % 5 == 0 else bad}) for step in range(1, 20)])[0] == []
+    assert signs([stuck(step, **{key: fine if step < 7 else nearly}) for step in range(1, 20)])[0] == []
+    back = [
+        *rows,
+        *(stuck(step, **{key: fine}) for step in range(14, 20)),
+        *(stuck(step, **{key: bad}) for step in range(20, 26)),
+    ]
+    assert signs(back)[1] == [(name, 7, 18), (name, 20, None)] and len(signs(back)[0]) == 2, "after 18 none of five shows it"
+
+
+def test_a_run_that_does_well_shows_no_sign() -> None:
+    assert signs([healthy(step) for step in range(1, 41)]) == ([], []), "success near 1, entropy near 0"
+    for values in ({"tool_calls": 0.0}, {"same_answer": 1.0}, {"repetition": 0.9}):  # success rises: so it is right, as where
+        rows = [stuck(1), *(stuck(step, success=0.5, **values) for step in range(2, 12))]  # no function fits the question
+        assert signs(rows)[0] == []
+        assert len(signs([stuck(1), *(stuck(step, success=0.2, **values) for step in range(2, 12))])[0]) == 1
+    assert signs([stuck(step, tool_calls=0.3 if step == 1 else 0.0) for step in range(1, 12)])[0] == [], "it seldom made calls"
+    assert signs([stuck(step, same_answer=0.85 if step == 1 else 1.0) for step in range(1, 12)])[0] == [], "as at first: done()"
+    assert signs([stuck(step, repetition=None, same_answer=None) for step in range(1, 12)])[0] == []
+    by_reward = [stuck(step, success=None, reward=0.1 * step, tool_calls=3.0 if step < 3 else 0.0) for step in range(1, 12)]
+    assert signs(by_reward)[0] == [], "no success is known, and the reward rises"
+    alone = [stuck(step, thin_groups=1.0) for step in range(1, 12)]
+    assert signs(alone, "algorithm.advantage.name=gae", "critic={}")[0] == [], "no estimator compares members"
+
+
+def test_a_mismatch_that_stays_or_that_staleness_explains_is_no_sign() -> None:
+    experts = [2.0e-4, 1.6e-4, 1.9e-4, 1.6e-4, 3.0e-4] * 4  # docs/moe.md
+    assert signs([stuck(step, mismatch_kl=kl) for step, kl in enumerate(experts, 1)])[0] == []
+    # One run of staleness 1 whose weights arrive, one whose do not (an embedded engine, `old_weights` of the planted runs).
+    fine = [7e-14, 0.168, 0.42, 0.146, 0.0541, 0.0752, 0.0656, 0.0165, 0.0305, 0.0402, 0.0751, 0.0419, 0.0269, 0.0161]
+    old = [6e-14, 0.213, 0.248, 0.368, 0.473, 0.603, 0.892, 1.5, 1.3, 0.738, 1.19, 1.26, 0.398, 0.807, 1.75]
+    for series, found in ((fine, []), (old, [("weights not delivered", 7, None)])):  # three times 0.213 is 0.64
+        rows = [stuck(step, mismatch_kl=kl) for step, kl in enumerate(series, 1)]
+        assert signs(rows, "rollout.max_staleness=1")[1] == found
+    warming = [stuck(step, mismatch_kl=1e-3 * min(step - 1, 10) ** 2) for step in range(1, 30)]
+    assert signs(warming, "rollout.max_staleness=1", "optim.warmup=10")[0] == [], "the learning rate rises over ten updates"
+    still = [stuck(step, mismatch_kl=1e-13, grad_norm=0.0) for step in range(1, 8)]
+    later = [stuck(step, mismatch_kl=1e-13 if step == 8 else 0.1) for step in range(8, 20)]
+    assert "weights" not in str(signs([*still, *later], "rollout.max_staleness=1")[0]), "nothing had moved before update 8"
+
+
+@pytest.mark.parametrize("run", sorted(LEARNING.glob("*/metrics.jsonl")), ids=lambda path: path.parent.name)
+def test_real_runs_that_learned_show_no_sign(run: Path) -> None:
+    """Models of 135M parameters in bfloat16 on a GPU, with staleness 1."""
+    rows = [json.loads(line) for line in run.read_text().splitlines()]
+    updates = [row for row in rows if row["phase"] == "train"]
+    assert len(updates) >= 20 and signs(updates, "rollout.max_staleness=1") == ([], [])
+
+
+def test_of_several_environments_the_one_that_collapses_is_named() -> None:
+    both = ("env=[{id='key_value', name='a'}, {id='key_value', name='b'}]",)
+    rows = [
+        stuck(step, **{"env/a/same_answer": 0.2, "env/b/same_answer": 0.2 if step < 3 else 1.0, "env/b/success": 0.0})
+        for step in range(1, 9)
+    ]
+    said, found = signs(rows, *both)
+    assert found == [("one answer for all", 3, None)] and "env/b/same_answer is 1 after update 7" in said[0]
+
+
+def test_a_resumed_run_remembers_its_findings_and_forgets_those_of_updates_that_come_again() -> None:
+    rows = [stuck(step, tool_calls=2.0 if step < 3 else 0.0) for step in range(1, 9)]
+    said: list[str] = []
+    health = Health(config(), said.append)
+    health.begin(8, rows, lambda: None)
+    health.row(stuck(9, tool_calls=0.0))
+    assert [one["since"] for one in health.findings] == [3] and said == [], "it was said before"
+    health.begin(2, rows, lambda: None)
+    assert health.findings == []

@@ -115,7 +115,34 @@ def test_how_much_rewards_differ_within_groups() -> None:
     found = group_values([group(1.0, 0.0, 0.0, None), group(0.5, 0.5)])
     assert found["reward_std"] == pytest.approx((np.std([1, 0, 0], ddof=1) + 0.0) / 2) and found["zero_variance"] == 0.5
     alone = group_values([group(1.0), group(0.0)])
-    assert alone == {"reward_std": None, "zero_variance": 1.0}, "one member has no spread, and teaches nothing"
+    assert alone == {"reward_std": None, "zero_variance": 1.0, "thin_groups": 0.0}, (
+        "one member has no spread, and teaches nothing"
+    )
+    lost = [None] * 5
+    thin = group_values(
+        [group(1.0, 0.0, 0.0, *lost), group(1.0, 0.0, None, None), group(*[1.0] * 4, *lost), group(1.0, 0.0, None)]
+    )
+    assert thin["thin_groups"] == 0.5, "3 of 8 and 2 of 4; not 4 of 9, nor 2 of 3"
+
+
+def test_how_much_a_policy_repeats_itself() -> None:
+    """Of one turn 17 of 20 tokens are equal: 4-grams of 14 places are one, and 3 places more begin others."""
+
+    def said(text: str, tokens: list[int], task: str, *calls: ToolCall) -> Trajectory:
+        ledger = TokenLedger()
+        ledger.append_context([7] * 30, 0)  # what the policy did not say counts for nothing
+        ledger.append_sampled(np.array(tokens), [-1.0] * len(tokens), [0] * len(tokens), 0)
+        turn = Turn(0, Message("assistant", text, tool_calls=calls), sampled_tokens=len(tokens), ledger=0, end=len(ledger) - 1)
+        return Trajectory("x", Task(task, 0), ledgers=[ledger], turns=[turn], reward=0.0, stop=StopReason.DONE)
+
+    loop, plain = [5] * 17 + [1, 2, 3], [1, 2, 3, 4, 3, 2, 1, *range(100, 109)]
+    row = episode_values([said("7 ", loop, "a"), said("7", plain, "b"), said("8", [5] * 15, "c")], {}, trained=True)
+    assert row["repetition"] == 13 / (17 + 13), "15 tokens are too few to be looked at"
+    assert row["same_answer"] == 2 / 3
+    done, other = ToolCall("done", {"with": 1}), ToolCall("done", {"with": 2})
+    row = episode_values([said("", [1], "a", done), said("", [1], "b", other), said("", [1], "b", other)], {}, trained=True)
+    assert row["repetition"] is None and row["same_answer"] == 2 / 3, "calls are part of an answer"
+    assert episode_values([said("7", plain, "a")] * 3, {}, trained=True)["same_answer"] is None, "all of one task"
 
 
 def test_ids_are_terms_or_metrics_as_the_spec_says() -> None:
