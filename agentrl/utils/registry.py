@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -49,6 +51,9 @@ class Entry(Generic[T]):
     traits: frozenset[str]
 
 
+_registries: list[Registry[Any]] = []
+
+
 class Registry(Mapping[str, T]):
     """The components of one kind; maps a name to its component."""
 
@@ -69,6 +74,7 @@ class Registry(Mapping[str, T]):
         self.words = {"needs": dict(needs or {}), "traits": dict(traits or {})}
         self._entries: dict[tuple[str, str], Entry[T]] = {}
         self._own: dict[str, Entry[T]] = {}
+        _registries.append(self)
 
     def register(
         self, name: str, *, needs: Collection[str] = frozenset(), traits: Collection[str] = frozenset()
@@ -129,6 +135,10 @@ class Registry(Mapping[str, T]):
     def own(self) -> list[Entry[T]]:
         """agentrl's own components, by name: a user's file is loaded only if its name is requested."""
         return [self.entry(name) for name in sorted(dict(_packaged_entries(self.home, self.symbol)))]
+
+    def is_plugin(self, name: str) -> bool:
+        """Return True if a file of a shelf, or another package, registers the name."""
+        return not self.entry(name).make.__module__.startswith("agentrl.")
 
     def that_need(self, word: str, yes: bool = True) -> str:
         """The names of agentrl's own components that need `word` (or do not), for a message."""
@@ -219,6 +229,19 @@ def bind(
     if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
         raise ConfigError(f"{label}: argument low = {low:g} must be below high = {high:g}")
     return partial(make, **bound)
+
+
+@contextmanager
+def second_load(registry: Registry[Any], name: str) -> Iterator[Any]:
+    """The component of a plug-in from another load of its file: what calls leave in its module is gone afterwards."""
+    module = registry.entry(name).make.__module__
+    kept, entries = sys.modules.pop(module), [(one, dict(one._entries)) for one in _registries]
+    try:
+        yield registry.entry(name).make
+    finally:
+        sys.modules[module] = kept
+        for one, before in entries:
+            one._entries = before
 
 
 def registered_in(path: Path, symbol: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 A check raises a UserError that names the key, its value and what was expected; no folder is created and no process started
 before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`, `judges`,
-`named`, `parts`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`,
+`named`, `parts`, `plugins`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`,
 `placement`, `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in
 `train/`, by the file that computes with it.
 """
@@ -26,6 +26,7 @@ from agentrl.run.checks.env_checks import (
     suite_notes,
 )
 from agentrl.run.checks.model_checks import check_models, check_other_models, check_prompts, check_router_replay, check_vision
+from agentrl.run.checks.plugin_checks import check_plugins
 from agentrl.run.checks.preflight import Purpose, check_preflight
 from agentrl.run.checks.reward_checks import check_decided, check_gold, check_judge, check_lint, check_success
 from agentrl.run.checks.rollout_checks import (
@@ -91,6 +92,7 @@ def check_not_data(config: TrainConfig) -> None:
 def _check_sources(config: TrainConfig, planned: bool) -> None:
     quiet_libraries()  # the checks of a model trace it
     check_references(config)
+    check_plugins(config, planned)
     check_engine(config)
     check_trackers(config)
     check_callbacks(config.callbacks)

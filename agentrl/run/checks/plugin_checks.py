@@ -1,0 +1,223 @@
+"""Trial of a user's plug-ins before a run: each is called once on made-up data, and its answer is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config import Choice, TrainConfig
+from agentrl.config.envs import alone
+from agentrl.data.trajectory import Message, ToolCall
+from agentrl.rollout.context import Moment
+from agentrl.rollout.mixtures import EnvOutcome
+from agentrl.run.checks.reward_checks import in_daemon_thread
+from agentrl.run.registries import registry_of
+from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
+from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.registry import Registry, second_load
+
+TURNS = [0, 0, 0, 0, 1, 1]
+SAMPLED = [False, True, True, False, False, True]
+"""Tokens of each made-up episode: the turn of each, and whether the policy sampled it."""
+
+
+class TrialError(Exception):
+    """An answer that a run could not use: says what it is and what is expected."""
+
+
+def check_plugins(config: TrainConfig, planned: bool) -> None:
+    """Raise ConfigError with key, file and line if a plug-in of the user fails on made-up data, or answers with something else
+    than a run can use. A second load of its file is called, so that nothing that it keeps is left over. `planned`: callbacks
+    are made too, which a start does by itself.
+
+    Reads: algorithm, callbacks, env, rollout.
+    """
+    for key, choice, trial in _trials(config, planned):
+        registry = registry_of(key)
+        assert registry is not None
+        if choice is not None and choice.name in registry and registry.is_plugin(choice.name):
+            _try(key, registry, choice, trial, config.rollout.env_timeout + config.rollout.episode_timeout)
+
+
+def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | None, Callable[[Any, Choice], Any]]]:
+    """Each choice of the config with its key, and the call that its component gets."""
+    algorithm, rollout = config.algorithm, config.rollout
+    yield "algorithm.advantage", algorithm.advantage, partial(_advantage, rollout.group_size)
+    yield "algorithm.loss", algorithm.loss, _loss
+    yield "algorithm.correction", algorithm.correction, _correction
+    yield "rollout.mixture", rollout.mixture, partial(_mixture, [env.called for env in config.envs])
+    for choice in config.callbacks if planned else ():
+        yield "callbacks", choice, _callback
+    for env in config.envs:
+        one = alone(config, env)
+        if env.advantage is not None:
+            yield "env.advantage", env.advantage, partial(_advantage, one.rollout.group_size)
+        yield "rollout.context", one.rollout.context, partial(_context, one)
+
+
+def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any, Choice], Any], limit: float) -> None:
+    make = registry.entry(choice.name).make
+    registry.bind(choice.name, choice.args)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with second_load(registry, choice.name) as again:
+            make = again
+            in_daemon_thread(lambda: trial(registry.bind(choice.name, choice.args), choice), limit)
+    except UserError:
+        raise
+    except Exception as problem:
+        said = str(problem) if isinstance(problem, TrialError) else f"raised {type(problem).__name__}: {problem}"
+        place = _place(make, problem)
+        raise ConfigError(f"{key}: {place}: {choice.name!r} {said} (a trial on made-up data). Correct it there") from problem
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _place(make: Callable[..., Any], problem: Exception) -> str:
+    """FILE:LINE of the plug-in's code that raised, else of its definition."""
+    file = inspect.getsourcefile(make) or "?"
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == file]
+    shown = Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file
+    return f"{shown}:{lines[-1] if lines else inspect.getsourcelines(make)[1]}"
+
+
+# Answers
+
+
+def _expect(kind: type, answer: Any) -> None:
+    if not isinstance(answer, kind):
+        raise TrialError(f"returned {answer!r:.60}, expected {kind.__name__}")
+
+
+def _check_column(name: str, column: Any, mask: Tensor) -> None:
+    """Raise TrialError unless a column has a finite number for each sampled token, and room for the others."""
+    _expect(Tensor, column)
+    if column.shape != mask.shape or not column.is_floating_point():
+        found = f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}"
+        raise TrialError(f"returned {name} {found}, expected floating point numbers {list(mask.shape)}, one per token")
+    if not bool(torch.isfinite(column[mask]).all()):
+        raise TrialError(f"returned {name} that are not finite (NaN or infinite)")
+
+
+def _check_numbers(name: str, numbers: Mapping[str, float]) -> None:
+    if not all(math.isfinite(value) for value in numbers.values()):
+        raise TrialError(f"returned {name} {dict(numbers)!r:.80}, expected finite numbers")
+
+
+# Columns of tokens
+
+
+def _batch(rows: int) -> tuple[Tensor, Tensor]:
+    """Mask [T] and offsets [N + 1] of made-up episodes."""
+    return torch.tensor(SAMPLED * rows), torch.arange(rows + 1) * len(SAMPLED)
+
+
+def _advantage(group_size: int, estimate: Any, choice: Choice) -> None:
+    """Two groups: each second episode of the first succeeds, and all of the other fail."""
+    mask, offsets = _batch(rows := 2 * group_size)
+    member = torch.arange(rows) % group_size
+    group, reward = torch.arange(rows) // group_size, (member % 2).float()
+    reward[group == 1] = 0.0
+    rewards = torch.zeros(len(mask)).index_copy(0, offsets[1:] - 1, reward)
+    needs = _declared_needs("algorithm.advantage", choice.name)
+    made = AdvantageInput(
+        token_rewards=rewards,
+        mask=mask,
+        offsets=offsets,
+        group=group,
+        reward=reward,
+        turns=torch.tensor(TURNS * rows),
+        member=member,
+        values=torch.linspace(0.0, 1.0, len(mask)) if "values" in needs else None,
+        baseline=torch.full((rows,), 0.5) if "baseline" in needs else None,
+        terms=reward[:, None].repeat(1, len(choice.args["terms"])) if "terms" in needs else None,
+        anchors=anchors_of(torch.arange(len(mask)) % len(TURNS), mask, offsets) if "anchors" in needs else None,
+    )
+    _expect(AdvantageOutput, answer := estimate(made))
+    _check_column("advantages", answer.advantages, mask)
+    if answer.returns is not None:
+        _check_column("returns", answer.returns, mask)
+
+
+def _loss(loss: Any, choice: Choice) -> None:
+    mask, offsets = _batch(4)
+    logprobs, old, behaviour, advantages = _logprobs(mask)
+    logprobs.requires_grad_()
+    picked = mask & (torch.arange(len(mask)) % 2 == 0) if "picked" in _declared_needs("algorithm.loss", choice.name) else None
+    _expect(LossOutput, answer := loss(LossInput(logprobs, old, behaviour, advantages, mask, offsets, picked)))
+    _check_column("a loss", answer.loss, mask)
+    for name, column in answer.metrics.items():
+        _check_column(f"the metric {name}", column, mask)
+    if not answer.loss.requires_grad:
+        raise TrialError("returned a loss without a gradient by the log probabilities")
+    _check_column("gradients", torch.autograd.grad(answer.loss[mask].sum(), logprobs)[0], mask)
+
+
+def _correction(weigh: Any, choice: Choice) -> None:
+    mask, offsets = _batch(4)
+    _, old, behaviour, _ = _logprobs(mask)
+    _check_column("weights", weigh(old, behaviour, mask, offsets), mask)
+
+
+def _logprobs(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns of a made-up update: log probabilities (current, proximal, of behavior) and advantages."""
+    steps = torch.linspace(0.0, 1.0, len(mask))
+    current = torch.where(mask, -0.1 - steps, 0.0)
+    return current, current - 0.1 * mask * steps, current + 0.05 * mask, torch.where(mask, 2 * steps - 1, 0.0)
+
+
+def _declared_needs(key: str, name: str) -> frozenset[str]:
+    """Declared needs of a component."""
+    registry = registry_of(key)
+    assert registry is not None
+    return registry.entry(name).needs
+
+
+# Mixtures, callbacks, conversations
+
+
+def _mixture(names: Sequence[str], make: Any, choice: Choice) -> None:
+    mixture, weights = make(), dict.fromkeys([*names, "other"], 1.0)
+    for _ in range(2):
+        _check_numbers("shares", shares := mixture.shares(weights))
+        if shares.keys() != weights.keys() or min(shares.values()) < 0 or not sum(shares.values()):
+            raise TrialError(f"returned shares {shares!r:.80}, expected one >= 0 for each of {', '.join(weights)}, not all 0")
+        mixture.observe([EnvOutcome(0, names[0], 0.5, 100), EnvOutcome(1, "other", None, 50)])
+    make().load(json.loads(json.dumps(mixture.state())))
+    _check_numbers("metrics", mixture.metrics())
+
+
+def _callback(make: Any, choice: Choice) -> None:
+    made = make()
+    if not all(callable(getattr(made, call, None)) for call in ("on_step", "on_group")):
+        raise TrialError(f"makes {made!r:.60}, expected a Callback with on_step and on_group")
+
+
+def _context(one: TrainConfig, make: Any, choice: Choice) -> None:
+    """A conversation that has room, and one that has none left."""
+    call = ToolCall("look", {"at": "it"}, "1")
+    turn = [Message("assistant", "", (call,)), Message("tool", "It is there.", tool_call_id="1", name="look")]
+    talk, policy = [Message("system", "Instructions"), Message("user", "Question"), *turn * 3], make()
+    most = one.rollout.max_episode_tokens
+
+    async def ask(instruction: Message, tokens: int) -> str | None:
+        return "A summary."
+
+    for tokens in (len(talk), most):
+        answer = asyncio.run(policy.rewrite(Moment(talk, 1, tokens, one.rollout.max_turn_tokens, most, ask)))
+        for message in () if answer is None else answer:
+            _expect(Message, message)

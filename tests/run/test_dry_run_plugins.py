@@ -1,0 +1,74 @@
+"""`agentrl train --dry-run` calls each plug-in that a config names on made-up data, and names the one that fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+
+HEAD = """
+import torch
+SEEN = []
+from agentrl.trainer.algorithms import ADVANTAGES, POLICY_LOSSES, AdvantageOutput, LossOutput
+from agentrl.trainer.algorithms.losses import CORRECTIONS
+from agentrl.rollout.context import CONTEXTS, ContextPolicy
+from agentrl.rollout.mixtures import MIXTURES, FixedMixture
+from agentrl.run.callbacks import CALLBACKS, Callback
+"""
+ADVANTAGE = "@ADVANTAGES.register('mine')\ndef mine(batch):\n    SEEN.append(1)\n    return "
+LOSS = "@POLICY_LOSSES.register('mine')\ndef mine(batch):\n    return "
+CORRECTION = "@CORRECTIONS.register('mine')\ndef mine(prox, behave, mask, offsets):\n    return "
+MIXTURE = "@MIXTURES.register('mine')\nclass Mine(FixedMixture):\n    def shares(self, weights):\n        return "
+CONTEXT = "@CONTEXTS.register('mine')\nclass Mine(ContextPolicy):\n    async def rewrite(self, moment):\n        return "
+CALLBACK = "@CALLBACKS.register('mine')\nclass Mine(Callback):\n    def __init__(self):\n        "
+
+
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str) -> int:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/mine.py").write_text(HEAD + body + "\n")
+    small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
+    init = ", ".join(f"{name}={size}" for name, size in small.items())
+    (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='key_value'}}\ncluster={{backend='inline'}}\n"
+                                       f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    return main(["train", "run.toml", "--dry-run", "--json", f"{key}={{name='mine'}}" if key != "callbacks" else
+                 "callbacks=[{name='mine'}]"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "said"),
+    [
+        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:12: 'mine' raised AttributeError: "),
+        ("algorithm.advantage", ADVANTAGE + "batch.reward", "returned tensor("),
+        ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.reward)", "advantages float32 [4], expected"),
+        ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.mask * float('nan'))", "not finite"),
+        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:9: 'mine' raised TypeError"),
+        ("algorithm.loss", LOSS + "LossOutput(-batch.advantages)", "without a gradient"),
+        ("algorithm.loss", LOSS + "LossOutput((batch.logprobs * 0).sqrt())", "gradients that are not finite"),
+        ("algorithm.loss", LOSS + "LossOutput(batch.logprobs, {'m': batch.offsets})", "the metric m int64"),
+        ("algorithm.correction", CORRECTION + "prox[mask]", "returned weights float32 [12], expected"),
+        ("rollout.mixture", MIXTURE + "{}", "expected one >= 0 for each of"),
+        ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
+        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:12: 'mine' raised KeyError"),
+    ],
+)
+def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, body: str, said: str
+) -> None:
+    assert dry_run(tmp_path, monkeypatch, key, body) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"agentrl: {key}: plugins/mine.py:") and said in error and "Traceback" not in error
+
+
+def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from agentrl.trainer.algorithms import ADVANTAGES
+
+    body = ADVANTAGE + "AdvantageOutput(batch.values * batch.mask if batch.values is not None else batch.mask * 0.5)"
+    assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 0
+    assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
+    assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
