@@ -21,10 +21,9 @@ from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
 from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import NO_BINS, Bins, Kinds, Row, by_env, episode_values, group_values
-from agentrl.run.prometheus import MetricsEndpoint
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session
-from agentrl.run.trackers import FLUSH_S, Outlet, Status, Tracker, sampled_rows
+from agentrl.run.trackers import ENDPOINTS, FLUSH_S, Outlet, Status, Tracker, sampled_rows
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import NothingScoredError
 from agentrl.utils.threads import in_thread
@@ -554,7 +553,7 @@ class RunLog:
         self.folder, self.display, self.health = folder, display, health
         self.writes = Writes()
         self.trackers: list[Outlet] = []
-        self.endpoint = None if prometheus is None else MetricsEndpoint(prometheus, self.trackers)
+        self.endpoint = None if prometheus is None else ENDPOINTS.entry("prometheus").make(prometheus, self.trackers)
         if self.endpoint is not None:
             display.say(f"metrics for Prometheus      {self.endpoint.url}")
         self.trackers += [Outlet(name, make, display.warn) for name, make in trackers]  # last: these are threads

@@ -15,15 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.identity import without_secrets
+from agentrl.config.schema import PrometheusConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.run.folder import RunFolder
 from agentrl.utils.parsing import json_text
 from agentrl.utils.redaction import resolve_references
 from agentrl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from agentrl.run.session import Session
 
 # The contract
 
@@ -95,6 +99,36 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
+class Endpoint(ABC):
+    """Serves the metrics of a run while it goes on, from its making to `close`."""
+
+    url: str
+
+    @abstractmethod
+    def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
+        """Raises ResourceError if it cannot listen."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, cfg: PrometheusConfig) -> None:
+        """Raise a UserError if it cannot be opened."""
+
+    @abstractmethod
+    def row(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        """Take the numbers of a row."""
+
+    @abstractmethod
+    def watch(self, session: Session | None) -> None:
+        """Read this session of the caller's event loop from now on; None: it is over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving; idempotent."""
+
+
+ENDPOINTS: Registry[type[Endpoint]] = Registry("prometheus", "ENDPOINTS", "agentrl.run.trackers")
+
+
 def is_voided(phase: str, step: int, to: int) -> bool:
     """Return True if a row comes again if the run goes on from step `to`."""
     return to < -1 or (phase not in REPEATED and (step > to or phase == "after"))
@@ -103,8 +137,10 @@ def is_voided(phase: str, step: int, to: int) -> bool:
 def check_trackers(config: TrainConfig) -> None:
     """Raise a UserError for an unknown tracker or argument, and if one cannot work.
 
-    Reads: trackers.
+    Reads: trackers, prometheus.
     """
+    if config.prometheus is not None:
+        ENDPOINTS.entry("prometheus").make.check(config.prometheus)
     for choice in config.trackers:
         args = TRACKERS.arguments(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import config_from
-from agentrl.run.prometheus import COUNTERS
+from agentrl.contrib.trackers.prometheus import COUNTERS
 from agentrl.run.trackers import TRACKERS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()

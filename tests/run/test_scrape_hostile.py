@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from agentrl.config.schema import PrometheusConfig
-from agentrl.run.prometheus import MetricsEndpoint
+from agentrl.contrib.trackers.prometheus import MetricsEndpoint
 from agentrl.utils import network as serving
 
 pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")

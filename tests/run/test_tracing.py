@@ -25,13 +25,13 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy, Worker
 from agentrl.config.load import config_from
 from agentrl.config.schema import PrometheusConfig
+from agentrl.contrib.trackers import prometheus as scrape
+from agentrl.contrib.trackers.prometheus import MetricsEndpoint, metric_of_key
 from agentrl.data.trajectory import Trajectory
-from agentrl.run import prometheus as scrape
 from agentrl.run import tracing as otel
-from agentrl.run.prometheus import MetricsEndpoint, check_prometheus, metric_of_key
 from agentrl.run.run_log import RunLog
 from agentrl.run.tracing import Profile, Timeline, Tracing, attributes_of, check_profile, check_traces, lanes, name_of
-from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker
+from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker, check_trackers
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 from agentrl.utils.spans import TraceSpan, here
 from tests.conftest import proof
@@ -392,21 +392,20 @@ def test_unscored_episodes_are_counted_by_cause_and_restarts_too() -> None:
 
 def test_a_port_that_is_taken_and_a_host_that_is_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("prometheus_client", reason="needs agentrl[prometheus]")
-    check_prometheus(of())
-    check_prometheus(of(prometheus={"port": free_port()}))
+    check_trackers(of(prometheus={"port": free_port()}))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ResourceError, match=rf"prometheus.port = {port}: 127.0.0.1:{port} cannot be listened at .*in use"):
-            check_prometheus(of(prometheus={"port": port}))
+            check_trackers(of(prometheus={"port": port}))
         with pytest.raises(ResourceError, match=f"prometheus.port = {port}"):
             MetricsEndpoint(PrometheusConfig(port=port))
     with pytest.raises(ConfigError, match=r"prometheus.host = 'no.such.host.invalid': not an address"):
-        check_prometheus(of(prometheus={"host": "no.such.host.invalid"}))
+        check_trackers(of(prometheus={"host": "no.such.host.invalid"}))
     monkeypatch.setattr(scrape, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[prometheus\]'"):
-        check_prometheus(of(prometheus={}))
+        check_trackers(of(prometheus={}))
 
 
 # -- what is recorded --------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ class Api:
         return queries.compare_episodes(*(tasks for _, tasks in sides))
 
     def _tasks(self, given: str, side: str, held_out: bool = True) -> tuple[bool, Json]:
-        """Whether the episodes of a side are of training, and the episodes by task."""
+        """Return True if the episodes of a side are of training, and the episodes by task."""
         ident, colon, step = given.rpartition(":")
         if not colon:
             raise UserError(f"{side}={given!r}: expected RUN:STEP")

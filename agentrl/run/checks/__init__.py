@@ -49,7 +49,6 @@ from agentrl.run.checks.size_checks import (
     check_workers,
 )
 from agentrl.run.engine_choice import engine_name, resolve_engine
-from agentrl.run.prometheus import check_prometheus
 from agentrl.run.tracing import check_profile, check_traces
 from agentrl.run.trackers import check_trackers
 from agentrl.trainer.estimator_inputs import check_estimator_inputs
@@ -100,7 +99,6 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_next(config)
     check_traces(config)
     check_profile(config)
-    check_prometheus(config)
     check_model(config)
     check_models(config, True, planned)
     check_vision(config)

@@ -16,11 +16,10 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config import TrainConfig
 from agentrl.config.schema import PrometheusConfig
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
-from agentrl.run.trackers import Outlet
+from agentrl.run.trackers import ENDPOINTS, Endpoint, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 from agentrl.utils.network import ThreadServer
 
@@ -38,24 +37,6 @@ UNITS = {"s": ("_s", "_seconds", 1.0), "ms": ("_ms", "_seconds", 1e-3), "tokens/
 Labels = tuple[tuple[str, str], ...]
 
 
-def check_prometheus(config: TrainConfig) -> None:
-    """Raise a UserError if the endpoint is asked for and cannot be opened.
-
-    Reads: prometheus.
-    """
-    if config.prometheus is None:
-        return
-    if find_spec("prometheus_client") is None:
-        raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
-    family, address = _bindable(config.prometheus)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as problem:
-            raise _port_taken(config.prometheus, problem) from None
-
-
 def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
     """The family and address to listen at. Raises ConfigError for a host that is not one."""
     try:
@@ -65,8 +46,22 @@ def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
     return found[0], found[4]
 
 
-class MetricsEndpoint:
-    """Serves from its making to `close`. Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
+@ENDPOINTS.register("prometheus")
+class MetricsEndpoint(Endpoint):
+    """Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
+
+    @classmethod
+    def check(cls, cfg: PrometheusConfig) -> None:
+        """Raise a UserError if it cannot be opened."""
+        if find_spec("prometheus_client") is None:
+            raise DependencyError("[prometheus] needs prometheus-client: pip install 'agentrl[prometheus]'")
+        family, address = _bindable(cfg)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as problem:
+                raise _port_taken(cfg, problem) from None
 
     def __init__(self, cfg: PrometheusConfig, trackers: Sequence[Outlet] = ()) -> None:
         """Raises ResourceError if the port is taken."""
