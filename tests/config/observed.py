@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentrl.cluster.worker import Mesh
 from agentrl.config import TrainConfig
 from agentrl.utils.errors import EngineError
 
@@ -364,7 +365,7 @@ class Course:
                 save=self.waited("save", None),
             ),
             folder=SimpleNamespace(warm_start=out / "warm"),
-            actors=SimpleNamespace(arun=self.worker, in_processes=self.waited("in_processes", [])),
+            actors=SimpleNamespace(arun=self.worker, in_processes=self.waited("in_processes", []), mesh=Mesh.of(None, 1)),
         )
         self.run_log: Any = SimpleNamespace(
             row=self.quiet,
@@ -386,8 +387,9 @@ class Course:
 
     async def worker(self, method: Any, *args: Any) -> Any:
         if method.__name__ == "sft_steps":  # of each step, however many a call has
-            self.calls += [(method.__name__, len(args[0]) // args[1])] * args[1]
-            return [{"loss": 1.0}] * args[1]
+            steps = len(args[0]["counts"])
+            self.calls += [(method.__name__, len(args[0]) // steps)] * steps
+            return [{"loss": 1.0}] * steps
         self.calls.append((method.__name__, None))
         return {"loss": 1.0}
 
