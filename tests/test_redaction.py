@@ -25,7 +25,7 @@ from agentrl.config.schema import ApiConfig, JudgeConfig, McpServerConfig, Sandb
 from agentrl.contrib.agents.programs import Remote
 from agentrl.contrib.remote_envs.offer import EnvOffer
 from agentrl.contrib.sandboxes.sandbox_pool import provider_of
-from agentrl.data.trajectory import Message, ToolCall
+from agentrl.data.trajectory import Message, Task, ToolCall
 from agentrl.engines.api_models import LiteLlmEngine
 from agentrl.env import Toolbox, ToolEnv, tool
 from agentrl.env.address import Asked
@@ -378,3 +378,62 @@ async def test_a_password_in_an_address_reaches_the_server_whoever_asks(monkeypa
     said = "Basic " + b64encode(f"me:{password}".encode()).decode()
     assert server.who == [said] * 4
     assert redact(f"{base} {said} {password}") == f"{base.replace(quote(password, safe=''), GONE)} Basic {GONE} {GONE}"
+
+
+ECHOES = """
+import os, sys
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+server = MCPServer("leaky")
+
+@server.tool()
+def text() -> str:
+    return f"the key is {os.environ['LEAKY_KEY']}"
+
+@server.tool()
+def table() -> dict[str, dict[str, str]]:
+    return {"deep": {"key": os.environ["LEAKY_KEY"]}}
+
+@server.tool()
+def fail() -> str:
+    raise ToolError(f"401: {os.environ['LEAKY_KEY']} is refused")
+
+@server.tool()
+def die() -> str:
+    print(f"ends with {os.environ['LEAKY_KEY']}", file=sys.stderr, flush=True)
+    os._exit(3)
+
+server.run("stdio")
+"""
+
+
+class Seeded(Leaky):
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message("user", "go")]
+
+    def make_task(self, seed: int, split: str) -> Task:
+        return Task(id="t", seed=seed)
+
+
+async def test_secrets_in_a_servers_answers_are_in_nothing_that_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Text, structured content, an error answer and the end of a server that prints its key."""
+    pytest.importorskip("mcp")
+    (tmp_path / "leaky.py").write_text(ECHOES)
+    learn({"tools": {"mcp": {"leaky": {"env": {"LEAKY_KEY": PLANTED["tool"]}}}}})
+    config = McpServerConfig(command=[sys.executable, str(tmp_path / "leaky.py")], env={"LEAKY_KEY": PLANTED["tool"]})
+    env = Seeded()
+    env.add_source(McpSource("leaky", config))
+    await env.areset(seed=0)
+    answers = []
+    with pytest.raises(EnvError) as dead:
+        for number, name in enumerate(("text", "table", "fail", "die")):
+            call = ToolCall(name, {}, f"call_{number}", raw="")
+            answers.append((await env.astep(Message("assistant", "", (call,))))[0][0].content)
+    await env.aclose()
+    assert len(answers) == 3 and all(GONE in answer for answer in answers) and found_in(str(answers)) == []
+    folder = RunFolder(tmp_path / "run")
+    folder.trajectories.mkdir(parents=True)
+    folder.write_trajectories("step_000001", [env.trajectory])
+    kept = (folder.trajectories / "step_000001.jsonl").read_text()
+    assert "401: [redacted] is refused" in kept and found_in(kept) == []
+    assert "it wrote: ends with" in str(dead.value) and found_in(str(dead.value) + caplog.text) == []

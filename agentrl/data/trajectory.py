@@ -309,6 +309,10 @@ class Trajectory:
         fields["user_calls"] = user_calls_of(row.get("user_calls", ()), images)
         fields["ledgers"] = [TokenLedger.from_json(item, images) for item in row["ledgers"]]
         fields["stop"] = StopReason(row["stop"])
+        rewards = {"reward": row.get("reward"), **{f"turns.{turn.index}.reward": turn.reward for turn in fields["turns"]}}
+        for name, value in rewards.items():
+            if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
+                raise ValueError(f"{name}: {value!r} is not a finite number")
         return cls(**fields)
 
 

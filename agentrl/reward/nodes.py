@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from agentrl.data.trajectory import Json
 from agentrl.reward.leaf import Leaf, PendingError, View, object_schema
 from agentrl.reward.values import ABSENT, Absent, UnscorableError, decider, references
+from agentrl.utils.errors import AgentrlError
 
 # Nodes
 
@@ -252,6 +253,11 @@ class LeafNode(Node):
         except PendingError as error:
             frame.pending[error.key] = error.request
             return Result(None, {"unscored": "waits for an answer"})
+        except Exception as error:
+            if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):
+                raise
+            # A plug-in's code may raise anything, which must not stop a run.
+            return Result(None, {"unscored": f"{self.label} raised {type(error).__name__}: {error}"})
         return Result(value, {"evidence": evidence}, dict(turns or {}))
 
 

@@ -1,0 +1,90 @@
+"""A reward that is no finite number is no reward: the episode is unscored, with the cause, and is in no group's baseline."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.data.trajectory import Group, Task, Trajectory
+from agentrl.reward import Context, compile_spec
+from agentrl.run.reader import episode_of
+from agentrl.utils.errors import AgentrlError
+
+LEAF = """
+from agentrl.reward.leaf import LEAVES, Leaf, Reading, object_schema
+
+@LEAVES.register("planted.leaf")
+class Planted(Leaf):
+    kind, formula, example, scopes = "planted.leaf", "what it is told", {"value": 1}, ("episode",)
+    schema = object_schema({"value": {}}, ("value",))
+
+    def read(self, view, args):
+        if args["value"] == "raise":
+            raise KeyError("no such thing")
+        return Reading(float(args["value"]) if isinstance(args["value"], str) else args["value"], None)
+"""
+
+
+def episode(member: int = 0) -> Trajectory:
+    return Trajectory("made-up", Task(id="t", seed=0), member=member)
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "planted.py").write_text(LEAF)
+    monkeypatch.chdir(tmp_path)
+
+
+def leaf(value: Any, **mods: Any) -> dict[str, Any]:
+    return {"use": "planted.leaf", "args": {"value": value}, **mods}
+
+
+def spec(root: dict[str, Any]) -> dict[str, Any]:
+    return {"agentrl_reward": 1, "name": "s", "root": root}
+
+
+async def value_of(root: dict[str, Any]) -> tuple[float | None, str]:
+    score = await compile_spec(spec(root)).ascore(episode())
+    return score.value, json.dumps(score.evidence)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+async def test_of_a_plug_in_leaf_alone_and_among_others(planted: None, value: str) -> None:
+    for root in (leaf(value), {"op": "sum", "of": [leaf(0.5), leaf(value)]}, {"op": "max", "of": [leaf(value), leaf(0.5)]}):
+        found, evidence = await value_of(root)
+        assert found is None and "not a finite number" in evidence
+        assert "NaN" not in evidence and "Infinity" not in evidence, "stored evidence is strict JSON"
+    assert (await value_of({"op": "sum", "of": [leaf(0.5), leaf(value, missing="skip")]}))[0] is not None, "as the spec asks"
+
+
+async def test_a_plug_in_leaf_that_raises_is_named(planted: None) -> None:
+    found, evidence = await value_of(leaf("raise"))
+    assert found is None and "planted.leaf" in evidence and "KeyError" in evidence and "no such thing" in evidence
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1", True, 2.0])
+async def test_of_a_function_of_the_program(value: Any) -> None:
+    context = Context(python={"mine": lambda view, args: value})
+    score = await compile_spec(spec({"use": "python", "args": {"name": "mine"}}), context=context).ascore(episode())
+    assert score.value is None and "expected a number in [0, 1] or None" in json.dumps(score.evidence)
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_of_a_stored_episode(word: str) -> None:
+    row = {**episode().to_json(), "reward": 0.25}
+    line = json.dumps(row).replace('"reward": 0.25', f'"reward": {word}')
+    assert word in line
+    with pytest.raises(AgentrlError, match=r"file\.jsonl, line 1: .*reward: .* is not a finite number"):
+        episode_of(line, "file.jsonl, line 1")
+
+
+def test_an_unscored_member_is_in_no_baseline() -> None:
+    members = [episode(0), episode(1), episode(2)]
+    members[0].reward, members[1].reward = 1.0, 0.0
+    group = Group(0, 0, members)
+    assert [one.reward for one in group.scored()] == [1.0, 0.0]
