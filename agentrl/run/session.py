@@ -138,6 +138,8 @@ class Demonstrations:
 # Checkpoints
 
 GROUPS = "groups.jsonl"
+_NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""Errors of reading a file of another shape."""
 POLL = 0.05
 _NAMED = 5
 
@@ -250,11 +252,15 @@ class Saver:
             )
         if newest is None:
             return False
-        await self._learner.load(newest)
-        state = read_json((newest / DRIVER).read_text())
-        self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
-        if self._demonstrations is not None:
-            self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
+        try:
+            await self._learner.load(newest)
+            state = read_json((newest / DRIVER).read_text())
+            self._collector.load_json(state["ledger"], _read_groups(newest / GROUPS))
+            if self._demonstrations is not None:
+                self._demonstrations.load_json(state.get("demonstrations", []))  # an older checkpoint has none
+        except _NOT_OURS as problem:  # sealed as it is, so not damaged on a disk
+            what = f"{type(problem).__name__}: {problem}"[:200]
+            raise CheckpointError(f"{newest}: not a checkpoint of agentrl: {what}. Remove it to resume an older one") from None
         if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
             self._say(
                 f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "

@@ -305,11 +305,12 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
     rank, alone = _place()
     try:
         meta: dict[str, Any] = read_json((folder / META).read_text(encoding="utf-8"))
+        reader = PlainReader(folder)
+        reader.read_metadata()  # of a bad index torch would print a traceback
         with torch.no_grad():
-            load({"state": engine.state()}, storage_reader=PlainReader(folder), no_dist=alone)
+            load({"state": engine.state()}, storage_reader=reader, no_dist=alone)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise CheckpointError(f"{folder}: cannot be loaded into this model: {reason}") from error
+        raise CheckpointError(f"{folder}: cannot be loaded into this model: {_reason(error)}") from None
     saved = folder / f"rng_{rank}.pt"
     if saved.is_file():
         try:
@@ -317,6 +318,13 @@ def load_state(engine: BaseEngine, folder: Path) -> dict[str, Any]:
         except Exception as error:  # what a damaged or hostile pickle fails with has no common class
             raise CheckpointError(f"{saved}: not a random state: {type(error).__name__}") from error
     return meta
+
+
+def _reason(error: BaseException) -> str:
+    """Line of an error, of torch's of several ranks that of the first, without its traceback."""
+    first = next((failure[0] for failure in error.failures.values()), error) if isinstance(error, CheckpointException) else error
+    lines = str(first).strip().splitlines()
+    return f"{type(first).__name__}: {lines[0]}" if lines else type(first).__name__
 
 
 def saved_tensors(folder: Path) -> tuple[list[str], Callable[[str], Tensor]]:

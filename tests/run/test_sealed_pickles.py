@@ -1,0 +1,56 @@
+"""Each file of a whole checkpoint is replaced by a pickle that would run, and sealed again: a resume runs none."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.trainer.checkpoint import check_intact, seal
+from tests.conftest import PROOFS
+from tests.e2e.runs import small, train
+
+INLINE = ("cluster.backend=inline", "engine=embedded", "sft=false", "trackers=[]", "steps=2", "eval.tasks=2", "rollout.groups=2")
+
+
+class Payload:
+    """Pickles as a call of os.mkdir."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs")
+    train(out, *small(out, "r", *INLINE, "checkpoint.every=1"))
+    return out / "r"
+
+
+def test_a_resume_runs_no_pickle_of_a_sealed_checkpoint(run: Path, tmp_path: Path) -> None:
+    newest = max((run / "checkpoints").glob("step_*"))
+    files = sorted(str(file.relative_to(newest)) for file in newest.rglob("*") if file.is_file() and file.name != "manifest.json")
+    assert {"actor/.metadata", "actor/rng_0.pt"} <= set(files) and len(files) >= 5
+    marker = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.is_dir(), "the payload works"
+    marker.rmdir()
+    for name in files if PROOFS else [file for file in files if file.startswith("actor/")]:
+        copy = tmp_path / "r"
+        shutil.copytree(run, copy)
+        target = copy / "checkpoints" / newest.name
+        (target / name).write_bytes(pickle.dumps(Payload(marker)))
+        (target / "manifest.json").unlink()  # it would be listed, and change
+        seal(target, int(newest.name.removeprefix("step_")))
+        check_intact(target)
+        said = train(tmp_path, "--resume", str(copy), "steps=3", code=2)
+        assert not marker.exists(), f"{name}: its pickle ran"
+        assert "Traceback" not in said and str(target) in said, f"{name}: {said[-500:]}"
+        shutil.rmtree(copy)
