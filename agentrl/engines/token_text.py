@@ -1,5 +1,4 @@
-"""Text of sampled token ids, for engines whose requests ask for it: where a stop string ends a turn, and which tokens a grammar
-allows next."""
+"""Requests of token ids: what no engine can serve, the text at which a stop string ends a turn, the tokens a grammar allows."""
 
 from __future__ import annotations
 
@@ -11,14 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.rollout.engine import Sampling
-from agentrl.utils.errors import EngineError, ModelError
+from agentrl.utils.errors import EngineError, ModelError, PromptTooLongError
 
 _MARGIN = 8
 """Characters at the start of a decoded window that may read otherwise than in the whole text (parts of a character, a space)."""
-
-
 _GRAMMARS = 64
 """Compiled grammars that are kept."""
+
+
+def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vocab: int) -> None:
+    """Raise EngineError for a request that no engine could serve; `context`: tokens of a prompt and its turn."""
+    if not token_ids:
+        raise EngineError("the prompt is empty")
+    if len(token_ids) >= context:
+        raise PromptTooLongError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {context}")
+    if min(token_ids) < 0 or max(token_ids) >= vocab:
+        raise EngineError(f"the prompt has token ids outside [0, {vocab})")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
 
 class Words:

@@ -37,7 +37,7 @@ from agentrl.rollout.workers.channel import (
     trajectory_frame,
     trajectory_of,
 )
-from agentrl.rollout.workers.rollout_worker import WorkerCore
+from agentrl.rollout.workers.rollout_worker import DriverEngine, WorkerCore
 from agentrl.run.folder import lines
 from agentrl.utils.errors import ModelError, RenderError, WorkerDiedError, WorkerError
 from tests.publishing import exchange
@@ -440,23 +440,21 @@ async def test_nobody_without_the_secret_becomes_a_worker() -> None:
     # A stranger cannot make the driver hold what it sends.
     _, writer = await asyncio.open_connection(door.host, door.port)
     writer.write((1 << 20).to_bytes(4, "little") * 2 + b"x" * 100)
-    reader = asyncio.StreamReader()
-    del reader
     await writer.drain()
     channel.close()
     writer.close()
     hub.close()
 
 
-async def test_what_cannot_be_built_is_the_error_of_the_start(renderer: Renderer) -> None:
-    def broken(engine: Engine) -> list[RunEnv]:
-        if type(engine) is SeededEngine:
-            return list(envs(renderer)(engine))
+@pytest.mark.parametrize("name", ["__init__", "refusal"])
+async def test_what_cannot_be_built_is_the_error_of_the_start(name: str, renderer: Renderer, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> Any:
         raise ModelError("the tokenizer is not here")
 
-    pool, _ = pool_in_process(SeededEngine(1), broken, 2)
+    pool, _ = pool_in_process(SeededEngine(1), envs(renderer), 2)
+    monkeypatch.setattr({"__init__": DriverEngine, "refusal": SeededEngine}[name], name, broken)
     with pytest.raises(ModelError, match=r"^the tokenizer is not here$"):
-        await pool.start()
+        await asyncio.wait_for(pool.start(), 10)
     await pool.close()
 
 

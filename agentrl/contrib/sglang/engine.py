@@ -33,10 +33,11 @@ from agentrl.contrib.sglang.servers import (
     tensors_of,
     weight_files,
 )
+from agentrl.engines.token_text import check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Receiver, WeightTarget, open_receiver
 from agentrl.engines.weights.parameters import Arrivals, Expected, expected_parameters
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
-from agentrl.utils.errors import ConfigError, EngineError, PromptTooLongError
+from agentrl.utils.errors import ConfigError, EngineError
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.threads import in_thread
 
@@ -511,13 +512,6 @@ class SglangEngine(Engine, WeightTarget):
         expected, _ = self._started()
         if self._unfit is not None:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
-        if not token_ids:
-            raise EngineError("the prompt is empty")
-        if len(token_ids) >= self._context:
-            raise PromptTooLongError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self._context}")
-        if min(token_ids) < 0 or max(token_ids) >= expected.vocab:
-            raise EngineError(f"the prompt has token ids outside [0, {expected.vocab})")
-        if sampling.max_tokens < 1:
-            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        check_request(token_ids, sampling, self._context, expected.vocab)
         if sampling.top_k and sampling.top_p < 1:
             raise EngineError(BOTH)

@@ -19,10 +19,10 @@ from agentrl.data.images import images_in
 from agentrl.engines.embedded.embedded_model import EmbeddedModel, Writing, kind_of
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request
-from agentrl.engines.token_text import Words
+from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.weights.base import Adapter, Bucket, Offer, Receiver, WakeStage, WeightTarget, open_receiver
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling, Told
-from agentrl.utils.errors import EngineError, PromptTooLongError, ResourceError
+from agentrl.utils.errors import EngineError, ResourceError
 from agentrl.utils.processor import own_threads, threads_for
 from agentrl.utils.threads import in_thread
 
@@ -104,18 +104,16 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._task = asyncio.create_task(self._run(), name="embedded-engine")
 
     async def generate(self, token_ids: Seq[int], sampling: Sampling, request_key: str) -> Generation:
-        return await self._answer(token_ids, sampling, request_key, None)
-
-    async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
-        return await self._answer(token_ids, sampling, request_key, told)
+        return await self.stream(token_ids, sampling, request_key, None)
 
     def refusal(self, sampling: Sampling) -> str:
         return self._words.refusal(sampling)
 
-    async def _answer(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         self._ready()
-        self._check(list(token_ids), sampling)
-        prompt = self._started()[1].prompt(token_ids, images_in(token_ids))
+        _, model = self._started()
+        check_request(token_ids, sampling, self._context, model.vocab)
+        prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
         budget = min(sampling.max_tokens, self._context - len(prompt))
         request = Request(
@@ -127,7 +125,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             done=asyncio.get_running_loop().create_future(),
             told=told,
             stops=self._words.stops(sampling),
-            constraint=self._words.constraint(sampling, self._started()[1].vocab),
+            constraint=self._words.constraint(sampling, model.vocab),
         )
         self._under_way[request_key] = request
         try:
@@ -308,17 +306,6 @@ class EmbeddedEngine(Engine, WeightTarget):
         if self._unfit is not None and not self._arriving:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         return batcher
-
-    def _check(self, prompt: list[int], sampling: Sampling) -> None:
-        _, model = self._started()
-        if not prompt:
-            raise EngineError("the prompt is empty")
-        if len(prompt) >= self._context:
-            raise PromptTooLongError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._context}")
-        if min(prompt) < 0 or max(prompt) >= model.vocab:
-            raise EngineError(f"the prompt has token ids outside [0, {model.vocab})")
-        if sampling.max_tokens < 1:
-            raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
 
 
 def _take(receiver: Receiver, bucket: Bucket, writing: Writing) -> None:

@@ -1,18 +1,30 @@
 """Runs inside vLLM: its Qwen2.5-VL and Qwen3-VL for requests whose images are prepared already (vision.py).
 
 Of vLLM's own preparation only what it asks at the start is left: how large an image may be, and one of that size, by which it
-measures what it needs."""
+measures what it needs. Whoever imports this file makes its classes known to the vLLM of the process.
+
+vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, of which there is no build
+for every torch; the processor without it has the same function."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+if importlib.util.find_spec("torchvision") is None:
+    _WITHOUT = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", _WITHOUT)
+
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from agentrl.engines.vllm.image_options import with_images
+from agentrl.engines.vllm.images import ARCHITECTURES, with_images
+from agentrl.engines.vllm.vllm_worker import WeightReceiver
 from agentrl.render.vision import Vision
 
 
@@ -74,5 +86,9 @@ class PreparedQwen3(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[m
     """vLLM's own, computed as it is."""
 
 
-PREPARED = {"qwen2_5_vl": PreparedQwen25, "qwen3_vl": PreparedQwen3}
-"""By the model's type."""
+for _kind, _model in {"qwen2_5_vl": PreparedQwen25, "qwen3_vl": PreparedQwen3}.items():
+    ModelRegistry.register_model(ARCHITECTURES[_kind], _model)  # the class, not its name, of which vLLM would ask another process
+
+
+class VisionReceiver(WeightReceiver):
+    """Mixed into vLLM's worker in place of WeightReceiver: its processes import this file for it."""

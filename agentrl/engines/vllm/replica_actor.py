@@ -19,7 +19,7 @@ import numpy.typing as npt
 import psutil
 
 from agentrl.engines.token_text import StopStrings, Words
-from agentrl.engines.vllm.image_prompts import prompts_of
+from agentrl.engines.vllm.images import prompts_of
 from agentrl.engines.vllm.options import BEFORE, GRAMMAR, check_calls, settle_scratch, tells_versions
 from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
 from agentrl.engines.weights.base import Adapter, Offer, PlainBucket

@@ -12,8 +12,9 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from agentrl.engines.token_text import check_request
 from agentrl.rollout.engine import Engine, EngineConnection, EngineStats, Generation, Sampling, Told
-from agentrl.utils.errors import EngineError, PromptTooLongError
+from agentrl.utils.errors import EngineError
 from agentrl.utils.event_loop import OwnedTasks
 
 # Batches of requests
@@ -228,18 +229,6 @@ def settle(actor: Any) -> None:
     _HERE[:] = [actor]
 
 
-def check_request(token_ids: Sequence[int], sampling: Sampling, context: int, vocab: int) -> None:
-    """Raise EngineError for a request that vLLM could not serve; `context`: tokens of a prompt and its turn."""
-    if not token_ids:
-        raise EngineError("the prompt is empty")
-    if len(token_ids) >= context:
-        raise PromptTooLongError(f"a prompt of {len(token_ids)} tokens leaves no room in a context of {context}")
-    if min(token_ids) < 0 or max(token_ids) >= vocab:
-        raise EngineError(f"the prompt has token ids outside [0, {vocab})")
-    if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
-
-
 class InReplica(EngineConnection):
     """From inside a replica's process to that replica."""
 
@@ -269,15 +258,12 @@ class LocalEngine(Engine):
         """It has started."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
-        return await self._answer(token_ids, sampling, request_key, None)
-
-    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
-        return await self._answer(token_ids, sampling, request_key, told)
+        return await self.stream(token_ids, sampling, request_key, None)
 
     def refusal(self, sampling: Sampling) -> str:
         return str(self._actor.refusal(sampling))
 
-    async def _answer(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
+    async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         check_request(token_ids, sampling, self._actor.context, self._vocab)
         self._actor.check_fit()
         request_id = f"{request_key}@{next(self._numbers)}"

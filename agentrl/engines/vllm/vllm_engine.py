@@ -14,10 +14,10 @@ import torch
 
 from agentrl.config.schema import VllmConfig
 from agentrl.data.images import own
-from agentrl.engines.token_text import Words
-from agentrl.engines.vllm.image_options import vision_of, vision_options
+from agentrl.engines.token_text import Words, check_request
+from agentrl.engines.vllm.images import vision_of, vision_options
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options
-from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError, Request, check_request
+from agentrl.engines.vllm.replica_calls import InReplica, Paces, ReplicaDeadError, Request
 from agentrl.engines.vllm.replicas import Elastic, Replica, Replicas, ReplicaSeats
 from agentrl.engines.weights.base import (
     Adapter,

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.schema import VllmConfig
-from agentrl.engines.vllm.image_options import check_images
+from agentrl.engines.vllm.images import check_images
 from agentrl.engines.vllm.options import (
     check_args,
     check_family,

@@ -201,6 +201,7 @@ class Sender(ABC):
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers
         self._turn = 0
+        self._slots: list[Tensor] = []
         self.lent: Lent = NOTHING_LENT
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
@@ -224,17 +225,18 @@ class Sender(ABC):
         entries, used = fill(stream, self.slot_bytes, self.slot(slot), self.align, self.lent)
         return self.ship(Bucket(slot, used, tuple(entries)))
 
-    @abstractmethod
     def slot(self, number: int) -> Tensor:
         """The slot's bytes, uint8 [slot_bytes]; waits until no receiver reads them any more."""
+        # The driver asks for the next bucket but one only when all receivers have loaded this one.
+        return self._slots[number]
 
-    @abstractmethod
     def ship(self, bucket: Bucket) -> Bucket:
         """Make a filled slot available to the receivers; returns the bucket to tell them."""
+        return bucket
 
-    @abstractmethod
     def close(self) -> None:
         """Free everything; idempotent."""
+        self._slots.clear()
 
 
 class Silent(Sender):
@@ -253,15 +255,6 @@ class Silent(Sender):
             fill(stream, self.slot_bytes, None, self._as)
         return None
 
-    def slot(self, number: int) -> Tensor:
-        raise NotImplementedError
-
-    def ship(self, bucket: Bucket) -> Bucket:
-        return bucket
-
-    def close(self) -> None:
-        return None
-
 
 class Receiver(ABC):
     """The engine's end, one per process that holds weights. `index`: from 0, over all of these."""
@@ -277,9 +270,9 @@ class Receiver(ABC):
     def receive(self, bucket: Bucket) -> list[Named]:
         """The tensors of a bucket. They are valid until the caller answers the driver: clone a tensor to keep it."""
 
-    @abstractmethod
     def close(self) -> None:
         """Free everything; idempotent."""
+        return None
 
 
 class Route(ABC):

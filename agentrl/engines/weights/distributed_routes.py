@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pickle
 import socket
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -33,18 +34,50 @@ TIMEOUT_S = 120.0
 """For one bucket. A receiver learns of a bucket once it is full, so gathering does not count."""
 
 
-class CollectiveSender(Sender):
-    """See the module. `host`: the address at which the engine's machines reach this one."""
+class GroupSender(Sender):
+    """The end of a route that broadcasts. `host`: the address at which the engine's machines reach this one."""
+
+    name: ClassVar[str]
 
     def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
         super().__init__(slot_bytes, receivers)
         self._host = host
-        self._slots: list[Tensor] = []
-        self._works: list[Any] = [None] * SLOTS
         self._pool: ThreadPoolExecutor | None = None
         self._joining: Future[Any] | None = None
-        self._store: Any = None
         self._group: Any = None
+
+    def _join_later(self, join: Callable[..., Any], *args: Any) -> None:
+        # Joining waits for all the others, and they learn of the group only after `open` has returned: hence a thread.
+        self._pool = ThreadPoolExecutor(1, f"weights-{self.name}")
+        self._joining = self._pool.submit(join, *args)
+
+    def attached(self) -> None:
+        assert self._joining is not None
+        try:
+            self._group = self._joining.result(TIMEOUT_S)
+        except TimeoutError as problem:
+            raise ConfigError(f"weights.route = {self.name}: the engine did not join within {TIMEOUT_S:g} s") from problem
+        except Exception as problem:  # NCCL's own errors have no common type
+            raise ConfigError(f"weights.route = {self.name}: the engine did not join: {_brief(problem)}") from problem
+
+    def close(self) -> None:
+        super().close()
+        self._group = None
+        if self._pool is not None:
+            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+class CollectiveSender(GroupSender):
+    """See the module."""
+
+    name = "collective"
+
+    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
+        super().__init__(slot_bytes, receivers, host)
+        self._works: list[Any] = [None] * SLOTS
+        self._store: Any = None
 
     def open(self) -> Offer:
         try:
@@ -59,23 +92,14 @@ class CollectiveSender(Sender):
         except (RuntimeError, OSError) as problem:
             raise ConfigError(f"weights.route = collective: cannot listen on {self._host}: {problem}") from problem
         self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.
-        self._pool = ThreadPoolExecutor(1, "weights-collective")
-        self._joining = self._pool.submit(_join, self._store, 0, self.receivers + 1, self._host)
+        self._join_later(_join, self._store, 0, self.receivers + 1, self._host)
         return Offer("collective", self.slot_bytes, self.receivers, (self._host, str(self._store.port)))
-
-    def attached(self) -> None:
-        assert self._joining is not None
-        try:
-            self._group = self._joining.result(TIMEOUT_S)
-        except TimeoutError as problem:
-            raise ConfigError(f"weights.route = collective: the engine did not join within {TIMEOUT_S:g} s") from problem
-        except RuntimeError as problem:
-            raise ConfigError(f"weights.route = collective: the engine did not join: {_brief(problem)}") from problem
 
     def slot(self, number: int) -> Tensor:
         # gloo reads the slot in the background; refilling it before the broadcast is done would send a mixture of two buckets.
-        self._wait(number)
+        work, self._works[number] = self._works[number], None
+        if work is not None:
+            _finish(work, "a process of the engine is gone")
         return self._slots[number]
 
     def ship(self, bucket: Bucket) -> Bucket:
@@ -83,17 +107,8 @@ class CollectiveSender(Sender):
         return bucket
 
     def close(self) -> None:
-        self._works = [None] * SLOTS
-        self._slots, self._group, self._store = [], None, None
-        if self._pool is not None:
-            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
-            self._pool.shutdown(wait=False)
-            self._pool = None
-
-    def _wait(self, number: int) -> None:
-        work, self._works[number] = self._works[number], None
-        if work is not None:
-            _finish(work, "a process of the engine is gone")
+        super().close()
+        self._works, self._store = [None] * SLOTS, None
 
 
 class CollectiveReceiver(Receiver):
@@ -197,7 +212,6 @@ class IpcSender(Sender):
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
-        self._slots: list[Tensor] = []
 
     def open(self) -> Offer:
         if not torch.cuda.is_available():
@@ -221,16 +235,13 @@ class IpcSender(Sender):
         torch.cuda.synchronize()
         return pack(gpu_of(device), token.hex(), [reduce_tensor(slot)[1] for slot in self._slots])  # type: ignore[no-untyped-call]
 
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number]
-
     def ship(self, bucket: Bucket) -> Bucket:
         torch.cuda.current_stream().synchronize()  # the other process does not see this one's queue
         return bucket
 
     def close(self) -> None:
         if self._slots:
-            self._slots.clear()
+            super().close()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
@@ -302,22 +313,13 @@ class IpcRoute(Route):
 
 # Route `nccl`
 
-"""For joining."""
 
-
-class NcclSender(Sender):
-    """See the module. `host`: the address at which the engine's machines reach this one."""
+class NcclSender(GroupSender):
+    """See the module."""
 
     align: ClassVar[int] = PACKED
-
-    def __init__(self, slot_bytes: int, receivers: int, host: str) -> None:
-        super().__init__(slot_bytes, receivers)
-        self._host = host
-        self._slots: list[Tensor] = []
-        self._pool: ThreadPoolExecutor | None = None
-        self._joining: Future[Any] | None = None
-        self._group: Any = None
-        self._stream: Any = None
+    name = "nccl"
+    _stream: Any = None
 
     def open(self) -> Offer:
         if not torch.cuda.is_available():
@@ -327,22 +329,8 @@ class NcclSender(Sender):
         device, port = torch.cuda.current_device(), _free_port(self._host)
         self._slots = [gpu_bytes(self.slot_bytes, device) for _ in range(SLOTS)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Joining waits for all the others, and they learn of the group only after this call has returned: hence a thread.
-        self._pool = ThreadPoolExecutor(1, "weights-nccl")
-        self._joining = self._pool.submit(_join_nccl, self._host, port, self.receivers + 1, device)
+        self._join_later(_join_nccl, self._host, port, self.receivers + 1, device)
         return Offer("nccl", self.slot_bytes, self.receivers, (self._host, str(port)))
-
-    def attached(self) -> None:
-        assert self._joining is not None
-        try:
-            self._group = self._joining.result(TIMEOUT_S)
-        except TimeoutError as problem:
-            raise ConfigError(f"weights.route = nccl: the engine did not join within {TIMEOUT_S:g} s") from problem
-        except Exception as problem:  # NCCL's own errors have no common type
-            raise ConfigError(f"weights.route = nccl: the engine did not join: {problem}") from problem
-
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number]  # the driver asks for the next bucket but one only when all have loaded this one
 
     def ship(self, bucket: Bucket) -> Bucket:
         self._stream.wait_stream(torch.cuda.current_stream())  # that fills the slot
@@ -352,11 +340,8 @@ class NcclSender(Sender):
     def close(self) -> None:
         if self._group is not None:
             self._group.destroy()  # aborts a broadcast that waits for a process that is gone
-        self._slots, self._group, self._stream = [], None, None
-        if self._pool is not None:
-            # Not awaited: a thread that still waits for others to join would hold up the end of the run.
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        self._stream = None
+        super().close()
 
 
 class NcclReceiver(Receiver):
@@ -367,9 +352,6 @@ class NcclReceiver(Receiver):
 
     def receive(self, bucket: Bucket) -> list[Named]:
         raise NotImplementedError
-
-    def close(self) -> None:
-        return None
 
 
 def _join_nccl(host: str, port: int, world: int, device: int) -> Any:

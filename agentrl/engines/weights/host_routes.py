@@ -38,7 +38,6 @@ class MemorySender(Sender):
 
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(slot_bytes, receivers)
-        self._slots: list[Tensor] = []
         # With the host: process ids repeat across machines, and a wrong match would load another trainer's weights.
         self._key = f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
 
@@ -52,15 +51,9 @@ class MemorySender(Sender):
         _open[self._key] = self
         return Offer("memory", self.slot_bytes, self.receivers, (self._key,))
 
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number]
-
-    def ship(self, bucket: Bucket) -> Bucket:
-        return bucket
-
     def close(self) -> None:
         _open.pop(self._key, None)
-        self._slots.clear()
+        super().close()
 
 
 class MemoryReceiver(Receiver):
@@ -73,9 +66,6 @@ class MemoryReceiver(Receiver):
     def receive(self, bucket: Bucket) -> list[Named]:
         sender = _open[self.offer.where[0]]
         return bucket.cut(sender.slot(bucket.slot), sender.lent.regions)
-
-    def close(self) -> None:
-        return None
 
 
 @ROUTES.register("memory", traits={"one_process"})
@@ -103,8 +93,6 @@ class SharedSender(Sender):
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         super().__init__(max(slot_bytes, TOKEN_BYTES), receivers)
         self._files: list[Path] = []
-        self._slots: list[Tensor] = []
-        self._open = False
 
     def open(self) -> Offer:
         if not FOLDER.is_dir():
@@ -136,17 +124,11 @@ class SharedSender(Sender):
     def attached(self) -> None:
         self._unlink()
 
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number]
-
-    def ship(self, bucket: Bucket) -> Bucket:
-        return bucket
-
     def close(self) -> None:
         self._unlink()
         for slot in self._slots:
             unpin(slot)
-        self._slots.clear()
+        super().close()
 
     def _unlink(self) -> None:
         for file in self._files:
@@ -514,9 +496,6 @@ class DiskReceiver(Receiver):
     def receive(self, bucket: Bucket) -> list[Named]:
         path, _, number = bucket.file.rpartition(":")
         return bucket.cut(_read(Path(path), int(number), bucket.nbytes))
-
-    def close(self) -> None:
-        return None
 
 
 def _read(path: Path, number: int, nbytes: int) -> Tensor:

@@ -67,8 +67,7 @@ def span_fields() -> SpanFields | None:
     place = here()
     if place is None or not (place.sampled or listens_to_all()):
         return None
-    return {**asdict(place), "trace": f"{place.trace:x}", "id": f"{place.id:x}", "home": f"{place.home:x}",
-            "all": listens_to_all(), "sent": now()}  # fmt: skip
+    return {**asdict(place), "all": listens_to_all(), "sent": now()}
 
 
 class Outbox:
@@ -90,8 +89,7 @@ class Outbox:
             self._leave()
             self._all = fields["all"]
             self._leave = add_listener(self._found.append, all=fields["all"])
-        numbers = {key: int(fields[key], 16) for key in ("trace", "id", "home")}
-        return TracePlace(**{**{key: value for key, value in fields.items() if key not in ("all", "sent")}, **numbers})
+        return TracePlace(**{key: value for key, value in fields.items() if key not in ("all", "sent")})
 
     def frame(self) -> SpanFields | None:
         """The spans that have ended since the last call; None without any."""
@@ -447,12 +445,21 @@ class EngineService:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._keys: dict[int, str] = {}
         self._calls: set[asyncio.Task[None]] = set()
+
+        async def stats() -> Fields:
+            return {"stats": asdict(await engine.stats())}
+
+        async def refusals() -> Fields:
+            # In a thread: an engine that knows the text of its tokens reads a tokenizer at the first question.
+            asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
+            return {"refused": {name: await in_thread("load", engine.refusal, one) for name, one in asked.items()}}
+
         channel.on |= {
             "engine.ask": self._ask,
             "engine.drop": self._drop,
-            "engine.abort": self._abort,
-            "engine.stats": self._stats,
-            "engine.can": self._can,
+            "engine.abort": lambda fields, _: self._call(fields["id"], engine.abort(self._key(fields["key"]))),
+            "engine.stats": lambda fields, _: self._call(fields["id"], stats()),
+            "engine.can": lambda fields, _: self._call(fields["id"], refusals()),
             "engine.look": self._look,
         }
 
@@ -492,36 +499,14 @@ class EngineService:
         if task is not None:
             task.cancel()
 
-    def _abort(self, fields: Fields, _: memoryview) -> None:
-        async def abort() -> None:
+    def _call(self, number: int, work: Coroutine[object, object, Fields | None]) -> None:
+        async def call() -> None:
             try:
-                await self._engine.abort(self._key(fields["key"]))
-                self._channel.send("engine.answer", id=fields["id"], done=True)
-            except Exception as problem:
-                self._channel.send("engine.fault", id=fields["id"], **fault_fields(problem))
+                self._channel.send("engine.answer", id=number, **(await work or {}))
+            except Exception as problem:  # of any kind: a worker that is not told waits forever
+                self._channel.send("engine.fault", id=number, **fault_fields(problem))
 
-        self._call(abort())
-
-    def _stats(self, fields: Fields, _: memoryview) -> None:
-        async def stats() -> None:
-            try:
-                self._channel.send("engine.answer", id=fields["id"], stats=asdict(await self._engine.stats()))
-            except Exception as problem:
-                self._channel.send("engine.fault", id=fields["id"], **fault_fields(problem))
-
-        self._call(stats())
-
-    def _can(self, fields: Fields, _: memoryview) -> None:
-        async def can() -> None:
-            # In a thread: an engine that knows the text of its tokens reads a tokenizer at the first question.
-            asked = {name: Sampling(1, **more) for name, more in ASKED.items()}
-            refused = {name: await in_thread("load", self._engine.refusal, one) for name, one in asked.items()}
-            self._channel.send("engine.answer", id=fields["id"], refused=refused)
-
-        self._call(can())
-
-    def _call(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work, name="a worker's call of the engine")
+        task = asyncio.create_task(call(), name="a worker's call of the engine")
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 

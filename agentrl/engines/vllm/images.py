@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import VllmConfig
+from agentrl.data.images import images_in
 from agentrl.render.vision import Pixels, Vision
-from agentrl.utils.errors import ConfigError, DependencyError, ModelError
+from agentrl.utils.errors import ConfigError, DependencyError, EngineError, ImageError, ModelError
 
 ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
-"""vLLM's names of the models' classes here (vision_model.py), by the model's type."""
-RECEIVER = "agentrl.engines.vllm.image_worker.VisionReceiver"
+"""vLLM's names of the models' classes here (image_model.py), by the model's type."""
+RECEIVER = "agentrl.engines.vllm.image_model.VisionReceiver"
 OLDEST = (0, 32)
 """The first vLLM that takes what is made here."""
 OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
@@ -92,3 +94,36 @@ def vision_of(path: str, trust: bool) -> Vision:
 
 
 # In a replica
+
+
+def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) -> Callable[[Sequence[int], Sequence[int]], Any]:
+    """Maker of prompts for a replica that is started with `options`: of token ids, which may have images
+    (agentrl.data.images.PromptIds), and of what is sampled behind them already. `plain`: makes those without images. What it
+    returns raises EngineError for placeholders that are not those of the images. Imports vLLM if the model takes images."""
+    vision = None
+    if options.get("worker_extension_cls") == RECEIVER:
+        vision = vision_of(str(options["model"]), bool(options.get("trust_remote_code")))
+        importlib.import_module("agentrl.engines.vllm.image_model")  # makes its classes known to vLLM
+
+    def prompt(token_ids: Sequence[int], sampled: Sequence[int]) -> Any:
+        named = _place_images(vision, token_ids)
+        ids = [*token_ids, *sampled]
+        return with_images(ids, named) if named else plain(ids)
+
+    return prompt
+
+
+def _place_images(vision: Vision | None, token_ids: Sequence[int]) -> list[tuple[str, int, Pixels]]:
+    """The images of a prompt. vLLM's cache of prefixes knows one by the digest of its file."""
+    images = images_in(token_ids)
+    if vision is None and images:
+        raise EngineError(f"a prompt with {len(images)} images for a model of text")
+    if vision is None:
+        return []
+    if not images and vision.token in token_ids:
+        raise EngineError("a prompt has placeholders of images, and its images did not come with it")
+    try:
+        places = vision.places(token_ids, images)
+    except ImageError as problem:
+        raise EngineError(str(problem)) from None
+    return [(image.sha256, start, pixels) for image, (start, pixels) in zip(images, places, strict=True)]
