@@ -282,9 +282,8 @@ _THROUGH = _SPACES | {
 
 def wrap(env: ToolEnv, name: str, args: Mapping[str, Any]) -> ToolEnv:
     """`env` in the wrapper of that name. Raises ConfigError for an unknown name or invalid arguments."""
-    make = WRAPPERS.bind(name, args)
     try:
-        wrapped: ToolEnv = make(env)
+        wrapped: ToolEnv = WRAPPERS.build(name, args, env)
     except ValueError as problem:
         raise ConfigError(f"env.wrappers {name!r}: {problem}") from problem
     return wrapped

@@ -71,7 +71,7 @@ class Mixture(ABC):
 
 def make_mixture(choice: Choice) -> Mixture:
     """A new mixture. Raises ConfigError for an unknown name or argument, naming the nearest."""
-    mixture: Mixture = MIXTURES.bind(choice.name, choice.args)()
+    mixture: Mixture = MIXTURES.build(choice.name, choice.args)
     return mixture
 
 

@@ -108,7 +108,7 @@ def uniform(run_seed: int, index: int, purpose: str) -> float:
 
 def make_sampler(choice: Choice) -> TaskSampler:
     """A new sampler. Raises ConfigError for an unknown name or argument, naming the nearest."""
-    sampler: TaskSampler = SAMPLERS.bind(choice.name, choice.args)()
+    sampler: TaskSampler = SAMPLERS.build(choice.name, choice.args)
     return sampler
 
 

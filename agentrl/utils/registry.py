@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.utils.errors import ConfigError, hint_text
+from agentrl.utils.errors import AgentrlError, ConfigError, hint_text
 from agentrl.utils.parsing import module_of
 from agentrl.utils.search_path import PRIVATE, given_object, is_given, load_module, shelves
 
@@ -161,6 +161,19 @@ class Registry(Mapping[str, T]):
         make = self.entry(name).make
         return bind(f"{self.kind} {name!r}", make, self._parameters(make), args)
 
+    def build(self, name: str, args: Mapping[str, Any], *given: Any) -> Any:
+        """Call the component with what the caller passes and a config's arguments. Raises ConfigError as `bind` does, and if a
+        plug-in's code raises."""
+        make = self.bind(name, args)
+        try:
+            return make(*given)
+        except Exception as problem:
+            if isinstance(problem, AgentrlError) or not self.is_plugin(name):
+                raise
+            raise ConfigError(
+                f"{self.kind} {name!r}: it raised {type(problem).__name__}: {problem}. Correct the plug-in"
+            ) from problem
+
     def arguments(self, name: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of the name's call: the defaults, overridden by `args`. Raises ConfigError as `bind` does."""
         bound: partial[Any] = self.bind(name, args)  # type: ignore[assignment]
@@ -210,7 +223,7 @@ def bind(
 ) -> Callable[..., Any]:
     """`make` with a config's keyword arguments bound; `known` has the allowed ones. Raises ConfigError as `Registry.bind`
     does; its messages begin with `label`."""
-    called: Any = vars(make).get("__init__", make) if isinstance(make, type) else make
+    called: Any = make.__init__ if isinstance(make, type) else make  # type: ignore[misc] # of the class, whatever its instances have
     hints = get_type_hints(called, include_extras=True)
     bound = {}
     for key, value in args.items():

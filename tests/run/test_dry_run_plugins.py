@@ -17,6 +17,7 @@ from agentrl.trainer.algorithms.losses import CORRECTIONS
 from agentrl.rollout.context import CONTEXTS, ContextPolicy
 from agentrl.rollout.mixtures import MIXTURES, FixedMixture
 from agentrl.run.callbacks import CALLBACKS, Callback
+from agentrl.rollout.samplers import SAMPLERS, UniformSampler
 """
 ADVANTAGE = "@ADVANTAGES.register('mine')\ndef mine(batch):\n    SEEN.append(1)\n    return "
 LOSS = "@POLICY_LOSSES.register('mine')\ndef mine(batch):\n    return "
@@ -26,7 +27,10 @@ CONTEXT = "@CONTEXTS.register('mine')\nclass Mine(ContextPolicy):\n    async def
 CALLBACK = "@CALLBACKS.register('mine')\nclass Mine(Callback):\n    def __init__(self):\n        "
 
 
-def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str) -> int:
+SAMPLER = "@SAMPLERS.register('mine')\nclass Mine(UniformSampler):\n    def __init__(self):\n        "
+
+
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "") -> int:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/mine.py").write_text(HEAD + body + "\n")
     small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
@@ -34,25 +38,26 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
     (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='key_value'}}\ncluster={{backend='inline'}}\n"
                                        f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    return main(["train", "run.toml", "--dry-run", "--json", f"{key}={{name='mine'}}" if key != "callbacks" else
-                 "callbacks=[{name='mine'}]"])  # fmt: skip
+    value = value or ("[{name='mine'}]" if key == "callbacks" else "{name='mine'}")
+    return main(["train", "run.toml", "--dry-run", "--json", f"{key}={value}"])
 
 
 @pytest.mark.parametrize(
     ("key", "body", "said"),
     [
-        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:12: 'mine' raised AttributeError: "),
+        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:13: 'mine' raised AttributeError: "),
         ("algorithm.advantage", ADVANTAGE + "batch.reward", "returned tensor("),
         ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.reward)", "advantages float32 [4], expected"),
         ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.mask * float('nan'))", "not finite"),
-        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:9: 'mine' raised TypeError"),
+        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:10: 'mine' raised TypeError"),
         ("algorithm.loss", LOSS + "LossOutput(-batch.advantages)", "without a gradient"),
         ("algorithm.loss", LOSS + "LossOutput((batch.logprobs * 0).sqrt())", "gradients that are not finite"),
         ("algorithm.loss", LOSS + "LossOutput(batch.logprobs, {'m': batch.offsets})", "the metric m int64"),
         ("algorithm.correction", CORRECTION + "prox[mask]", "returned weights float32 [12], expected"),
         ("rollout.mixture", MIXTURE + "{}", "expected one >= 0 for each of"),
         ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
-        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:12: 'mine' raised KeyError"),
+        ("rollout.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
+        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:13: 'mine' raised KeyError"),
     ],
 )
 def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
@@ -61,6 +66,35 @@ def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
     assert dry_run(tmp_path, monkeypatch, key, body) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"agentrl: {key}: plugins/mine.py:") and said in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import no_such_package\n" + ADVANTAGE + "1", "no_such_package"),
+        (ADVANTAGE + "1 +", "not a Python file"),
+        ("", "unknown name 'mine'"),
+    ],
+)
+def test_one_that_does_not_load_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
+    assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("agentrl: ") and said in error and "Traceback" not in error
+
+
+def test_a_wrapper_that_raises_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('broken')\nclass Broken(ToolWrapper):\n"
+    body += "    def __init__(self, env):\n        raise KeyError('token')\n"
+    body += "@WRAPPERS.register('plain')\nclass Plain(ToolWrapper):\n    pass\n"  # without an __init__ of its own
+    for name, code in (("broken", 2), ("plain", 0)):
+        (tmp_path / name).mkdir()
+        assert dry_run(tmp_path / name, monkeypatch, "env.wrappers", body, f"[{{name='{name}'}}]") == code
+    error = capsys.readouterr().err
+    assert "env.wrappers 'broken': it raised KeyError: 'token'" in error and "Traceback" not in error
 
 
 def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(

@@ -57,6 +57,7 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
     yield "algorithm.advantage", algorithm.advantage, partial(_advantage, rollout.group_size)
     yield "algorithm.loss", algorithm.loss, _loss
     yield "algorithm.correction", algorithm.correction, _correction
+    yield "rollout.sampler", rollout.sampler, lambda make, choice: make()
     yield "rollout.mixture", rollout.mixture, partial(_mixture, [env.called for env in config.envs])
     for choice in config.callbacks if planned else ():
         yield "callbacks", choice, _callback
