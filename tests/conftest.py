@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +18,31 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+USERS = re.compile(
+    r"AGENTRL_(?!(PROOFS|PEERS|CHAOS|SIMULATED|REQUIRE|ORACLE|TEMPLATE|TEST|GPU|SGLANG)|.*_(PYTHON|SOURCE)$).*"
+    r"|(HF|HUGGING\w*|TRANSFORMERS|WANDB|MLFLOW|TRACKIO|OTEL|OPENAI|ANTHROPIC|LITELLM|E2B|RAY|SLURM|XDG|LC|GIT|MPL|CLICOLOR)_?.*"
+    r"|.*_(API_KEY|TOKEN)|.*_proxy|LANG(UAGE)?|TZ|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|TERM|PAGER|EDITOR|VLLM_LOGGING\w*"
+    r"|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|PYTHON(WARNINGS|HASHSEED|UNBUFFERED|UTF8|IOENCODING|OPTIMIZE)",
+    re.IGNORECASE,
+)
+"""The variables with which people set agentrl and the programs around it to their liking: no test sees them."""
+
+
+def forget_user() -> None:
+    """Take the variables and the home of the user from this process and those that it starts: records, plug-ins, caches, keys."""
+    for name in [name for name in os.environ if USERS.fullmatch(name)]:
+        del os.environ[name]
+    os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", str(Path("~/.cache/ms-playwright").expanduser()))
+    home = tempfile.mkdtemp(prefix="home-of-tests-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    os.environ.update(HOME=home, LANG="C.UTF-8")
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # one of several processes inherits it
+    forget_user()
 # One thread a process: on two cores more threads only fight each other, and results stay reproducible.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test sees which suites are installed for who runs it.
+# No test sees which suites are installed.
 os.environ["AGENTRL_HOME"] = str(Path(__file__).parent / ".no_home")
 # Tests of every environment of the shelf get benchmarks of our own in place of those whose source nobody need have.
 os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / "shelf" / "bfcl_toy" / "bfcl_eval")})
