@@ -23,7 +23,7 @@ from agentrl.run.folder import RunFolder
 from agentrl.run.outcomes import NO_BINS, Bins, Kinds, Row, by_env, episode_values, group_values
 from agentrl.run.reader import token_lines
 from agentrl.run.session import Session
-from agentrl.run.trackers import ENDPOINTS, FLUSH_S, Outlet, Status, Tracker, sampled_rows
+from agentrl.run.trackers import FLUSH_S, LIVE_METRICS, Outlet, Status, Tracker, sampled_rows
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.utils.errors import NothingScoredError
 from agentrl.utils.threads import in_thread
@@ -312,7 +312,7 @@ SIGNS = (
 )  # fmt: skip
 
 
-class Watch:
+class SignWatch:
     """A sign in the updates of a run, or of one of its environments, under `env/NAME/`; `found`: when it was there."""
 
     def __init__(self, sign: Sign, config: TrainConfig, scope: str) -> None:
@@ -440,10 +440,10 @@ class Health:
         )
 
 
-def watches(config: TrainConfig) -> list[Watch]:
+def watches(config: TrainConfig) -> list[SignWatch]:
     """The signs to look for; those of episodes in each environment, if there are several."""
     names = [f"env/{env.called}/" for env in config.envs] if len(config.envs) > 1 else [""]
-    return [Watch(one, config, scope) for one in SIGNS if one.applies(config) for scope in (names if one.per_env else [""])]
+    return [SignWatch(one, config, scope) for one in SIGNS if one.applies(config) for scope in (names if one.per_env else [""])]
 
 
 def finding_text(one: Mapping[str, Any]) -> str:
@@ -553,7 +553,7 @@ class RunLog:
         self.folder, self.display, self.health = folder, display, health
         self.writes = Writes()
         self.trackers: list[Outlet] = []
-        self.endpoint = None if prometheus is None else ENDPOINTS.entry("prometheus").make(prometheus, self.trackers)
+        self.endpoint = None if prometheus is None else LIVE_METRICS.entry("prometheus").make(prometheus, self.trackers)
         if self.endpoint is not None:
             display.say(f"metrics for Prometheus      {self.endpoint.url}")
         self.trackers += [Outlet(name, make, display.warn) for name, make in trackers]  # last: these are threads

@@ -99,7 +99,7 @@ class Tracker(ABC):
 TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "agentrl.run.trackers", given=1)
 
 
-class Endpoint(ABC):
+class LiveMetrics(ABC):
     """Serves the metrics of a run while it goes on, from its making to `close`."""
 
     url: str
@@ -126,7 +126,7 @@ class Endpoint(ABC):
         """Stop serving; idempotent."""
 
 
-ENDPOINTS: Registry[type[Endpoint]] = Registry("prometheus", "ENDPOINTS", "agentrl.run.trackers")
+LIVE_METRICS: Registry[type[LiveMetrics]] = Registry("prometheus", "LIVE_METRICS", "agentrl.run.trackers")
 
 
 def is_voided(phase: str, step: int, to: int) -> bool:
@@ -140,7 +140,7 @@ def check_trackers(config: TrainConfig) -> None:
     Reads: trackers, prometheus.
     """
     if config.prometheus is not None:
-        ENDPOINTS.entry("prometheus").make.check(config.prometheus)
+        LIVE_METRICS.entry("prometheus").make.check(config.prometheus)
     for choice in config.trackers:
         args = TRACKERS.arguments(choice.name, resolve_references(choice.args, f"trackers.{choice.name}.args"))
         make = TRACKERS.entry(choice.name).make

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.config import TrainConfig
 from agentrl.config.load import config_from
-from agentrl.contrib.offline.checks import _check_loss
+from agentrl.contrib.offline.data_run import _check_loss
 from agentrl.trainer.learner import check_learner
 from agentrl.utils.errors import ConfigError
 

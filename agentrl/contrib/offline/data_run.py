@@ -14,26 +14,36 @@ from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.placement import has_gpus
 from agentrl.cluster.ray_cluster import start_ray, stop_ray
 from agentrl.config import TrainConfig
-from agentrl.config.identity import Identity, identity_of
+from agentrl.config.identity import Identity, check_references, identity_of
+from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from agentrl.contrib.offline.objectives import OBJECTIVES, Found, Objective
 from agentrl.contrib.offline.prepare import Preparation
-from agentrl.contrib.offline.store import About, RowStore
+from agentrl.contrib.offline.store import About, RowStore, sources
 from agentrl.data.schedule import Mode, effective_mode
 from agentrl.run.assembly import longest_row, renderer_of, tokenizer_of
+from agentrl.run.checks.model_checks import check_models, check_vision
+from agentrl.run.checks.rollout_checks import check_model
+from agentrl.run.checks.size_checks import check_capacity, check_placement
 from agentrl.run.display import Count, Display, nothing
+from agentrl.run.driver import RUN_KINDS, RunKind
 from agentrl.run.engine_choice import with_threads
 from agentrl.run.folder import DRIVER, RunFolder
 from agentrl.run.interrupt import Interrupt
 from agentrl.run.role_placement import open_pools, start_actors
 from agentrl.run.run_log import RunLog
 from agentrl.run.session import model_folder
+from agentrl.run.trackers import check_trackers
 from agentrl.trainer.checkpoint import Checkpoints, seal
+from agentrl.trainer.families import packing_of
+from agentrl.trainer.learner import check_learner
 from agentrl.trainer.optim import optims_of
 from agentrl.trainer.pretrained import classifier_of
 from agentrl.trainer.roles import SavedRole, TrainedRole
-from agentrl.trainer.train_engine import shares_prefixes
+from agentrl.trainer.train_engine import TRAIN_ENGINES, check_train_engine, shares_prefixes
+from agentrl.utils.errors import ConfigError
 from agentrl.utils.parsing import json_text, read_json
+from agentrl.utils.terminal import quiet_libraries
 from agentrl.utils.threads import in_thread
 
 ENGINE = "embedded"
@@ -264,3 +274,76 @@ def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str
         "heldout_after": held[-1]["loss"] if len(held) > 1 else None,
         "tokens": int(sum(row.get("tokens_trained", 0) for row in steps)),
     }
+
+
+# Checks
+
+
+def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
+    """Raise a UserError for a config that cannot be trained on its data; returns what is worth a warning. `prepared`: the run has
+    all of its data already, wherever that came from.
+
+    Reads: data, model, optim, cluster, trackers, out.
+    """
+    quiet_libraries()
+    view = only_data(config)
+    check_references(view)
+    check_trackers(view)
+    check_model(view)
+    check_models(view)
+    check_vision(view)
+    check_capacity(view)
+    _check_loss(view)
+    check_train_engine(view)
+    check_learner(view)
+    packing_of(view)
+    check_placement(view, ENGINE)
+    if not prepared:
+        sources(data_of(view).path)
+    renderer_of(view.model, tokenizer_of(view))
+    if config.sft is not None:
+        return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
+    return []
+
+
+def _check_loss(config: TrainConfig) -> None:
+    data, model = data_of(config), config.model
+    traits = TRAIN_ENGINES.entry(model.engine).traits
+    if data.loss != "dpo":
+        check_unread("data", data, ("beta",), 'data.loss = "dpo"')
+    if data.loss == "sft":
+        check_unread("data", data, ("margin",), "a data.loss of pairs")
+    else:
+        for key, given in (("min_reward", data.min_reward is not None), ("success", data.success)):
+            if given:
+                raise ConfigError(
+                    f'data.{key} leaves episodes out before pairs are made of them, so data.loss = "{data.loss}" would find no '
+                    "worse one; set data.margin, and leave it out"
+                )
+    if data.loss != "reward":
+        return
+    if model.lora is not None:
+        raise ConfigError(
+            'model.lora: data.loss = "reward" trains a new head besides, which adapters do not hold; leave it out '
+            "(model.lora=false)"
+        )
+    for key in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
+        if getattr(model, key) > 1:
+            raise ConfigError(f'model.{key}: data.loss = "reward" reads scores of whole rows; use 1')
+    if "reward_model" not in traits:
+        able = TRAIN_ENGINES.that_are("reward_model")
+        raise ConfigError(f'data.loss = "reward": model.engine = "{model.engine}" does not support it; engines that do: {able}')
+
+
+# The kind of run
+
+
+@RUN_KINDS.register("data")
+class DataRunKind(RunKind):
+    """Training on [data]: `agentrl sft --data`."""
+
+    check = staticmethod(check_data)
+    prepare = staticmethod(write_data)
+    shown = staticmethod(only_data)
+    train = staticmethod(train_on_data)
+    summary = staticmethod(summary_of_data)

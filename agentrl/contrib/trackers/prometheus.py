@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import PrometheusConfig
 from agentrl.rollout.engine import EngineStats
 from agentrl.run.metrics import info_of
-from agentrl.run.trackers import ENDPOINTS, Endpoint, Outlet
+from agentrl.run.trackers import LIVE_METRICS, LiveMetrics, Outlet
 from agentrl.utils.errors import ConfigError, DependencyError, ResourceError
 from agentrl.utils.network import ThreadServer
 
@@ -46,8 +46,8 @@ def _bindable(cfg: PrometheusConfig) -> tuple[socket.AddressFamily, Any]:
     return found[0], found[4]
 
 
-@ENDPOINTS.register("prometheus")
-class MetricsEndpoint(Endpoint):
+@LIVE_METRICS.register("prometheus")
+class MetricsEndpoint(LiveMetrics):
     """Rows are given to it as to a tracker; a scrape reads them in a thread of the server."""
 
     @classmethod
