@@ -100,7 +100,7 @@ TRACKERS: Registry[Callable[..., Tracker]] = Registry("trackers", "TRACKERS", "a
 
 
 class LiveMetrics(ABC):
-    """Serves the metrics of a run while it goes on, from its making to `close`."""
+    """Serves a run's metrics until `close`."""
 
     url: str
 
