@@ -106,10 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        args = _parse(argv)
+        try:
+            args = _parse(argv)
+        except SystemExit:  # --help
+            sys.stdout.flush()
+            raise
         args.program = argv is None  # this process is the command, and not one that calls it
         code: int = args.run(args)
-        sys.stdout.flush()  # here, and not where Python ends, what cannot be written has a message
+        sys.stdout.flush()  # what cannot be written has a message here
         return code
     except UserError as error:
         say(f"agentrl: {error}", file=sys.stderr)

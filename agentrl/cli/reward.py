@@ -274,10 +274,6 @@ def run_leaves(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_it_is(context: Context) -> Context:
-    return context
-
-
 def _with_any_env(context: Context) -> Context:
     def nowhere(task: Task) -> ReplayEnv:
         raise UserError("a spec that is only looked at replays nothing")
@@ -305,7 +301,7 @@ class _Options:
         from agentrl.env.catalog import make_scorer
 
         ref = None if self.env is None else self.env_ref()
-        return make_scorer(spec, self.reward(), ref, through=_with_any_env if alone else _as_it_is)
+        return make_scorer(spec, self.reward(), ref, through=_with_any_env if alone else lambda context: context)
 
     def reward(self) -> RewardConfig:
         """The config section of a run that may do as much."""

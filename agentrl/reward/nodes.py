@@ -256,7 +256,7 @@ class LeafNode(Node):
         except Exception as error:
             if type(self.leaf).__module__.startswith("agentrl.") or isinstance(error, AgentrlError):
                 raise
-            # A plug-in's code may raise anything, which must not stop a run.
+            # A plug-in's code may raise anything.
             return Result(None, {"unscored": f"{self.label} raised {type(error).__name__}: {error}"})
         return Result(value, {"evidence": evidence}, dict(turns or {}))
 

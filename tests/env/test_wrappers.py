@@ -244,7 +244,7 @@ def test_wrappers_of_a_config(tmp_path: Path) -> None:
         "tool_subset": {"names": ["get"]}, "tool_faults": {"rate": 0.5}, "observation_limit": {"tokens": 9},
         "system_prompt": {"text": "be brief"}, "gold_user": {},
     }  # fmt: skip
-    assert set(arguments) == set(WRAPPERS)
+    assert set(arguments) == {entry.name for entry in WRAPPERS.own()}
     for name, args in arguments.items():
         assert isinstance(WRAPPERS[name](Notes(), **args), ToolWrapper)
     for text, says in (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.cluster.worker import Mesh
 from agentrl.config.load import config_from
 from agentrl.config.schema import ModelConfig
 from agentrl.data.trajectory import Task, Trajectory
@@ -118,11 +119,12 @@ def test_transcripts_are_written_while_the_actors_compute(
     async def arun(method: Any, *args: Any) -> Any:
         if method.__name__ != "sft_steps":
             return None
-        events.append(f"begin {len(args[0])} rows of {args[1]}")
+        steps = len(args[0]["counts"])
+        events.append(f"begin {len(args[0])} rows of {steps}")
         for _ in range(3):
             await asyncio.sleep(0)
         events.append("end")
-        return [{"loss": 1.0}] * args[1]
+        return [{"loss": 1.0}] * steps
 
     class Source:
         skipped = 0
@@ -133,7 +135,7 @@ def test_transcripts_are_written_while_the_actors_compute(
             return [course.member] * count
 
     rows: list[tuple[int, float]] = []
-    course.session.actors = SimpleNamespace(arun=arun, in_processes=course.session.actors.in_processes)
+    course.session.actors = SimpleNamespace(arun=arun, in_processes=course.session.actors.in_processes, mesh=Mesh.of(None, 1))
     course.run_log.row = lambda phase, step, values: (
         rows.append((step, values["transcripts_skipped"])) if phase == "sft" else None
     )
