@@ -94,25 +94,31 @@ model_is_there() {
   [ "${MODE[0]}" != --results ] || [ -d "$MODEL" ] || { echo "no model at $MODEL: carry all of .gpu/model" >&2; return 1; }
 }
 
-# The seeds of docs/results.md beside one another, each in a session of its own that outlives this command: call it again to wait on.
+# The seeds of docs/results.md and the control at the same time, each in a session of its own that outlives this command: call it
+# again to wait on. Then pass@8 on some of the tasks, as far as time allows.
 bfcl() {
   [ "${MODE[0]}" = --results ] || { echo "bfcl has no tiny shapes: run it on a card" >&2; return 2; }
   model_is_there || return 1
-  mkdir -p evals "$GPU/seeds"
-  local keys="model.path=$PWD/$MODEL engine=embedded cluster.backend=inline optim.micro_tokens=16384 checkpoint.every=10 ${KEYS:-steps=30}"
-  local config=configs/results/bfcl_grpo.toml tasks=${TASKS:-696} seed
+  mkdir -p evals runs "$GPU/seeds"
+  local keys="model.path=$PWD/$MODEL ${KEYS:-}" name
   if [ ! -e "$GPU/seeds/started" ]; then
     : > "$GPU/seeds/started"
-    for seed in ${SEEDS:-0 1 2}; do
-      background "bfcl_$seed" "agentrl train $config seed=$seed name=bfcl_$seed $keys &&
-        agentrl eval test --run runs/bfcl_$seed --checkpoint 0 --checkpoint last -n $tasks"
+    for name in ${SEEDS:-grpo_0 grpo_1 grpo_2 random_0}; do
+      background "bfcl_$name" "agentrl train configs/results/bfcl_${name%_*}.toml seed=${name#*_} name=bfcl_$name $keys &&
+        sha256sum runs/bfcl_$name/model/*.safetensors > runs/bfcl_$name/weights.sha256 &&
+        agentrl eval test --run runs/bfcl_$name --checkpoint 0 --checkpoint last -n ${TASKS:-696} &&
+        agentrl eval test --run runs/bfcl_$name --checkpoint 0 --checkpoint last -n 120 -k 8 eval.temperature=1 --out evals/bfcl_${name}_k8"
     done
-    background untouched "agentrl eval test --config $config --model $MODEL -n $tasks --out evals/bfcl_untouched $keys"
   fi
   local until=$((SECONDS + ${LIMIT:-530}))
   while bfcl_runs && [ $SECONDS -lt $until ]; do sleep 2; done
   tail -n 12 "$GPU"/seeds/*.log
-  [ -z "${OUT:-}" ] || tar -czf "$OUT/bfcl.tgz" --ignore-failed-read "$GPU/seeds" evals runs/bfcl_*/{metrics.jsonl,summary.json,config.toml}
+  if [ -n "${OUT:-}" ]; then
+    for name in $(cat "$GPU/seeds/started"); do
+      XZ_OPT=-T4 tar -cJf "$OUT/$name.txz" --ignore-failed-read "$GPU/seeds/$name".* evals/"$name"* \
+        runs/"$name"/{metrics.jsonl,summary.json,config.toml,weights.sha256}
+    done
+  fi
   if bfcl_runs; then echo "bfcl still runs: call it again to wait on" >&2; return 1; fi
   ! cat "$GPU"/seeds/*.end | grep -v '^0$'
 }
@@ -123,7 +129,7 @@ bfcl_runs() { [ "$(find "$GPU/seeds" -name '*.end' | wc -l)" -lt "$(wc -l < "$GP
 background() {
   echo "$1" >> "$GPU/seeds/started"
   local words=${2//agentrl /$PYTHON -m agentrl }
-  setsid bash -c "{ $words; } > $GPU/seeds/$1.log 2>&1; echo \$? > $GPU/seeds/$1.end" > /dev/null 2>&1 < /dev/null &
+  PYTHONPATH=$PWD/configs/results:$PYTHONPATH setsid bash -c "{ $words; } > $GPU/seeds/$1.log 2>&1; echo \$? > $GPU/seeds/$1.end" > /dev/null 2>&1 < /dev/null &
 }
 
 part() {
