@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from tests.view.chromium import browser_path  # noqa: E402
+from tests.contrib.view.chromium import browser_path  # noqa: E402
 
 OUT = ROOT / "docs" / "images"
 SIZE: Any = {"width": 1280, "height": 800}

@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test sees which suites are installed.
 os.environ["AGENTRL_HOME"] = str(Path(__file__).parent / ".no_home")
 # Tests of every environment of the shelf get benchmarks of our own in place of those whose source nobody need have.
-os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / "shelf" / "bfcl_toy" / "bfcl_eval")})
+os.environ["AGENTRL_SOURCES"] = json.dumps({"bfcl": str(Path(__file__).parent / "contrib" / "suites" / "bfcl_toy" / "bfcl_eval")})
 
 
 # Limits of test runs are tiny on purpose: tests/run/test_solvable.py alone plays gold solutions against them.
@@ -108,13 +108,13 @@ RAY = [
 programs import at once and its tests wait for them, which beside a second Ray is only slower, and beside plain tests is free."""
 
 CLIENTS = [
-    "tests/harness/test_episode.py",
+    "tests/contrib/agents/test_episode.py",
     "tests/run/test_api_eval.py",
-    "tests/backends/test_endpoint.py",
+    "tests/contrib/agents/test_endpoint.py",
     "tests/backends/test_clocks.py",
     "tests/reward/test_reward_judge.py",
-    "tests/backends/test_endpoint_protocols.py",
-    "tests/backends/test_litellm.py",
+    "tests/contrib/agents/test_endpoint_protocols.py",
+    "tests/contrib/agents/test_litellm.py",
     "tests/env/test_users.py",
 ]
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
@@ -146,7 +146,7 @@ LONGEST = [
     "tests/train/test_learner.py",
     "tests/e2e/test_success.py",
     "tests/env/test_env_check.py",
-    "tests/shelf/test_bfcl.py",
+    "tests/contrib/suites/test_bfcl.py",
     "tests/shelf/test_workspace.py",
     "tests/test_contributing.py",
     "tests/train/test_prefix_training.py",

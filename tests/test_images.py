@@ -30,7 +30,7 @@ from agentrl.rollout.context import elide_outputs
 from agentrl.rollout.workers.channel import trajectory_frame, trajectory_of
 from agentrl.utils.errors import EnvError, ImageError
 from agentrl.utils.redaction import remember
-from tests.env.remote.served import TOKEN, served
+from tests.contrib.remote_envs.served import TOKEN, served
 
 
 def picture(color: tuple[int, int, int] = (220, 30, 30), size: tuple[int, int] = (5, 4)) -> Pictures.Image:

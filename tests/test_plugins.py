@@ -26,7 +26,7 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.registry import Registry, _entry_points
-from tests.run.test_tracing import check_update, read
+from tests.run.timelines import check_update, read
 
 FILES = {
     "less_greedy": """

@@ -1,7 +1,7 @@
-"""TRL's losses of one batch, as numbers in tests/train/trl_losses.json, to which tests hold agentrl's.
+"""TRL's losses of one batch, as numbers in tests/contrib/offline/trl_losses.json, to which tests hold agentrl's.
 
     python benchmarks/parts/trl_losses.py build FOLDER          with agentrl's python: tiny models and the batch
-    python benchmarks/parts/trl_losses.py measure FOLDER > tests/train/trl_losses.json      with one that has trl 1.16.0
+    python benchmarks/parts/trl_losses.py measure FOLDER > tests/contrib/offline/trl_losses.json      with one that has trl 1.16.0
 
 The batch: pairs of two-turn episodes with a shared prompt, in which what a tool answered is not trained.
 """

@@ -1,13 +1,8 @@
-import sys
-from pathlib import Path
-
 import pytest
-from engine_models import build_model, load
 
 from agentrl.render.chatml import CHATML_TEMPLATE
-
-sys.path.append(str(Path(__file__).parent.parent / "render"))
-from render_tokenizers import CONTROL_TOKENS, build_tokenizer
+from tests.backends.engine_models import build_model, load
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +27,9 @@ def model(model_folder):
 @pytest.fixture
 def spawned(monkeypatch):
     """Stand-ins for vLLM's actors, in the order they were made; `spawned.plan[i]` makes the i-th one differ."""
-    from replica_actors import Actor
-
     from agentrl.engines.vllm import replicas
     from agentrl.engines.vllm.replicas import Replica, Replicas
+    from tests.backends.replica_actors import Actor
 
     class Spawned(list):
         plan: dict

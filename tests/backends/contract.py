@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_models import VOCAB, changed, forward_logprobs, kept, log_table, parameters
 
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError
+from tests.backends.engine_models import VOCAB, changed, forward_logprobs, kept, log_table, parameters
 from tests.publishing import publish
 
 TRUNCATIONS = [(0, 1.0), (0, 0.6), (3, 1.0), (3, 0.6)]  # top_k, top_p

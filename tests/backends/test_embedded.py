@@ -7,10 +7,7 @@ from functools import partial
 import pytest
 import pytest_asyncio
 import torch
-from contract import UNUSED, EngineContract, off, prompt_of
-from engine_models import build_model, changed, forward_logprobs, load, parameters
 from safetensors.torch import load_file, save_file
-from text_contract import TextContract
 
 import agentrl.engines.embedded.embedded_engine as embedded_engine
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -18,6 +15,9 @@ from agentrl.engines.weights.base import Stream
 from agentrl.engines.weights.host_routes import MemorySender
 from agentrl.rollout.engine import Sampling
 from agentrl.utils.errors import EngineError, ModelError, ResourceError
+from tests.backends.contract import UNUSED, EngineContract, off, prompt_of
+from tests.backends.engine_models import build_model, changed, forward_logprobs, load, parameters
+from tests.backends.text_contract import TextContract
 from tests.publishing import publish
 from tests.train.tiny_families import FAMILIES, VOCAB, tiny_model
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from contract import prompt_of
 
 from agentrl.engines.embedded import kv_cache as attention
 from agentrl.engines.embedded import kv_cache as cascade
@@ -17,6 +16,7 @@ from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
 from agentrl.engines.embedded.kv_cache import KvShape, PrefixIndex, cascade_of
 from agentrl.engines.exact_attention import AttentionForm
 from agentrl.rollout.engine import Sampling
+from tests.backends.contract import prompt_of
 
 SHAPE = KvShape(1, 2, 8, torch.float32, torch.device("cpu"))
 

@@ -4,8 +4,6 @@ import asyncio
 from functools import partial
 
 import pytest
-from contract import until
-from engine_models import CHAT_REWARD, Chat, changed, ledger_error, load, parameters
 
 from agentrl.config.schema import InitModelConfig
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -13,6 +11,8 @@ from agentrl.render import make_renderer
 from agentrl.reward import compile_spec
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
+from tests.backends.contract import until
+from tests.backends.engine_models import CHAT_REWARD, Chat, changed, ledger_error, load, parameters
 from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from engine_models import CHAT_REWARD, Chat
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import Choice
@@ -26,6 +25,7 @@ from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ModelError
 from tests import moe
+from tests.backends.engine_models import CHAT_REWARD, Chat
 from tests.publishing import publish
 from tests.tiny_families import build_family
 

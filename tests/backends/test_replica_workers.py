@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_models import parameters
-from replica_actors import HOST
 
 from agentrl.config import RolloutConfig
 from agentrl.config.schema import VllmConfig
@@ -32,6 +30,8 @@ from agentrl.rollout.workers.channel import Channel, Hub
 from agentrl.rollout.workers.worker_pool import WorkerPool
 from agentrl.run.folder import lines
 from agentrl.utils.errors import EngineError, PromptTooLongError
+from tests.backends.engine_models import parameters
+from tests.backends.replica_actors import HOST
 from tests.publishing import exchange, publish
 
 ENV = EnvRef("key_value")

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import parameters
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import VllmConfig, WeightsConfig
@@ -20,6 +19,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.run.session import republish_to_new_replicas
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
+from tests.backends.engine_models import parameters
 from tests.publishing import Held, Holder, publish
 
 pytestmark = pytest.mark.asyncio

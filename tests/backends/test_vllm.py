@@ -12,10 +12,6 @@ import signal
 import psutil
 import pytest
 import pytest_asyncio
-from contract import UNUSED, EngineContract, off, prompt_of, until
-from engine_models import CHAT_REWARD, Chat, changed, ledger_error, parameters
-from text_contract import TextContract
-from vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 
 from agentrl.config import RolloutConfig
 from agentrl.render import make_renderer
@@ -24,6 +20,10 @@ from agentrl.rollout.engine import Sampling
 from agentrl.rollout.episode import Policy
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import EngineError
+from tests.backends.contract import UNUSED, EngineContract, off, prompt_of, until
+from tests.backends.engine_models import CHAT_REWARD, Chat, changed, ledger_error, parameters
+from tests.backends.text_contract import TextContract
+from tests.backends.vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 from tests.conftest import PROOFS, proof
 from tests.players import collector_of
 from tests.publishing import exchange, publish

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_parts import skip_without_vllm
 
 from agentrl.config.schema import VllmConfig
 from agentrl.data.expert_routing import RouterWatch
@@ -17,6 +16,7 @@ from agentrl.engines.vllm.vllm_engine import VllmEngine
 from agentrl.engines.weights.parameters import Saving
 from agentrl.rollout.engine import Generation, Sampling
 from tests import moe
+from tests.backends.vllm_parts import skip_without_vllm
 from tests.conftest import proof
 from tests.publishing import publish
 

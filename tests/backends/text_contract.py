@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from contract import off, prompt_of
-from engine_models import log_table
 from llguidance import LLMatcher
 
 from agentrl.rollout.engine import Sampling
+from tests.backends.contract import off, prompt_of
+from tests.backends.engine_models import log_table
 
 SCHEMA = {
     "type": "object",

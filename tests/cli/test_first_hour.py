@@ -16,7 +16,7 @@ from agentrl.env.catalog import EnvRef
 from agentrl.run.checks.reward_checks import check_success
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.terminal import console
-from tests.view.folders import episode, run_folder
+from tests.run.made_folders import episode, run_folder
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from agentrl.cli.main import main
 from agentrl.contrib.view.terminal import _OVERVIEW, figures
 from agentrl.data.trajectory import Message, ToolCall, ToolResult, UserCall
 from agentrl.run.reader import load_run, overview
-from tests.view.folders import episode, run_folder, touch, unscored
+from tests.run.made_folders import episode, run_folder, touch, unscored
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07[bold]x[/bold][link=http://evil.example]y[/link]\u202e\x9b31m\x00"
 ROWS = [

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from cluster_workers import Plain, Summing
 from tensordict import TensorDict
 
 from agentrl.cluster.group import Shard
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Mesh, Worker
 from agentrl.utils.errors import DispatchError, ResourceError
+from tests.cluster.cluster_workers import Plain, Summing
 
 
 def test_a_misspelt_name_fails_at_definition_and_is_corrected():
@@ -142,7 +142,7 @@ def test_a_method_of_another_class_is_refused():
     with pytest.raises(DispatchError, match="must be a TensorDict"):
         group.run(Plain.double, 3)
     with pytest.raises(DispatchError, match="no argument given for 'batch'"):
-        group.run(Plain.double)
+        group.run(Plain.double)  # type: ignore[call-arg]
 
 
 def test_inline_holds_one_rank_of_a_collective_class():

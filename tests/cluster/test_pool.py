@@ -6,7 +6,6 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError
@@ -27,6 +26,7 @@ from agentrl.config.schema import (
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.run.role_placement import roles_of
 from agentrl.utils.errors import ConfigError, ResourceError
+from tests.cluster.cluster_workers import Plain
 
 NODES = [ClusterNode("a", 4, 2), ClusterNode("b", 4, 0)]
 

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from cluster_batches import ragged_batch
-from cluster_workers import Plain, Summing
-from mortal_workers import Mortal
-from test_strategies import SIZES, check_every_strategy
 
 from agentrl.cluster import (
     doctor as checks,
@@ -45,6 +41,10 @@ from agentrl.utils.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from tests.cluster.cluster_batches import ragged_batch
+from tests.cluster.cluster_workers import Plain, Summing
+from tests.cluster.mortal_workers import Mortal
+from tests.cluster.test_strategies import SIZES, check_every_strategy
 from tests.conftest import proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cluster_batches import ragged_batch
-from cluster_workers import Plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.cluster.launch import launch
 from agentrl.data.rows import lengths, select
 from agentrl.utils.errors import DispatchError, ModelError, WorkerError
+from tests.cluster.cluster_batches import ragged_batch
+from tests.cluster.cluster_workers import Plain
 
 SIZES = {1: [5], 3: [4, 0, 9], 7: [1, 8, 3, 0, 2, 30, 6]}
 

@@ -6,13 +6,9 @@ Their rows are packed. The embedded engine serves them without its cache, which 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from family_models import build
 
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Trajectory
@@ -20,6 +16,7 @@ from agentrl.run.checks import check_train
 from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import ModelError
+from tests.train.family_models import build
 
 RUN = {
     "env": {"id": "key_value", "reward": str(Path(__file__).with_name("short.json"))},

@@ -21,7 +21,7 @@ from agentrl.run.trackers import TRACKERS, TrackedRun, Tracker
 from agentrl.trainer import train_engine as layout
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import config_of, episodes, execute, killed_at_random, ledger_of, numbers, updates
-from tests.run.test_tracing import check_update, inside, read
+from tests.run.timelines import check_update, inside, read
 
 pytestmark = pytest.mark.timeout(240)
 STALE = 2

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from agentrl.data.trajectory import Task
 from agentrl.env.copying import BranchDict, branch, changes, looking
 
-from toyenvs import Notes  # isort: skip
+from tests.env.toyenvs import Notes  # isort: skip
 
 
 def base_of(rng: random.Random, depth: int = 3) -> Any:

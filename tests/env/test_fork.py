@@ -17,7 +17,7 @@ from agentrl.env import ToolEnv
 from tests.env.shelf import shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
+from tests.env.toyenvs import Notes, call
 
 
 def observe(env: ToolEnv) -> Any:

@@ -27,7 +27,7 @@ from agentrl.env.mcp import McpSource
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
+from tests.env.toyenvs import Notes, call
 
 SERVER = '''
 import asyncio, os, sys

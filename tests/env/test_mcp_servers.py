@@ -33,7 +33,7 @@ import mcp_types as types
 from mcp import MCPError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
+from tests.env.toyenvs import Notes, call
 
 Answer = Callable[[str, Mapping[str, Any]], Any]
 

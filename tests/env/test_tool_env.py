@@ -24,7 +24,7 @@ from agentrl.utils.threads import background
 from tests.env.shelf import shelf
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
+from tests.env.toyenvs import Notes, call
 
 
 class Constant:

@@ -19,7 +19,7 @@ from agentrl.reward.values import turn_places
 from agentrl.utils.errors import EnvError, ToolTimeoutError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from phone import Phone
+from tests.env.phone import Phone
 
 PRESS = ["press", {"button": "power"}]
 

@@ -18,7 +18,7 @@ from agentrl.env.users import ModelUser, RuleUser, ScriptedUser, User
 from agentrl.utils.errors import EnvError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
+from tests.env.toyenvs import Notes, call
 
 
 class Asked(Notes):

@@ -33,8 +33,7 @@ from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toyenvs import Notes, call
-
+from tests.env.toyenvs import Notes, call
 from tests.tool.process_tools import square
 
 

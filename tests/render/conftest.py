@@ -1,7 +1,7 @@
 import pytest
-from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 from agentrl.render.chatml import CHATML_TEMPLATE
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 
 @pytest.fixture(scope="session", params=["tags are added tokens", "tags are ordinary text"])

@@ -12,9 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from render_tokenizers import build_tokenizer
-
 from agentrl.render.chatml import CHAT_TEMPLATES, TURN_TOKENS
+from tests.render.render_tokenizers import build_tokenizer
 
 ROOT = Path(os.environ.get("AGENTRL_TEMPLATES") or Path(sys.prefix) / "templates")
 SOURCES = {

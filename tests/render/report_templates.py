@@ -9,10 +9,9 @@ import json
 import tomllib
 from pathlib import Path
 
-from real_templates import REAL, Real, tokenizer_of
-
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.template import TemplateRenderer
+from tests.render.real_templates import REAL, Real, tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"trl": "trl", "axolotl": "axolotl", "llama.cpp": "llama-cpp-python"}

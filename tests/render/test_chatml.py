@@ -1,14 +1,14 @@
 import pytest
-from families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
-from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
 from agentrl.utils.errors import ModelError, RenderError
+from tests.render.families import FAMILIES
+from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as templates
-from render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 from agentrl.config.load import config_from
 from agentrl.data.trajectory import Message
@@ -18,6 +17,7 @@ from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.run.evaluate import RolloutRequest, dated_as
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import ConfigError, RenderError
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
 
 CLOCK = "{{ '<|im_start|>system\\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + CHATML_TEMPLATE
 LLAMA = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}" + CLOCK.replace(

@@ -2,15 +2,14 @@
 
 import asyncio
 
-from families import FAMILIES
-from render_tokenizers import build_tokenizer
-
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
 from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Engine, EngineStats, Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
+from tests.render.families import FAMILIES
+from tests.render.render_tokenizers import build_tokenizer
 
 
 class Scripted(Engine):

@@ -6,11 +6,11 @@ import datetime
 import json
 
 import pytest
-from real_templates import REAL, tokenizer_of
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.syntaxes import harmony_parts
 from agentrl.render.template import TemplateRenderer
+from tests.render.real_templates import REAL, tokenizer_of
 
 REAL_ONE = next(real for real in REAL if real.file == "gptoss")
 if not REAL_ONE.path.is_file():

@@ -4,8 +4,6 @@ import asyncio
 from functools import cache
 
 import pytest
-from families import IM, QWEN3, QWEN25
-from render_tokenizers import build_tokenizer
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Task, ToolEnv, tool
@@ -15,6 +13,8 @@ from agentrl.reward import compile_spec, load_spec
 from agentrl.rollout.engine import Engine, EngineStats, Generation
 from agentrl.rollout.episode import EpisodeSpec, Limits, Policy, run_episode
 from agentrl.rollout.warm_start import transcript
+from tests.render.families import IM, QWEN3, QWEN25
+from tests.render.render_tokenizers import build_tokenizer
 
 CALL = ToolCall("get", {"key": "a"}, id="abcdefghi")
 ANSWER = Message("tool", "7", tool_call_id="abcdefghi", name="get")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_templates import REAL
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render.template import TemplateRenderer
 from tests.conftest import proof
+from tests.render.real_templates import REAL
 
 TEMPLATE = next(real for real in REAL if real.file == "mistral_v3_tekken").path
 if not TEMPLATE.is_file():

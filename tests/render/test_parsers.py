@@ -4,13 +4,13 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from render_conversations import TOOLS, arguments, plain
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.render import tagged_syntaxes as gemma
 from agentrl.render.syntaxes import PARSERS, parse_llama_json, parse_mistral
 from agentrl.render.tagged_syntaxes import parse_qwen_xml
 from agentrl.render.tool_calls import MOST_CALLS, ForTools
+from tests.render.render_conversations import TOOLS, arguments, plain
 
 XML = (
     "<tool_call>\n<function=set>\n<parameter=key>\nk3\n</parameter>\n"

@@ -14,14 +14,14 @@ from typing import ClassVar
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from real_templates import OURS, REAL, ROOT, Real, tokenizer_of
-from report_templates import RECORD, found
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.env import Task, ToolEnv, tool
 from agentrl.render.template import TemplateRenderer
 from agentrl.rollout.warm_start import transcript
 from agentrl.utils.errors import RenderError
+from tests.render.real_templates import OURS, REAL, ROOT, Real, tokenizer_of
+from tests.render.report_templates import RECORD, found
 
 PUBLIC = [real for real in REAL if real.path.is_file()]
 HERE = [*PUBLIC, *OURS]

@@ -4,15 +4,15 @@ text, bytes for unknown characters, control tokens inside the model's own vocabu
 from functools import cache
 
 import pytest
-from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
-from render_tokenizers import SENTENCEPIECE, build_sentencepiece
-from test_template import with_ids
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
+from tests.render.families import FAMILIES
+from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.render_tokenizers import SENTENCEPIECE, build_sentencepiece
+from tests.render.test_template import with_ids
 
 quick = settings(max_examples=15, deadline=None)
 CASES = [*((kind, "mistral") for kind in SENTENCEPIECE), ("first", "qwen2.5"), ("prepend", "llama3")]

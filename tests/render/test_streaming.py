@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer
 
 from agentrl.render import make_renderer
 from agentrl.render.base import Codec, ProseReader, SettledText
@@ -12,6 +11,7 @@ from agentrl.render.syntaxes import PARSERS, SYNTAXES
 from agentrl.render.template_text import Marks
 from agentrl.render.tool_calls import ForTools
 from tests.conftest import PROOFS
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_sentencepiece, build_tokenizer
 
 TOKENIZERS = {
     "bytes": build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE),

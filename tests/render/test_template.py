@@ -3,17 +3,17 @@
 from functools import cache
 
 import pytest
-from families import FAMILIES, IM, QWEN25
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
-from render_tokenizers import build_tokenizer
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
 from agentrl.render.template import TemplateRenderer
 from agentrl.utils.errors import ModelError, RenderError
+from tests.render.families import FAMILIES, IM, QWEN25
+from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
+from tests.render.render_tokenizers import build_tokenizer
 
 quick = settings(max_examples=25, deadline=None)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from reward_episodes import episode
 
 from agentrl.reward import compile_spec
 from agentrl.reward.bfcl import LANGUAGES, possible_call, solvable
+from tests.reward.reward_episodes import episode
 
 JAVA = [
     ("-7", "integer", None, -7),

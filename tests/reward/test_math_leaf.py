@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from reward_episodes import call, episode, leaf, spec, value
 
 from agentrl.reward import compile_spec, equality
 from agentrl.utils.errors import DependencyError, RewardSpecError
 from tests.conftest import proof
+from tests.reward.reward_episodes import call, episode, leaf, spec, value
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'agentrl[math]'")
 

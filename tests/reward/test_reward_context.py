@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from reward_episodes import Counter, episode, gold, leaf, spec
 
 from agentrl.config.schema import JudgeConfig, RewardConfig
 from agentrl.reward import compile_spec, make_context
 from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import JudgeSettings
 from agentrl.utils.errors import ConfigError, RewardSpecError
+from tests.reward.reward_episodes import Counter, episode, gold, leaf, spec
 
 
 @pytest.fixture

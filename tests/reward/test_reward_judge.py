@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 
 import pytest
-from reward_episodes import SHELF, call, episode, leaf, spec
 
 from agentrl.config.schema import JudgeConfig
 from agentrl.render import litellm_calls
@@ -19,6 +18,7 @@ from agentrl.reward import Context, compile_spec
 from agentrl.reward.compile import judge_settings
 from agentrl.reward.judge import Judge, VerdictRequest
 from agentrl.utils.errors import JudgeBudgetError, RewardSpecError
+from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 from tests.rollout.loopback import LoopbackServer
 
 MODEL = "openai/test-judge-2026-01-01"

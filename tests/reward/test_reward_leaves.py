@@ -8,12 +8,12 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from reward_episodes import SHELF, call, episode, gold, leaf, spec, tool_schema, value
 
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.reward import compile_spec
 from agentrl.reward.values import as_number, parse_pointer
 from agentrl.utils.errors import RewardSpecError
+from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec, tool_schema, value
 
 
 def why(kind, args, trajectory, context=None):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_episodes import call, episode, leaf, spec
 
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import StopReason
 from agentrl.reward import Context, Score, compile_spec, token_rewards
+from tests.reward.reward_episodes import call, episode, leaf, spec
 
 ONE = leaf("text.contains", {"expect": ""})
 ZERO = leaf("calls.none", {"names": ["f"]})

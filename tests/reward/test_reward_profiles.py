@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from reward_episodes import SHELF, Counter, call, episode, gold, tool_schema
 
 from agentrl.cli.main import main
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.spec import published_schema
+from tests.reward.reward_episodes import SHELF, Counter, call, episode, gold, tool_schema
 
 WITH_REPLAY = Context(replay_env=Counter)
 

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_episodes import call, episode, gold, leaf, spec
-from reward_reference import reference, whole
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.reward import call_matching as assign
@@ -25,6 +23,8 @@ from agentrl.reward.spec import published_schema
 from agentrl.reward.values import NORMALIZERS, EqualityRule, equality_key, same
 from agentrl.utils.errors import RewardSpecError
 from tests.conftest import examples
+from tests.reward.reward_episodes import call, episode, gold, leaf, spec
+from tests.reward.reward_reference import reference, whole
 
 names = st.sampled_from(["f", "g"])
 values = st.sampled_from([0, 1, 1.0, True, "a", None])

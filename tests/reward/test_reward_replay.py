@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from reward_episodes import Counter, call, episode, gold, leaf, spec, value
 
 from agentrl.data.trajectory import Task
 from agentrl.env import tool
 from agentrl.reward import Context, compile_spec
 from agentrl.reward.replays import Replays
 from agentrl.utils.errors import ToolError
+from tests.reward.reward_episodes import Counter, call, episode, gold, leaf, spec, value
 
 REPLAY = {"replay": {"$": "/task/gold/calls"}}
 WANT = {"calls": gold(call("add", x=2), call("add", x=3))}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 from agentrl.data.trajectory import Message, Task, ToolCall, ToolResult, Trajectory
 from agentrl.env import tool
@@ -21,6 +20,7 @@ from agentrl.reward import Context, compile_spec
 from agentrl.reward.leaf import episode_view
 from agentrl.reward.leaves.state import gold_end, replay
 from agentrl.reward.values import course_of
+from tests.reward.rounds_env import Cabinet, Guest, by_round, played, put, swap, task_of
 
 
 def test_tools_that_arrive_with_a_users_turn_are_there_in_a_replay() -> None:
@@ -248,7 +248,7 @@ def test_a_user_that_turned_the_cabinet_before_its_first_words_has_its_own_gold(
     """Two members, whose users say the same and opened in different ways."""
 
     class Opens(Guest):
-        async def prompt(self, task: Task) -> list[Message]:
+        async def prompt(self, task: Task) -> list[Message]:  # type: ignore[override]
             return [Message("user", await self.ask_user() or "")]
 
         @staticmethod

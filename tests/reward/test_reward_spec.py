@@ -6,11 +6,11 @@ import json
 
 import jsonschema
 import pytest
-from reward_episodes import SHELF, call, episode, leaf, spec
 
 from agentrl.reward import Context, compile_spec, load_spec
 from agentrl.reward.spec import published_schema
 from agentrl.utils.errors import RewardSpecError
+from tests.reward.reward_episodes import SHELF, call, episode, leaf, spec
 
 FINE = leaf("episode.stopped")
 

@@ -7,8 +7,6 @@ import json
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reward_episodes import SHELF, call, episode, gold, leaf, spec
-from test_reward_properties import episodes, leaves, nodes
 
 from agentrl.data.trajectory import StopReason, Trajectory
 from agentrl.env.catalog import EnvRef, find_reward
@@ -16,6 +14,8 @@ from agentrl.reward import Scorer, compile_spec, make_context
 from agentrl.reward.lint import probe_episodes
 from agentrl.utils.errors import RewardSpecError
 from tests.conftest import examples
+from tests.reward.reward_episodes import SHELF, call, episode, gold, leaf, spec
+from tests.reward.test_reward_properties import episodes, leaves, nodes
 
 RIGHT = leaf("number.close", {"expect": {"$": "/task/gold/answer"}})
 CALLS = leaf("calls.match", {"expect": {"$": "/task/gold/calls"}})

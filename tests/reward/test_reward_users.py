@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from reward_episodes import call, episode, gold, leaf, spec, value
 
 from agentrl.data.trajectory import ToolCall, ToolResult, UserCall
 from agentrl.reward import compile_spec
 from agentrl.reward.leaf import episode_view
 from agentrl.utils.errors import RewardSpecError
+from tests.reward.reward_episodes import call, episode, gold, leaf, spec, value
 
 
 def user_call(turn, name, step=0, answer="ok", error=None, **arguments):

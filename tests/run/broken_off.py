@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.contrib.remote_envs.served import TOKEN, VARIABLE
 from tests.e2e.inside import config_of
 from tests.e2e.runs import forked, numbers, rows
-from tests.env.remote.served import TOKEN, VARIABLE
 
 TINY = [
     "model.init={layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}",

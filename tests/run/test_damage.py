@@ -22,7 +22,7 @@ from agentrl.utils.files import read_plain
 from tests.conftest import PROOFS, proof
 from tests.run import damage
 from tests.run.damage import COMMANDS, KINDS, Runs, cases, make_runs, tried, warmed
-from tests.view.folders import episode, run_folder
+from tests.run.made_folders import episode, run_folder
 
 READ = ("config.toml", "metrics.jsonl", "summary.json", "trajectories/step_000002.jsonl", "trajectories")
 

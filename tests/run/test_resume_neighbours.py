@@ -14,15 +14,15 @@ import pytest
 
 from agentrl.config import load_config
 from tests.conftest import proof
+from tests.contrib.remote_envs.served import VARIABLE, served
 from tests.e2e.inside import episodes, updates
-from tests.env.remote.served import VARIABLE, served
 from tests.run import damage
 from tests.run.broken_off import TINY, WAYS, assert_same, begun, broken_and_resumed, command, in_process
 from tests.run.judge_models import build
 
 STEPS, AT = 6, 3
 ROOT = Path(__file__).parents[2]
-BFCL = ROOT / "tests/shelf/bfcl_toy/bfcl_eval"
+BFCL = ROOT / "tests/contrib/suites/bfcl_toy/bfcl_eval"
 STAGES = "{stages=[{calls=2},{calls=4},{calls=6}],threshold=0.5,window=3,review=0.3}"
 ROUNDS = [
     "env.id=bfcl",

@@ -32,7 +32,7 @@ from agentrl.utils.errors import ConfigError, ResourceError
 from tests.conftest import proof
 from tests.e2e.inside import config_of, execute, updates
 from tests.rollout.loopback import Loopback, solve
-from tests.run.test_tracing import check_update, read
+from tests.run.timelines import check_update, read
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

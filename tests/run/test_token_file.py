@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,8 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns, token_lines
 from agentrl.trainer.actor import Actor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from learners import config_of, opened
-from train_batches import toy_optim, trajectories
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_optim, trajectories
 
 TAUGHT = AlgorithmConfig(minibatch=64, epochs=2)
 
@@ -97,7 +93,7 @@ def test_without_keep_nothing_is_kept_and_the_update_is_the_same(tiny: str) -> N
 
 
 def test_with_a_critic_each_token_has_its_own_advantage(tiny: str) -> None:
-    from train_batches import toy_critic
+    from tests.train.train_batches import toy_critic
 
     gae = AlgorithmConfig(advantage=Choice(name="gae", args={"gamma": 0.9}), minibatch=64)
     learner = opened(tiny, config_of(algorithm=gae, critic=toy_critic()))

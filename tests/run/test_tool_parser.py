@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent / "render"))
-from families import FAMILIES
-from render_tokenizers import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.config import ModelConfig, load_config
@@ -17,6 +12,8 @@ from agentrl.render.template import TemplateRenderer
 from agentrl.run.assembly import renderer_of
 from agentrl.run.checks import check_assembly
 from agentrl.utils.errors import ConfigError, ModelError
+from tests.render.families import FAMILIES
+from tests.render.render_tokenizers import build_tokenizer
 from tests.tiny import build
 
 ROOT = Path(__file__).resolve().parents[2]

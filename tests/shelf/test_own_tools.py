@@ -17,7 +17,7 @@ from agentrl.env import Message, ToolCall
 from agentrl.env.catalog import EnvRef, make_env
 from agentrl.utils.errors import ConfigError, EnvError, TaskDataError
 from tests.conftest import proof
-from tests.view.test_api import client
+from tests.contrib.view.test_api import client
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
 AGE = {"name": "age", "description": "years", "parameters": NAME}

@@ -1,4 +1,4 @@
-"""The python environment: problems, scoring, its files. Its sandbox is attacked in tests/sandbox/test_jail.py."""
+"""The python environment: problems, scoring, its files. Its sandbox is attacked in tests/contrib/sandboxes/test_jail.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation_probes import play
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from agentrl.env.spaces import run_sync
 from agentrl.reward import compile_spec, load_spec
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.search_path import load_module
+from tests.shelf.conversation_probes import play
 
 FOLDER = Path(str(find_env("python").path)).parent
 

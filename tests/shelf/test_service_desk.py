@@ -7,7 +7,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from conversation_probes import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.env import Message, ToolCall
+from agentrl.env.catalog import find_env
+from agentrl.utils.errors import ConfigError
+from agentrl.utils.search_path import load_module
+from tests.conftest import examples, proof
+from tests.shelf.conversation_probes import (
     arguments_for,
     build,
     fuzz_call,
@@ -18,14 +26,6 @@ from conversation_probes import (
     task_json,
     teacher_success,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from agentrl.env import Message, ToolCall
-from agentrl.env.catalog import find_env
-from agentrl.utils.errors import ConfigError
-from agentrl.utils.search_path import load_module
-from tests.conftest import examples, proof
 
 PATH = find_env("service_desk").path
 assert PATH is not None

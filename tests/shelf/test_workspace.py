@@ -6,17 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from conversation_probes import (
-    arguments_for,
-    build,
-    fuzz_call,
-    gold_episode,
-    gymnasium_accepts,
-    null_score,
-    play,
-    task_json,
-    teacher_success,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +16,17 @@ from agentrl.reward import compile_spec
 from agentrl.utils.errors import ConfigError, ToolError
 from agentrl.utils.search_path import load_module
 from tests.conftest import examples, proof
+from tests.shelf.conversation_probes import (
+    arguments_for,
+    build,
+    fuzz_call,
+    gold_episode,
+    gymnasium_accepts,
+    null_score,
+    play,
+    task_json,
+    teacher_success,
+)
 
 PATH = find_env("workspace").path
 assert PATH is not None

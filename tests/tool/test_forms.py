@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parent.parent / "render"))
-from families import IM, QWEN3
-from render_tokenizers import build_tokenizer
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
 from agentrl.contrib.agents.session import AgentSession
@@ -26,6 +21,8 @@ from agentrl.env.catalog import make_env
 from agentrl.render import make_renderer
 from agentrl.utils.errors import BadRowError
 from tests.conftest import examples
+from tests.render.families import IM, QWEN3
+from tests.render.render_tokenizers import build_tokenizer
 
 RENDERER = make_renderer(build_tokenizer([*IM, "<think>", "</think>"], QWEN3))
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

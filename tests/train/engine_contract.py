@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from train_batches import make_batch, toy_optim, toy_sft
 
 import agentrl.trainer.train_engine
 from agentrl.config.schema import LoraSection
@@ -25,6 +24,7 @@ from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.train_state import load_state, save_state
 from agentrl.trainer.update import Pack
 from agentrl.utils.errors import ConfigError
+from tests.train.train_batches import make_batch, toy_optim, toy_sft
 
 Made = Callable[..., BaseEngine]
 ROWS = list(range(6))

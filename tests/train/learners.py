@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from train_batches import toy_optim
-
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner, policy_updates
+from tests.train.train_batches import toy_optim
 
 
 def start(tiny: str, **optim: Any) -> Any:

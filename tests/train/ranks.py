@@ -24,9 +24,6 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from family_models import build
-from tiny_families import VOCAB, micro_of, tiny_model
-from train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
 import agentrl.trainer.train_engine
 from agentrl.cluster.worker import Call, Mesh, WorkerContext
@@ -53,7 +50,10 @@ from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.roles import Critic, ModelRole, Reference
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests import moe
+from tests.train.family_models import build
 from tests.train.test_vision import TINY, pictured
+from tests.train.tiny_families import VOCAB, micro_of, tiny_model
+from tests.train.train_batches import make_batch, sharing, toy_critic, toy_optim, trajectories
 
 Body = Callable[[WorkerContext], None]
 

@@ -15,9 +15,7 @@ from typing import Any
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
-from ranks import forked, join
 from torch.distributed.tensor import DTensor
-from train_batches import make_batch
 
 from agentrl.cluster.worker import WorkerContext
 from agentrl.config.schema import ModelConfig
@@ -26,6 +24,8 @@ from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.parallel import EXPERT_FAMILIES
 from agentrl.trainer.update import Pack
 from tests.tiny_families import EXPERTS, build_family
+from tests.train.ranks import forked, join
+from tests.train.train_batches import make_batch
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "hyperclovax": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

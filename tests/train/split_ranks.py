@@ -16,9 +16,7 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from ranks import forked, join, mine, noisy, routed, weights_on
 from torch.distributed.tensor import DTensor
-from train_batches import sharing, toy_optim
 
 import agentrl.trainer.train_engine
 from agentrl.cluster.worker import Mesh, WorkerContext
@@ -26,6 +24,8 @@ from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests.tiny_families import EXPERTS, build_family
+from tests.train.ranks import forked, join, mine, noisy, routed, weights_on
+from tests.train.train_batches import sharing, toy_optim
 
 ALGORITHM = AlgorithmConfig(minibatch=7)
 OPTIM = toy_optim(lr=1e-4, micro_tokens=64, max_grad_norm=0.01)

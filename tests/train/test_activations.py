@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train_batches import toy_optim
 
 from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
 from agentrl.trainer.attention import packed_rows
@@ -21,6 +20,7 @@ from agentrl.trainer.memory import count, count_activations, shell, token_bytes
 from agentrl.trainer.pretrained import init_model
 from tests.conftest import proof
 from tests.tiny_families import build_family
+from tests.train.train_batches import toy_optim
 
 TOKENS = 512
 LORA = LoraSection(rank=4)

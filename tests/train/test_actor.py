@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
@@ -16,6 +15,7 @@ from agentrl.data.rows import collate, select
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import CheckpointError, ConfigError, ModelError, WorkerError
 from tests.publishing import weights_of as weights
+from tests.train.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 PLAIN = AlgorithmConfig(minibatch=8, loss=Choice(name="reinforce"))
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import MIXED, model_of
-from tiny_families import tiny_model
-from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
@@ -17,6 +14,9 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.layers import inject
 from agentrl.trainer.optim import muon, sft_optim
 from tests.publishing import weights_of
+from tests.train.family_models import MIXED, model_of
+from tests.train.tiny_families import tiny_model
+from tests.train.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 # -- the warm start --------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster import group as shared_folder
 from agentrl.cluster.launch import launch
@@ -30,6 +29,7 @@ from agentrl.trainer.checkpoint import MANIFEST
 from agentrl.trainer.learner import Learner
 from agentrl.utils.errors import CheckpointError, ResourceError
 from tests.publishing import weights_of
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
 

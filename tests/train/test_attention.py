@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
 
 from agentrl.engines.embedded.kv_cache import register_slot_attention
@@ -27,6 +26,7 @@ from agentrl.trainer.attention import (
 )
 from agentrl.trainer.language_model import PolicyModule, positions
 from agentrl.utils.errors import ModelError
+from tests.train.tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs, tiny_model
 
 
 def offsets_for(lengths: list[int]) -> torch.Tensor:

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import config_of, opened
 from tensordict import TensorDict
-from train_batches import toy_optim, trajectories
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.config.schema import (
@@ -32,6 +30,8 @@ from agentrl.utils.errors import AgentrlError
 from tests.conftest import proof
 from tests.e2e import inside
 from tests.e2e.runs import numbers, rows
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_optim, trajectories
 
 PLAIN = Choice(name="ppo_clip", args={"dual_clip": None})
 

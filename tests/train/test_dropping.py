@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
@@ -26,6 +25,7 @@ from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
 from agentrl.trainer.roles import Critic
 from tests.conftest import proof
 from tests.publishing import weights_of
+from tests.train.train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
 
 MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_contract import Made, TrainEngineContract
 
 from agentrl.config.schema import ModelConfig
 from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
 from agentrl.utils.errors import DependencyError
 from tests.conftest import proof
+from tests.train.engine_contract import Made, TrainEngineContract
 
 WAYS = [
     pytest.param((entry.name, grouped), id=f"{entry.name}, {'in a group' if grouped else 'alone'}", marks=marks)

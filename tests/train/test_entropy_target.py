@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened
-from train_batches import toy_critic, trajectories
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import collate
 from agentrl.trainer.learner import Learner, adapted_entropy_coef, check_learner
 from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_critic, trajectories
 
 
 def section(**more: Any) -> AlgorithmConfig:

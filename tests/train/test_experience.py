@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import config_of, opened
 from tensordict import TensorDict
-from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import (
@@ -32,6 +30,8 @@ from agentrl.trainer.experience import RARE, Experience, demonstration_rows, joi
 from agentrl.trainer.learner import check_learner
 from agentrl.trainer.minibatch import with_selection
 from agentrl.utils.errors import CheckpointError, ConfigError
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_critic, toy_optim, trajectories
 
 CLIP = 0.2
 RLOO, PLAIN = Choice(name="rloo"), Choice(name="ppo_clip", args={"dual_clip": None})

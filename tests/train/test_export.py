@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, train_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.cli.main import build_parser, main
@@ -24,6 +23,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.model_folder import export_run
 from agentrl.utils.errors import CheckpointError, ModelError
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 
 @pytest.fixture

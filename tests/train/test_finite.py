@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -39,6 +37,8 @@ from tests.config.test_keys_flip import made
 from tests.conftest import proof
 from tests.e2e.runs import rows, small, train
 from tests.publishing import weights_of
+from tests.train.learners import config_of, opened, start
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened
-from train_batches import make_batch, toy_optim, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.load import config_from
@@ -20,6 +18,8 @@ from agentrl.trainer import learner as learner_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ConfigError
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 LORA = ModelConfig(lora=LoraSection(rank=4, alpha=8.0))
 

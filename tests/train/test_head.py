@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_families import FAMILIES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from agentrl.config.schema import LoraSection
 from agentrl.trainer.language_model import HeadRule, backbone, head_rule
 from agentrl.trainer.layers import inject
 from agentrl.utils.errors import ModelError
+from tests.train.tiny_families import FAMILIES, tiny_model
 
 RULES = {
     "gemma2": HeadRule(cap=2.0),

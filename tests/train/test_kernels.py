@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
@@ -18,6 +17,7 @@ from agentrl.trainer.language_model import PLAIN, token_logprobs
 from agentrl.utils.errors import ConfigError, DependencyError
 from tests.conftest import proof
 from tests.publishing import weights_of
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 FORMS = {
     "plain": {},

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_trainer import Batch, PlainActor, PlainCritic
 from tensordict import TensorDict
-from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -31,6 +29,8 @@ from agentrl.trainer.learner import Learner
 from agentrl.trainer.optim import rate
 from agentrl.trainer.roles import Critic
 from tests.publishing import weights_of
+from tests.train.plain_trainer import Batch, PlainActor, PlainCritic
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 STEPS = 3
 TOTAL = 4  # of the run, for schedules

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from learners import config_of, opened
-from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import (
@@ -31,6 +29,8 @@ from agentrl.trainer.roles import Critic
 from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of
 from tests.tiny import SMALL
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 
 def weights(learner: Learner) -> torch.Tensor:

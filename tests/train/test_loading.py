@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from bytes_held import BytesHeld
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,7 +18,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
@@ -31,6 +29,8 @@ from agentrl.trainer.model_folder import export_run, local_of, region_of, save_m
 from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.trainer.weight_files import SINGLE
 from agentrl.utils.errors import ModelError
+from tests.train.bytes_held import BytesHeld
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 COMMON: dict[str, Any] = {
     "vocab_size": 401,  # prime, so that no number of ranks divides it

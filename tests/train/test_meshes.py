@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from train_batches import make_batch
 
 from agentrl.cluster.machine import join_group
 from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
@@ -22,6 +21,7 @@ from agentrl.run import engine_choice as engines
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.train_engine import mesh_of
 from agentrl.trainer.update import Pack
+from tests.train.train_batches import make_batch
 
 
 @contextmanager

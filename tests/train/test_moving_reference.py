@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened
 from torch import Tensor
-from train_batches import toy_critic, toy_optim, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
@@ -23,6 +21,8 @@ from agentrl.trainer.roles import Reference
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.trainer.train_state import saved_tensors
 from agentrl.utils.errors import CheckpointError, ConfigError
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_critic, toy_optim, trajectories
 
 Weights = dict[str, Tensor]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened
-from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from agentrl.cluster.launch import launch
@@ -37,6 +35,8 @@ from agentrl.trainer.roles import Critic, Reference, RewardModel
 from agentrl.trainer.train_engine import rests
 from agentrl.utils.errors import AgentrlError, ConfigError
 from tests.publishing import VersionOnly, weights_of
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 ALGORITHM = AlgorithmConfig(minibatch=8)
 GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_contract import parameters_of, updated
-from train_batches import toy_critic, toy_optim, toy_sft
 
 from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
@@ -25,6 +23,8 @@ from agentrl.trainer.optim import check_optims, optim_of, optims_of, sft_optim
 from agentrl.trainer.roles import Critic
 from agentrl.trainer.train_state import load_state, save_state
 from agentrl.utils.errors import ConfigError, DependencyError
+from tests.train.engine_contract import parameters_of, updated
+from tests.train.train_batches import toy_critic, toy_optim, toy_sft
 
 torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 KINDS = ["adamw", pytest.param("adamw_8bit", marks=torchao), "muon", "sgd"]

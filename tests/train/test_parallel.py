@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.group import WorkerGroup
@@ -20,6 +19,7 @@ from agentrl.trainer.memory import LARGE
 from agentrl.utils.errors import ConfigError, ModelError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=6)
 

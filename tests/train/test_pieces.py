@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from learners import start
-from train_batches import make_batch, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import AgentrlError
 from tests.publishing import weights_of
+from tests.train.learners import start
+from tests.train.train_batches import make_batch, train_batch
 
 REINFORCE = Choice(name="reinforce")
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from train_batches import sharing, toy_critic, toy_optim, train_batch
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -32,6 +31,7 @@ from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Critic, Reference
 from tests.conftest import proof
 from tests.publishing import weights_of
+from tests.train.train_batches import sharing, toy_critic, toy_optim, train_batch
 
 ALGORITHM = AlgorithmConfig(minibatch=64, groups="kept", epochs=2, entropy_bonus=0.01, kl=KlConfig(coef=0.1))
 

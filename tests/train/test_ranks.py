@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ENGINES, FAMILIES, KILLED, LAYOUTS, LOADS, LOSSES, SHARDED, SPREAD
-from train_batches import toy_optim
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
@@ -18,6 +16,8 @@ from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.train_engine import TRAIN_ENGINES
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of
+from tests.train.ranks import ENGINES, FAMILIES, KILLED, LAYOUTS, LOADS, LOSSES, SHARDED, SPREAD
+from tests.train.train_batches import toy_optim
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 WHAT = [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, trajectories
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.cluster.launch import launch
@@ -25,6 +24,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.learner import Learner
 from agentrl.trainer.roles import RewardModel, with_scores
 from agentrl.utils.errors import ModelError
+from tests.train.train_batches import make_batch, toy_optim, trajectories
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from learners import start
-from train_batches import make_batch, sharing, train_batch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import nested_tensor, offsets_of
 from agentrl.trainer.actor import Actor
 from tests.publishing import weights_of
+from tests.train.learners import start
+from tests.train.train_batches import make_batch, sharing, train_batch
 
 COEF, LR = 0.1, 1e-3
 ALGORITHM = AlgorithmConfig(minibatch=4, kl=KlConfig(coef=COEF))

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import by_token, noisy
 from tensordict import TensorDict
 from torch import Tensor
-from train_batches import make_batch, sharing, toy_optim
 
 from agentrl.cluster.worker import Call, Mesh, WorkerContext
 from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
@@ -23,6 +21,8 @@ from agentrl.trainer.minibatch import cut_update
 from agentrl.trainer.roles import Reference
 from agentrl.utils.errors import ModelError
 from tests import moe
+from tests.train.ranks import by_token, noisy
+from tests.train.train_batches import make_batch, sharing, toy_optim
 
 CONTEXT = WorkerContext("one", 0, Mesh.of({"dp": 1}, 1))
 

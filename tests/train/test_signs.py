@@ -8,7 +8,6 @@ from typing import cast
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, train_batch
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -18,6 +17,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.trainer.update import Meter
 from tests.publishing import weights_of as weights
+from tests.train.train_batches import make_batch, toy_optim, train_batch
 
 REINFORCE = AlgorithmConfig(minibatch=64, loss=Choice(name="reinforce"))
 

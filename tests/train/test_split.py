@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from split_ranks import CASES, SHORT, Case
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import ModelConfig
@@ -19,8 +18,9 @@ from agentrl.trainer.parallel import EXPERT_FAMILIES, FAMILIES
 from tests.conftest import PROOFS, proof
 from tests.e2e.runs import run_script
 from tests.publishing import weights_of
+from tests.train.split_ranks import CASES, SHORT, Case
 
-from train_batches import toy_optim  # isort: skip
+from tests.train.train_batches import toy_optim  # isort: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 THESE = CASES if PROOFS else SHORT

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners import config_of, opened, start
 from tensordict import TensorDict
-from train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 from transformers import AutoModelForCausalLM
 
 from agentrl.cluster.launch import launch
@@ -33,6 +31,8 @@ from agentrl.trainer.minibatch import kl_kind
 from agentrl.trainer.roles import Critic, Reference, with_scores
 from agentrl.utils.errors import ConfigError
 from tests.publishing import weights_of as named
+from tests.train.learners import config_of, opened, start
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
 
 MODES = ["token_mean", "seq_mean_token_mean"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from learners import config_of, opened
-from train_batches import toy_critic, trajectories
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import Ragged, collate
 from agentrl.trainer.estimator_inputs import with_advantages
+from tests.train.learners import config_of, opened
+from tests.train.train_batches import toy_critic, trajectories
 
 
 def test_critic_and_actor_get_the_targets_and_advantages_of_turns(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.launch import launch
 from agentrl.config.schema import AlgorithmConfig, InitModelConfig, LoraSection, ModelConfig
@@ -17,6 +16,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.memory import shell
 from agentrl.trainer.pretrained import init_model
 from agentrl.trainer.train_engine import Card, flops_of, peak_of
+from tests.train.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 SHAPE = InitModelConfig(layers=3, hidden=32, mlp=48, heads=4, kv_heads=2, head_dim=16, context=64)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from train_batches import make_batch, toy_critic, toy_optim, train_batch
 from transformers import masking_utils
 
 from agentrl.cluster.launch import launch
@@ -21,6 +20,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.roles import Critic
 from agentrl.trainer.update import Pack
+from tests.train.train_batches import make_batch, toy_critic, toy_optim, train_batch
 
 READS = {"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
 waits: Counter[str] = Counter()

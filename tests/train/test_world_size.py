@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_optimizers import KINDS
-from train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.launch import launch
@@ -19,6 +17,8 @@ from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import WorkerError
 from tests.conftest import proof
 from tests.publishing import weights_of as weights
+from tests.train.test_optimizers import KINDS
+from tests.train.train_batches import make_batch, toy_optim, toy_sft, train_batch, trajectories
 
 pytestmark = proof
 ALGORITHM = AlgorithmConfig(minibatch=6)

@@ -20,7 +20,6 @@ os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import torch
 import torch.distributed as dist
-from ranks import forked, join, mine, warm_up
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +29,7 @@ from agentrl.engines.weights import host_routes as joined
 from agentrl.engines.weights.base import Bucket, open_receiver
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import ConfigError
+from tests.train.ranks import forked, join, mine, warm_up
 from tests.train.train_batches import make_batch, toy_optim
 
 CFG = WeightsConfig(bucket_mib=0.06)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import MIXED, model_of
 from torch import Tensor
 
 from agentrl.data.schedule import Tree
@@ -14,6 +13,7 @@ from agentrl.trainer.attention import PACKED, keep_rows_apart, mixers_of, regist
 from agentrl.trainer.families import PREFIX, micro_of, rows_of
 from agentrl.trainer.language_model import PolicyModule
 from agentrl.trainer.parallel import same_when_recomputed
+from tests.train.family_models import MIXED, model_of
 
 ALL = (0, 1, 2, 3)
 TREES = (Tree((0, 1, 3), PREFIX), Tree((2,), 0))

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import build
-from ranks import UpdateLog, mine, noisy, of_ledgers
-from train_batches import toy_optim
 
 from agentrl.cluster.worker import Mesh, WorkerContext
 from agentrl.config.load import config_from
@@ -22,6 +19,9 @@ from agentrl.run.role_placement import GIB, memory_of
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.train_engine import check_train_engine
 from agentrl.utils.errors import ConfigError
+from tests.train.family_models import build
+from tests.train.ranks import UpdateLog, mine, noisy, of_ledgers
+from tests.train.train_batches import toy_optim
 
 ALGORITHM = AlgorithmConfig(minibatch=3, aggregate="seq_mean_token_mean")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from family_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.config import TrainConfig
@@ -33,6 +32,7 @@ from agentrl.trainer.families import (
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
 from agentrl.utils.errors import ConfigError, ModelError
+from tests.train.family_models import config_of
 
 GEMMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 2.0}
 

@@ -1,0 +1,71 @@
+"""What cannot go with an agent is refused by name before a run, and a rehearsal says what an agent does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import TrainConfig
+from agentrl.config.load import config_from, load_config, with_absolute_paths
+from agentrl.env.catalog import EnvRef
+from agentrl.run.checks.env_checks import check_agent, rehearse
+from agentrl.utils.errors import ConfigError, ResourceError, UserError
+
+AGENT = str(Path(__file__).with_name("agent_over_http.py"))
+
+
+PLAIN = {"python": "tests.contrib.agents.parts:plain_agent"}
+
+
+def config_of(*overrides: str, env: str = "key_value", **agent: object) -> TrainConfig:
+    base = {"env": {"id": env}, "engine": "embedded", "model": {"init": {}}, "agent": agent or dict(PLAIN)}
+    return config_from(base, list(overrides))
+
+
+@pytest.mark.parametrize(("env", "override", "said"), [
+    ("key_value", 'rollout.context={name="keep_recent"}', "'keep_recent': with [agent] the agent itself decides"),
+    ("key_value", 'env.wrappers=[{name="turn_limit",args={turns=2}}]', "wrapper TurnLimit acts on whole steps"),
+    ("service_desk", "seed=0", "has a user who answers"),
+    ("key_value", "agent.python=tests.contrib.agents.parts:gone", "has no function 'gone'"),
+    ("key_value", "URL", "agent.url: http://127.0.0.1:9/ does not answer: ConnectError"),
+])  # fmt: skip
+def test_what_cannot_go_with_an_agent_is_refused_by_name(env: str, override: str, said: str) -> None:
+    config = config_of(url="http://127.0.0.1:9/") if override == "URL" else config_of(override, env=env)
+    with pytest.raises(UserError) as refused:
+        check_agent(config, EnvRef.of(config))
+    assert said in str(refused.value) and isinstance(refused.value, ConfigError | ResourceError)
+
+
+@pytest.mark.parametrize(("env", "override"), [
+    ("service_desk", "agent.user=true"), ("key_value", 'env.wrappers=[{name="observation_limit",args={tokens=9}}]'),
+    ("key_value", 'env.wrappers=[{name="tool_faults",args={rate=0.5}}]'),
+])  # fmt: skip
+def test_what_can_go_with_an_agent_is_not_refused(env: str, override: str) -> None:
+    config = config_of(override, env=env)
+    check_agent(config, EnvRef.of(config))
+
+
+def test_a_rehearsal_plays_the_gold_turns_and_says_what_an_agent_that_fails_wrote() -> None:
+    command = [sys.executable, "-S", AGENT]
+    said = rehearse(config_of(command=command))
+    assert "a rehearsal on gold turns ended with done after" in said and said.endswith("1 ledgers, reward 1.0")
+    with pytest.raises(ConfigError, match=r"ended with agent_error: the agent failed \(exit code 3: cannot save\)"):
+        rehearse(config_of(command=[*command, "3"]))
+
+
+def test_the_words_of_a_command_that_are_paths_are_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    (folder / "my.py").touch()
+    (tmp_path / "docs").mkdir()
+    (folder / "run.toml").write_text(
+        'env = {id = "key_value"}\n[model.init]\n[agent]\ncommand = ["python", "./my.py", "docs"]\nenv = {KEY = "secret"}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load_config(folder / "run.toml")
+    assert config.agent is not None and config.agent.command == ["python", str(folder / "my.py"), "docs"]
+    monkeypatch.chdir(folder)
+    again = with_absolute_paths(config_from({"env": {"id": "key_value"}, "agent": {"command": ["./my.py", "docs"]}}, []))
+    assert again.agent is not None and again.agent.command == [str(folder / "my.py"), "docs"]

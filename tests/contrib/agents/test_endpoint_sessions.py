@@ -1,0 +1,144 @@
+"""Whatever an agent's requests do, each token that was sampled for them is in exactly one ledger, behind what it was sampled
+behind."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agentrl.contrib.agents.session import AgentSession, ServedPolicy
+from agentrl.data.trajectory import Message
+from agentrl.engines.chat_format import Ask
+from agentrl.render import make_renderer
+from agentrl.render.chatml import CHATML_TEMPLATE
+from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
+from agentrl.utils.errors import EngineError
+from tests.conftest import PROOFS
+from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer
+
+RENDERER = make_renderer(build_tokenizer(CONTROL_TOKENS, CHATML_TEMPLATE))
+
+
+class Held(Engine):
+    """Answers each request when it is told to, in any order; `given` and `gave` are what went in and out."""
+
+    def __init__(self):
+        self.waiting, self.given, self.gave = {}, {}, {}
+
+    async def generate(self, token_ids, sampling, request_key):
+        number = len(self.given)
+        self.given[number] = list(token_ids)
+        self.waiting[number] = asyncio.get_running_loop().create_future()
+        text = await self.waiting[number]
+        if text is None:
+            raise EngineError("out of order")
+        ids = RENDERER.assistant(Message("assistant", text))
+        # A version of its own for each call, by which its tokens are known again.
+        found = Generation(ids, [-1.0] * len(ids), [number] * len(ids), "stop")
+        self.gave[number] = found
+        return found
+
+    async def start(self): ...
+    async def abort(self, request_key): ...
+    async def close(self): ...
+    async def stats(self):
+        return EngineStats()
+
+
+@dataclass
+class Agent:
+    """One conversation as its client has it: what was said, and the request under way, if there is one."""
+
+    said: list[Message] = field(default_factory=lambda: [Message("user", "q")])
+    asked: asyncio.Task | None = None
+
+    def hears(self, choice):
+        """The client goes on from one of the answers, or gives up a request that failed."""
+        if self.asked is not None and self.asked.done():
+            if not self.asked.cancelled() and self.asked.exception() is None:
+                answers = self.asked.result()
+                self.said = [*self.said, answers[choice % len(answers)].message]
+            self.asked = None
+
+
+NUMBERS = st.integers(0, 3)
+STEPS = st.one_of(
+    st.tuples(st.just("ask"), NUMBERS, st.integers(1, 2), st.sampled_from("xy")),
+    st.tuples(st.just("end"), NUMBERS, st.sampled_from(["a", "b", None]), NUMBERS),
+    st.tuples(st.just("edit"), NUMBERS, NUMBERS, st.sampled_from("ab")),
+    st.tuples(st.just("leave"), NUMBERS, NUMBERS, NUMBERS),
+    st.tuples(st.just("copy"), NUMBERS, NUMBERS, NUMBERS),
+)
+# Two agents with one history are answered alike, side by side, and each goes on from there.
+ALIKE = [
+    ("ask", 0, 1, "x"), ("ask", 1, 1, "x"), ("end", 0, "a", 0), ("end", 0, "a", 0), ("ask", 0, 1, "x"), ("ask", 1, 1, "y"),
+    ("end", 1, "b", 0), ("end", 0, "a", 0), ("ask", 1, 2, "y"), ("end", 0, "a", 0), ("end", 0, "a", 1), ("ask", 1, 1, "x"),
+    ("end", 0, "b", 0),
+]  # fmt: skip
+
+
+@settings(max_examples=1000 if PROOFS else 40, deadline=None)
+@example(steps=ALIKE)
+@given(steps=st.lists(STEPS, max_size=24))
+def test_each_sampled_token_is_in_exactly_one_ledger_behind_its_prompt(steps):
+    engine, asked = asyncio.run(play(steps))
+    session = asked["session"]
+    recorded = Counter()
+    for turn in session.turns:
+        ledger = session.ledgers[turn.ledger]
+        begin, end = turn.end + 1 - turn.sampled_tokens, turn.end + 1
+        (call,) = set(ledger.versions[begin:end].tolist())
+        assert ledger.ids()[begin:end] == engine.gave[call].token_ids and all(ledger.sampled[begin:end])
+        assert ledger.ids()[:begin] == engine.given[call] and turn.prompt_tokens == begin
+        assert set(ledger.turns[begin:end].tolist()) == {turn.index}
+        recorded[call] += 1
+    assert recorded == Counter(asked["answered"]), "the calls of requests that were answered, each once"
+    trained = Counter(v for ledger in session.ledgers for v in ledger.versions[ledger.sampled].tolist())
+    assert trained == {call: len(engine.gave[call].token_ids) for call in asked["answered"]}
+    # What the policy is shown is the agent's own conversation, never another's that began alike.
+    for call, said in asked["shown"].items():
+        assert engine.given[call] == RENDERER.start(said, [])
+
+
+async def play(steps):
+    """Run the steps; afterwards all that is under way is answered."""
+    engine = Held()
+    session = AgentSession("s", ServedPolicy(engine, RENDERER, Sampling(max_tokens=64)))
+    agents = [Agent() for _ in range(4)]
+    shown, calls, given_up = {}, {}, set()
+
+    async def settle():
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+    for kind, who, one, two in steps:
+        agent = agents[who]
+        if kind == "ask" and agent.asked is None:
+            if agent.said[-1].role == "assistant":
+                agent.said = [*agent.said, Message("user", two)]
+            before = len(engine.given)
+            agent.asked = session.begin(Ask(agent.said, choices=one))
+            await settle()
+            calls[agent.asked] = range(before, len(engine.given))
+            shown.update(dict.fromkeys(calls[agent.asked], agent.said))
+        elif kind == "end" and (open_ := [n for n, waits in engine.waiting.items() if not waits.done()]):
+            engine.waiting[open_[who % len(open_)]].set_result(one)
+        elif kind == "edit" and agent.asked is None and len(agent.said) > 1:
+            at = one % len(agent.said)
+            agent.said = [*agent.said[:at], Message(agent.said[at].role, two), *agent.said[at + 1 :]]
+        elif kind == "leave" and agent.asked is not None and not agent.asked.done():
+            agent.asked.cancel()
+            given_up.add(agent.asked)
+        elif kind == "copy" and agent.asked is None and agents[one].asked is None:
+            agent.said = list(agents[one].said)
+        await settle()
+        for each in agents:
+            each.hears(two if isinstance(two, int) else 0)
+    for waits in engine.waiting.values():
+        if not waits.done():
+            waits.set_result("a")
+    await asyncio.gather(*calls, return_exceptions=True)
+    answered = [n for task, numbers in calls.items() if not task.cancelled() and task.exception() is None for n in numbers]
+    return engine, {"session": session, "answered": answered, "shown": shown}

@@ -1,0 +1,555 @@
+"""An agent's episode: what the policy sampled, what was called, what ends it, and who is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.programs import Episode
+from agentrl.data.trajectory import Message, StopReason, Trajectory
+from agentrl.env import tool
+from agentrl.rollout.engine import Generation, Sampling
+from agentrl.utils.errors import AgentrlError
+from agentrl.utils.spans import TracePlace, TraceSpan, add_listener, at
+from tests.contrib.agents.parts import (
+    FUNCTION,
+    LIMITS,
+    RENDERER,
+    Dice,
+    Script,
+    Store,
+    call,
+    client_of,
+    conversation,
+    native,
+    plain_agent,
+    play,
+    says,
+    told,
+)
+from tests.lazily import openai
+
+TURNS = [
+    says("", call("get", key="tea")),
+    says("both", call("get", key="rice"), call("put", key="tea", value="4")),
+    says("", call("get", key="nothing")),
+    says("There are 3."),
+    says("None."),
+]
+
+
+def test_an_agent_that_does_what_the_built_in_loop_does_has_the_same_episodes_to_the_digit() -> None:
+    by_agent, by_loop = play(Dice(TURNS), FUNCTION, members=10), native(Dice(TURNS), members=10)
+    assert {t.stop for t in by_loop} == {StopReason.DONE, StopReason.MAX_TURNS}  # both kinds of ends are among them
+    assert len({t.reward for t in by_loop}) > 2
+    for mine, theirs in zip(by_agent, by_loop, strict=True):
+        assert mine.ledgers == theirs.ledgers
+        assert told(mine) == told(theirs)
+        assert conversation(mine) == conversation(theirs)
+        assert (mine.stop, mine.error, mine.reward, mine.success) == (theirs.stop, theirs.error, theirs.reward, theirs.success)
+        assert (mine.terminated, mine.truncated, mine.state) == (theirs.terminated, theirs.truncated, theirs.state)
+        assert (mine.task, mine.seed, mine.member, mine.tools) == (theirs.task, theirs.seed, theirs.member, theirs.tools)
+
+
+def test_the_spans_of_an_agent_s_episode_are_those_of_the_built_in_loop_but_for_the_turns() -> None:
+    """Its requests and calls come in tasks of the servers, and belong to the episode all the same."""
+    found: list[TraceSpan] = []
+    leave = add_listener(found.append)
+
+    def spans_of(player: Any, *agent: Any) -> list[tuple[str, str, int]]:
+        found.clear()
+        with at(TracePlace(7, 1, "g0", True)):
+            player(Script([says("", call("get", key="tea")), says("There are 3.")]), *agent)
+        assert {one.trace for one in found} == {7} and {one.track for one in found} == {"g0", "g0.m0.a0"}
+        inside = {one.id: one.kind for one in found}
+        kept = [one for one in found if one.kind in ("generation", "tool", "scoring")]
+        assert all(inside.get(one.parent, "") in ("", "turn", "environment") for one in kept)
+        return sorted((one.kind, one.name, int(one.values.get("output_tokens") or 0)) for one in kept)
+
+    by_agent, by_loop = spans_of(play, FUNCTION), spans_of(native)
+    leave()
+    assert by_agent == by_loop and [kind for kind, _, _ in by_loop] == ["generation", "generation", "scoring", "tool"]
+
+
+@pytest.mark.parametrize("limit", [{"max_episode_tokens": 125}, {"context": 130}, {"max_turns": 2}], ids=str)
+def test_limits_cut_an_agent_where_they_cut_the_built_in_loop(limit: dict[str, int]) -> None:
+    limits = replace(LIMITS, **limit)
+    by_agent, by_loop = (
+        play(Dice(TURNS), FUNCTION, members=12, limits=limits),
+        native(Dice(TURNS), members=12, limits=limits),
+    )
+    assert len({t.stop for t in by_loop}) > 1
+    for mine, theirs in zip(by_agent, by_loop, strict=True):
+        assert (mine.stop, mine.reward, mine.ledgers) == (theirs.stop, theirs.reward, theirs.ledgers)
+        assert told(mine) == told(theirs)
+
+
+async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
+    return (await client.chat.completions.create(model="policy", messages=messages, **more)).choices[0].message
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def one(*turns: Message, program: Any = plain_agent, env: type[Store] = Store, limits: Any = LIMITS, **agent: Any) -> Trajectory:
+    config = AgentConfig(**{"python": FUNCTION.python, **agent})
+    (trajectory,) = play(Script(turns), config, program=program, env=env, limits=limits)
+    return trajectory
+
+
+# -- calls ---------------------------------------------------------------------------------------------
+
+
+def test_calls_side_by_side_keep_to_the_rules_of_the_tools_and_their_order() -> None:
+    async def hasty(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            message = await ask(client, episode.messages, tools=episode.tools)
+            await asyncio.gather(
+                *(episode.call(c.function.name, json.loads(c.function.arguments)) for c in reversed(message.tool_calls))
+            )
+
+    puts = [call("put", key=key, value="1") for key in "ab"]  # `put` fails if another one runs beside it
+    trajectory = one(says("", *puts, call("get", key="tea"), call("get", key="milk")), program=hasty)
+    assert (trajectory.stop, trajectory.error) == (StopReason.DONE, None)
+    (turn,) = trajectory.turns
+    assert [(r.name, r.content) for r in turn.results] == [("put", "done"), ("put", "done"), ("get", "3"), ("get", "2")]
+    assert [m.content for m in trajectory.messages if m.role == "tool"] == ["done", "done", "3", "2"]
+    assert sorted(trajectory.state["put"]) == [("a", "1"), ("b", "1")]
+
+
+def test_a_call_that_the_policy_did_not_sample_belongs_to_the_turn_after_which_it_was_made() -> None:
+    async def coder(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            await episode.call("get", {"key": "tea"})
+            await ask(client, [user("and now?")])
+
+    trajectory = one(says("get('tea')"), says("It is 3."), program=coder)
+    assert [[(c.name, c.arguments) for c in turn.message.tool_calls] for turn in trajectory.turns] == [
+        [("get", {"key": "tea"})],
+        [],
+    ]
+    assert [result.content for result in trajectory.turns[0].results] == ["3"]
+    assert [made.name for _, made, _ in trajectory.calls()] == ["get"]
+    assert [m.role for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_a_call_finds_its_turn_by_its_arguments_then_by_its_name_and_an_unmade_one_stays_open() -> None:
+    async def picky(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages, tools=episode.tools)
+            await episode.call("get", {"key": "milk"})
+            await episode.call("get", {"key": "sugar"})  # of the policy's, but with other arguments
+
+    trajectory = one(says("", call("get", key="tea"), call("get", key="milk"), call("put", key="a", value="1")), program=picky)
+    (turn,) = trajectory.turns
+    answers = {r.call_id: (r.content, r.error) for r in turn.results}
+    first, second, third = (c.id for c in turn.message.tool_calls)
+    assert answers[second] == ("2", None) and answers[first][1] == "tool_error" and third not in answers
+    assert trajectory.state["put"] == []
+
+
+def test_the_calls_of_tools_of_the_agent_s_own_are_read_from_its_requests() -> None:
+    async def own(episode: Episode) -> None:
+        assert episode.tools == [] and episode.mcp_url is None
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+        messages: list[Any] = list(episode.messages)
+        async with client_of(episode) as client:
+            message = await ask(client, messages, tools=tools)
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "three"}
+            messages += [message.model_dump(exclude_none=True), result, user("go on")]
+            await ask(client, messages, tools=tools)
+
+    trajectory = one(says("", call("look")), says("There are 3."), program=own, tools="own")
+    assert [(r.name, r.content, r.error) for r in trajectory.turns[0].results] == [("look", "three", None)]
+    assert conversation(trajectory)[2:] == [
+        ("assistant", "", [("look", {})], None),
+        ("tool", "three", [], "look"),
+        ("user", "go on", [], None),
+        ("assistant", "There are 3.", [], None),
+    ]
+    assert len(trajectory.ledgers) == 1 and trajectory.reward == 1.0
+
+
+def test_a_malformed_call_is_in_the_record_as_one() -> None:
+    broken = RENDERER.assistant(says('<tool_call>{"name": "get", "arguments": {"key": </tool_call>'))
+
+    class Broken(Script):
+        async def generate(self, token_ids: Any, sampling: Any, request_key: str) -> Generation:
+            return Generation(broken, [-0.5] * len(broken), [0] * len(broken), "stop")
+
+    (trajectory,) = play(Broken([]), FUNCTION)
+    assert [result.error for result in trajectory.turns[0].results] == ["malformed_call"]
+    assert trajectory.stop is StopReason.DONE
+
+
+# -- ledgers -------------------------------------------------------------------------------------------
+
+
+def test_sub_agents_side_by_side_are_ledgers_of_their_own_and_every_token_is_trained_once() -> None:
+    async def team(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            first = await ask(client, episode.messages)
+            messages = [*episode.messages, {"role": "assistant", "content": first.content}]
+            await asyncio.gather(*(ask(client, [user(f"part {number}")]) for number in range(3)))
+            await ask(client, [*messages, user("sum up")])
+
+    def tokens(trajectory: Trajectory) -> list[int]:
+        return sorted(t for ledger in trajectory.ledgers for t in ledger.token_ids[ledger.sampled].tolist())
+
+    turns = [says(word) for word in ("one", "two", "three", "four", "five")]
+    trajectory = one(*turns, program=team, limits=replace(LIMITS, max_turns=8))
+    assert len(trajectory.ledgers) == 4 and [turn.ledger for turn in trajectory.turns][0::4] == [0, 0]
+    assert tokens(trajectory) == sorted(t for turn in turns for t in RENDERER.assistant(turn))
+    for turn in trajectory.turns:
+        ledger = trajectory.ledgers[turn.ledger]
+        assert ledger.sampled[turn.end] and (ledger.turns[turn.end] == turn.index)
+    # Whatever the order in which sub-agents come, what each samples is the same; members and seeds differ.
+    dice = [says(str(number)) for number in range(50)]
+    limits = replace(LIMITS, max_turns=8)
+    runs = [play(Dice(dice, slow=slow), FUNCTION, program=team, members=2, limits=limits) for slow in (0.0, 0.02)]
+    assert [tokens(t) for t in runs[0]] == [tokens(t) for t in runs[1]] and tokens(runs[0][0]) != tokens(runs[0][1])
+
+
+def test_a_changed_history_begins_another_ledger() -> None:
+    async def forgetful(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            first = await ask(client, episode.messages)
+            said = {"role": "assistant", "content": first.content}
+            await ask(client, [*episode.messages, said, user("more")])
+            await ask(client, [*episode.messages, {**said, "content": "[cut]"}, user("more")])
+
+    trajectory = one(says("one"), says("two"), says("three"), program=forgetful)
+    assert [turn.ledger for turn in trajectory.turns] == [0, 0, 1]
+    sampled = [int(ledger.sampled.sum()) for ledger in trajectory.ledgers]
+    assert sampled == [
+        len(RENDERER.assistant(says("one"))) + len(RENDERER.assistant(says("two"))),
+        len(RENDERER.assistant(says("three"))),
+    ]
+
+
+def test_new_weights_in_the_middle_of_an_episode_are_on_their_tokens() -> None:
+    engine = Script([says("one"), says("two")])
+
+    async def waits(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            first = await ask(client, episode.messages)
+            engine.version = 4
+            await ask(client, [*episode.messages, {"role": "assistant", "content": first.content}, user("more")])
+
+    (trajectory,) = play(engine, FUNCTION, program=waits)
+    (ledger,) = trajectory.ledgers
+    assert [int(v) for v in np.unique(ledger.versions[ledger.sampled])] == [0, 4] and ledger.oldest == 0
+
+
+def test_the_run_s_sampling_is_used_whatever_the_agent_asks_for() -> None:
+    async def own_ways(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages, temperature=0.1, top_p=0.5, seed=1, max_tokens=9)
+
+    engine = Dice([says("3")])
+    trajectories = play(engine, FUNCTION, program=own_ways, members=2, temperature=0.7, top_p=0.9, top_k=20)
+    asked = [sampling for _, sampling, _ in engine.asked]
+    assert {(s.temperature, s.top_p, s.top_k, s.max_tokens) for s in asked} == {(0.7, 0.9, 20, 9)}
+    assert len({s.seed for s in asked}) == 2 and 1 not in {s.seed for s in asked}
+    assert trajectories[0].agent["other_sampling"] == {"temperature": 1, "top_p": 1}
+
+
+# -- its last word -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("last_message", 0.5), ("output", 1.0)])
+def test_the_last_word_is_the_policy_s_or_the_agent_s(answer: str, reward: float) -> None:
+    async def returns(episode: Episode) -> str:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+        return "It is 3."
+
+    trajectory = one(says("I do not know."), program=returns, answer=answer)
+    assert trajectory.reward == reward
+    assert [turn.ledger for turn in trajectory.turns] == ([0] if answer == "last_message" else [0, -1])
+
+
+# -- what ends it, and whose fault that is -------------------------------------------------------------
+
+
+async def raises(episode: Episode) -> None:
+    async with client_of(episode) as client:
+        await ask(client, episode.messages)
+    raise ValueError("no such file")
+
+
+async def raises_what_no_one_catches(episode: Episode) -> None:
+    async with client_of(episode) as client:
+        await ask(client, episode.messages)
+    raise GeneratorExit("gone")
+
+
+async def idles(episode: Episode) -> None:
+    async with client_of(episode) as client:
+        await ask(client, episode.messages)
+    await asyncio.sleep(60)
+
+
+async def never_asks(episode: Episode) -> str:
+    return "3"
+
+
+async def fails_first(episode: Episode) -> None:
+    raise ValueError("no such file")
+
+
+async def asks_too_much(episode: Episode) -> None:
+    async with client_of(episode) as client:
+        await ask(client, [user("word " * 3000)])
+
+
+async def leaves(episode: Episode) -> None:
+    await episode.call("leave", {})
+    await asyncio.sleep(60)
+
+
+async def calls(name: str, episode: Episode) -> None:
+    async with client_of(episode) as client:
+        await ask(client, episode.messages)
+    await episode.call(name, {})
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(("program", "agent", "stop", "reward", "error"), [
+    (raises, {}, StopReason.AGENT_ERROR, None, "the agent failed (ValueError: no such file)"),
+    (raises, {"blame": "policy"}, StopReason.AGENT_FAILED, 1.0, "the agent failed (ValueError: no such file)"),
+    (raises_what_no_one_catches, {}, StopReason.AGENT_ERROR, None, "the agent failed (GeneratorExit: gone)"),
+    (idles, {"idle_timeout": 0.2}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
+    (idles, {"idle_timeout": 0.2, "blame": "policy"}, StopReason.AGENT_ERROR, None, "no request, tool call or end for 0.2 s"),
+    (never_asks, {}, StopReason.AGENT_ERROR, None, "without a turn of the policy; does it use OPENAI_BASE_URL?; its output: 3"),
+    (fails_first, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "the agent failed (ValueError: no such file)"),
+    (asks_too_much, {"blame": "policy"}, StopReason.AGENT_ERROR, None, "before the policy's first turn; a prompt of "),
+    (leaves, {}, StopReason.AGENT_ERROR, None, "ended (done) before the policy's first turn"),
+    ("broken", {}, StopReason.ENV_ERROR, None, "tool broken failed: ValueError: out of order"),
+    ("think", {}, StopReason.MAX_TOOL_TIME, 0.5, "tool think: no answer within 0.05 s"),
+    ("leave", {}, StopReason.DONE, 0.5, None),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
+def test_what_ends_an_episode_is_why_it_ended(
+    program: Any, agent: dict[str, Any], stop: StopReason, reward: float | None, error: str | None
+) -> None:
+    if isinstance(program, str):
+        name = program
+
+        async def program(episode: Episode) -> None:
+            await calls(name, episode)
+
+    trajectory = one(says("There are 3."), program=program, **agent)
+    assert (trajectory.stop, trajectory.reward) == (stop, reward)
+    assert (trajectory.error is None) if error is None else (error in (trajectory.error or ""))
+    silent = program in (never_asks, fails_first, asks_too_much, leaves)
+    assert sum(turn.sampled_tokens > 0 for turn in trajectory.turns) == sum(map(bool, trajectory.ledgers)) == (not silent)
+
+
+def test_an_engine_that_fails_is_the_reason_even_if_the_agent_ends_well() -> None:
+    async def forgives(episode: Episode) -> str:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            try:
+                await ask(client, [user("again")])
+            except openai.APIStatusError as problem:
+                assert problem.status_code == 503
+        return "3"
+
+    (trajectory,) = play(Dice([says("3")], fails=1), FUNCTION, program=forgives)
+    assert (trajectory.stop, trajectory.reward) == (StopReason.ENGINE_ERROR, None)
+    assert "the replica went away" in (trajectory.error or "") and len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("limit", ["turn_timeout", "episode_timeout", "client"])
+def test_the_seconds_of_a_slow_engine_are_never_the_policys(limit: str) -> None:
+    """A turn of 2 s: unscored if the engine's limit or the agent's own client ends it; the episode's limit does not count it."""
+
+    async def hurried(episode: Episode) -> str:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            patience = {"timeout": 0.2, "max_retries": 0} if limit == "client" else {}
+            return str((await ask(client.with_options(**patience), [user("again")])).content)
+
+    class Slow(Dice):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
+            self.slow = 2.0 if self.asked else 0.0
+            return await super().generate(token_ids, sampling, request_key)
+
+    agent = AgentConfig(python=FUNCTION.python, blame="policy")
+    limits = LIMITS if limit == "client" else replace(LIMITS, **{limit: 1.0})
+    (trajectory,) = play(Slow([says("There are 3.")]), agent, program=hurried, limits=limits)
+    stops = {"turn_timeout": "engine_timeout", "episode_timeout": "done", "client": "agent_error"}
+    assert (trajectory.stop.value, trajectory.reward is None) == (stops[limit], limit != "episode_timeout"), trajectory.error
+    if limit == "client":
+        assert "while it waited for the engine" in (trajectory.error or "")
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_ends_the_episode() -> None:
+    seen: list[tuple[int, str]] = []
+
+    async def talks(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            try:
+                await ask(client, [user("word " * 3000)])
+            except openai.APIStatusError as problem:
+                seen.append((problem.status_code, str(problem.code)))
+                raise
+
+    trajectory = one(says("There are 3."), program=talks)
+    assert (trajectory.stop, trajectory.reward, trajectory.truncated) == (StopReason.MAX_TOKENS, 1.0, True)
+    assert seen in ([], [(400, "context_length_exceeded")])  # told, if it is still there to hear it
+
+
+def test_the_agent_s_own_time_is_nobody_s_fault_but_counts() -> None:
+    async def slow(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+            await asyncio.sleep(60)
+
+    trajectory = one(says("There are 3."), program=slow, limits=replace(LIMITS, episode_timeout=0.4))
+    assert (trajectory.stop, trajectory.reward) == (StopReason.EPISODE_TIMEOUT, None)
+    assert trajectory.cause is not None and trajectory.cause["infrastructure_s"] >= 0.4
+    assert trajectory.timings["agent_s"] > 0.2
+
+
+# -- users ---------------------------------------------------------------------------------------------
+
+
+class Talks(Store):
+    lines = ("in the blue box?", "thanks")
+
+
+def test_an_environment_s_user_talks_with_an_agent_that_says_so() -> None:
+    async def polite(episode: Episode) -> None:
+        messages: list[Any] = list(episode.messages)
+        async with client_of(episode) as client:
+            while True:
+                message = await ask(client, messages)
+                replies = await episode.say(message.content)
+                if replies is None:
+                    return
+                messages += [{"role": "assistant", "content": message.content}, *map(user, replies)]
+
+    talks = [says("Where?"), says("There are 3."), says("Welcome.")]
+    trajectory = one(*talks, program=polite, env=Talks, user=True)
+    assert trajectory.stop is StopReason.DONE
+    assert [(m.role, m.content) for m in trajectory.messages[2:]] == [
+        ("assistant", "Where?"), ("user", "in the blue box?"), ("assistant", "There are 3."), ("user", "thanks"),
+        ("assistant", "Welcome."),
+    ]  # fmt: skip
+    assert len(trajectory.turns) == 3 and len(trajectory.ledgers) == 1
+    refused = one(*talks, program=polite, env=Talks)
+    assert refused.stop is StopReason.AGENT_ERROR and "agent.user" in (refused.error or "")
+
+
+class Acts(Store):
+    lines = (*[call("look")] * 2, "in the blue box?", *[call("look")] * 3)  # type: ignore[assignment]
+    user_call_limit = 2
+
+    @tool(by="user")
+    async def look(self) -> str:
+        """look into the box"""
+        return "blue"
+
+
+def test_a_user_s_own_calls_are_recorded_and_too_many_cut_the_episode_of_an_agent_too() -> None:
+    async def polite(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            first = await ask(client, list(episode.messages))
+            assert await episode.say(first.content) == ["in the blue box?"]
+            more = [{"role": "assistant", "content": first.content}, user("in the blue box?")]
+            await episode.say((await ask(client, [*episode.messages, *more])).content)
+
+    cut = one(says("Where?"), says("Look again."), program=polite, env=Acts, user=True)
+    assert cut.stop is StopReason.MAX_TURNS and "3 calls in one answer" in (cut.error or "")
+    assert [(made.turn, made.step, made.result and made.result.content) for made in cut.user_calls] == [
+        (0, 0, "blue"), (0, 1, "blue"), (1, 0, "blue"), (1, 1, "blue"),
+    ]  # fmt: skip
+    assert cut.reward is not None
+
+
+# -- secrets -------------------------------------------------------------------------------------------
+
+
+def test_a_session_reads_neither_tools_nor_model_of_another() -> None:
+    doors: list[Episode] = []
+    both = asyncio.Barrier(2)  # at the start both episodes are open, and none ends before the other one has tried its doors
+
+    async def nosy(episode: Episode) -> None:
+        doors.append(episode)
+        await both.wait()
+        (other,) = (one for one in doors if one is not episode)
+        tools = [str(one.mcp_url) for one in (episode, other)]
+        try:
+            async with client_of(episode) as client:
+                await ask(client, episode.messages)
+                with pytest.raises(openai.AuthenticationError):
+                    await ask(client.with_options(base_url=other.openai_base_url), episode.messages)
+            assert episode.api_key not in tools[1] and tools[0] != tools[1]
+            async with httpx.AsyncClient(verify=False) as web:
+                guess = tools[0].replace(tools[0].split("/")[4], "g0.m0.a0")
+                codes = [(await web.post(url, json={})).status_code for url in (guess, tools[0])]
+                assert codes[0] == 404 and codes[1] != 404
+        finally:
+            await both.wait()
+
+    ends = [(t.stop, t.error) for t in play(Dice([says("3")]), FUNCTION, program=nosy, members=2)]
+    assert ends == [(StopReason.DONE, None)] * 2
+
+
+def test_routers_are_replayed_from_where_a_ledger_knows_them() -> None:
+    starts: list[int | None] = []
+
+    class Routed(Script):
+        """Tells as experts of a token the number of its place."""
+
+        async def generate(self, token_ids: Any, sampling: Any, request_key: str) -> Generation:
+            got = await super().generate(token_ids, sampling, request_key)
+            starts.append(sampling.experts_from)
+            if sampling.experts_from is None:
+                return got
+            places = np.arange(sampling.experts_from, len(token_ids) + len(got.token_ids) - 1, dtype=np.int16)
+            return replace(got, experts=places.reshape(-1, 1, 1))
+
+    turns = [says("", call("get", key="tea")), says("There are 3.")]
+    (trajectory,) = play(Routed(turns), FUNCTION, router_replay=True)
+    (ledger,) = trajectory.ledgers
+    assert ledger.experts is not None and ledger.experts.reshape(-1).tolist() == list(range(len(ledger) - 1))
+    assert starts == [0, trajectory.turns[0].end], "those of the first turn are known but for its last token"
+    play(Routed(turns), FUNCTION)
+    assert starts[2:] == [None, None]
+
+
+def test_what_an_agent_did_not_wait_for_is_done_before_the_end_and_nothing_after_it() -> None:
+    refused: list[str] = []
+
+    async def hasty(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await ask(client, episode.messages)
+        tasks.append(asyncio.create_task(episode.call("put", {"key": "tea", "value": "4"})))
+        await asyncio.sleep(0.002)
+        tasks.append(asyncio.create_task(later(episode)))
+
+    async def later(episode: Episode) -> None:
+        try:
+            await episode.call("get", {"key": "tea"})
+        except AgentrlError as over:
+            refused.append(str(over))
+
+    tasks: list[asyncio.Task[Any]] = []
+    trajectory = one(says("There are 3."), program=hasty)
+    assert (trajectory.stop, trajectory.reward, trajectory.error) == (StopReason.DONE, 0.0, None)  # it put something
+    assert trajectory.state == {"put": [("tea", "4")]}
+    assert [(r.name, r.content) for turn in trajectory.turns for r in turn.results] == [("put", "done")]
+    assert refused == ["the episode is over"]

@@ -1,0 +1,237 @@
+"""Agents that are commands and URLs, the tools as real MCP clients see them, and what is refused before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.config.schema import AgentConfig
+from agentrl.contrib.agents.episode import Harness
+from agentrl.contrib.agents.programs import Episode, program_of
+from agentrl.data.trajectory import StopReason, Trajectory
+from agentrl.rollout.deadlines import Watch
+from agentrl.rollout.episode import Policy
+from agentrl.utils.errors import ConfigError, ResourceError
+from tests.contrib.agents.parts import (
+    FUNCTION,
+    LIMITS,
+    RENDERER,
+    SPEC,
+    Dice,
+    Script,
+    Store,
+    call,
+    client_of,
+    native,
+    play,
+    says,
+    spec_of,
+    told,
+)
+from tests.contrib.agents.test_episode import TURNS
+
+AGENT = [sys.executable, "-S", str(Path(__file__).parent / "agent_over_http.py")]
+
+
+def test_a_command_plays_the_built_in_loop_s_episodes_and_its_output_is_kept() -> None:
+    by_agent, by_loop = play(Dice(TURNS), AgentConfig(command=AGENT), members=5), native(Dice(TURNS), members=5)
+    for mine, theirs in zip(by_agent, by_loop, strict=True):
+        assert (mine.stop, mine.ledgers, told(mine)) == (theirs.stop, theirs.ledgers, told(theirs)), mine.error
+        if mine.stop is StopReason.DONE:
+            assert mine.agent is not None and mine.agent["exit_code"] == 0
+            assert mine.agent["stdout"] == theirs.turns[-1].message.content + "\n"
+            assert (mine.agent["stderr"], mine.agent["requests"]) == ("", len(mine.turns))
+    row = json.loads(json.dumps(by_agent[0].to_json()))
+    assert Trajectory.from_json(row).agent == by_agent[0].agent
+    assert "agent" not in by_loop[0].to_json() and Trajectory.from_json(by_loop[0].to_json()).agent is None
+
+
+@pytest.mark.parametrize(("blame", "stop", "reward"), [
+    ("infrastructure", StopReason.AGENT_ERROR, None), ("policy", StopReason.AGENT_FAILED, 1.0),
+])  # fmt: skip
+def test_an_exit_code_is_a_fault_with_its_words_or_the_policy_s_if_the_run_says_so(
+    blame: Any, stop: StopReason, reward: float | None
+) -> None:
+    (trajectory,) = play(Script([says("There are 3.")]), AgentConfig(command=[*AGENT, "3"], blame=blame))
+    assert (trajectory.stop, trajectory.reward, trajectory.truncated) == (stop, reward, reward is not None)
+    assert trajectory.error == "the agent failed (exit code 3: cannot save)"
+    assert trajectory.cause == {"blame": blame} and trajectory.agent is not None
+    assert trajectory.agent["stderr"] == "cannot save\n"
+
+
+def test_a_command_gets_the_variables_that_it_is_given_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)  # else the agent gets NO_PROXY (tests/test_proxies.py)
+    for name, value in {"SECRET": "1", "PASSED": "2", "OPENAI_API_KEY": "the driver's"}.items():
+        monkeypatch.setenv(name, value)
+    code = "import json, os; print(json.dumps(dict(os.environ))); open(os.environ['AGENTRL_TASK_FILE']).read()"
+    config = AgentConfig(command=[sys.executable, "-S", "-c", code], pass_env=["PASSED"], env={"GIVEN": "3"})
+    (trajectory,) = play(Script([]), config)
+    assert "without a turn of the policy" in (trajectory.error or "") and trajectory.agent is not None
+    seen = json.loads(trajectory.agent["stdout"])
+    always = {"PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ"}
+    assert set(seen) - always == {
+        "PASSED", "GIVEN", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "AGENTRL_MODEL",
+        "AGENTRL_PROMPT", "AGENTRL_TASK", "AGENTRL_TASK_FILE", "AGENTRL_FOLDER", "AGENTRL_MCP_URL",
+    }  # fmt: skip
+    assert (seen["PASSED"], seen["GIVEN"]) == ("2", "3") and seen["OPENAI_API_KEY"] != "the driver's"
+    assert "answer" not in seen["AGENTRL_TASK"] and not Path(seen["AGENTRL_FOLDER"]).exists()
+
+
+def test_an_agent_that_is_cut_short_or_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    code = f"import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, file=open({str(note)!r}, 'w'))"
+    config = AgentConfig(command=[sys.executable, "-S", "-c", f"{code}; print('so far', flush=True); time.sleep(600)"])
+
+    def sleeper() -> int:
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        return int(note.read_text())
+
+    (trajectory,) = play(Script([]), config.model_copy(update={"idle_timeout": 1.5}))
+    assert trajectory.stop is StopReason.AGENT_ERROR and trajectory.agent is not None and "so far" in trajectory.agent["stdout"]
+    assert not psutil.pid_exists(sleeper())
+    note.unlink()
+
+    async def cancelled() -> None:
+        harness = Harness(config)
+        episode = harness.play(Store(), Policy(Script([]), RENDERER), spec_of(), LIMITS, SPEC, Watch())
+        task = asyncio.create_task(episode)
+        await asyncio.to_thread(sleeper)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not psutil.pid_exists(sleeper())
+        await harness.close()
+
+    asyncio.run(cancelled())
+
+
+def test_concurrency_bounds_the_agents_that_run_at_once() -> None:
+    running, most = 0, 0
+
+    async def counts(episode: Episode) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+
+    play(Script([]), FUNCTION.model_copy(update={"concurrency": 2}), program=counts, members=6)
+    assert most == 2
+
+
+# -- a URL ---------------------------------------------------------------------------------------------
+
+
+async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Any) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")), 0)
+    status, body = await answer(json.loads(await reader.readexactly(size)))
+    text = json.dumps(body).encode()
+    writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n".encode() + text)
+    await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize(("status", "body", "stop", "error"), [
+    (200, {"answer": "It is 3."}, StopReason.DONE, None),
+    (200, [1], StopReason.AGENT_ERROR, "expected a JSON object"),
+    (500, {"why": "no disk"}, StopReason.AGENT_ERROR, 'HTTP 500: {"why": "no disk"}'),
+])  # fmt: skip
+def test_a_url_gets_everything_in_a_post_and_answers_when_it_is_done(
+    status: int, body: Any, stop: StopReason, error: str | None
+) -> None:
+    import httpx
+
+    async def agent(given: dict[str, Any]) -> tuple[int, Any]:
+        async with httpx.AsyncClient(verify=False) as web:
+            ask = {"model": given["model"], "messages": given["messages"], "tools": given["tools"]}
+            heads = {"Authorization": f"Bearer {given['api_key']}"}
+            answer = await web.post(f"{given['openai_base_url']}/chat/completions", json=ask, headers=heads)
+            assert answer.status_code == 200 and given["mcp_url"].endswith("/mcp") and given["user_url"] is None
+        return status, body
+
+    async def scenario() -> Trajectory:
+        server = await asyncio.start_server(lambda r, w: handler(r, w, agent), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
+        harness = Harness(AgentConfig(url=url, answer="output"))
+        policy = Policy(Script([says("I do not know.")]), RENDERER)
+        trajectory = await harness.play(Store(), policy, spec_of(), LIMITS, SPEC, Watch())
+        await harness.close()
+        server.close()
+        return trajectory
+
+    trajectory = asyncio.run(scenario())
+    assert trajectory.stop is stop and (error is None or error in (trajectory.error or ""))
+    assert trajectory.reward == (1.0 if stop is StopReason.DONE else None)
+    assert trajectory.agent is not None and trajectory.agent["status"] == status
+
+
+# -- tools by a real MCP client ------------------------------------------------------------------------
+
+
+def test_a_real_mcp_client_lists_and_calls_the_environment_s_tools() -> None:
+    from mcp import Client
+
+    seen: list[Any] = []
+
+    async def through_mcp(episode: Episode) -> None:
+        async with client_of(episode) as client:
+            await client.chat.completions.create(model="m", messages=episode.messages, tools=episode.tools)
+        async with Client(str(episode.mcp_url)) as tools:
+            seen.append([tool.name for tool in (await tools.list_tools()).tools])
+            for key in ("tea", "gold"):
+                answer = await tools.call_tool("get", {"key": key})
+                seen.append((answer.content[0].text, answer.is_error))
+            answer = await tools.call_tool("get", {"wrong": 1})
+            seen.append(answer.is_error)
+
+    turn = says("", call("get", key="tea"), call("get", key="gold"))
+    (trajectory,) = play(Script([turn]), FUNCTION, program=through_mcp)
+    assert trajectory.stop is StopReason.DONE, trajectory.error
+    assert seen[0] == ["get", "put", "leave", "broken", "think"]
+    assert seen[1] == ("3", False) and seen[2][1] is True and "there is no gold" in seen[2][0] and seen[3] is True
+    assert trajectory.turns[0].results[0].content == "3"
+    assert [r.error for r in trajectory.turns[0].results] == [None, "tool_error", "unexpected_argument"]
+
+
+# -- refused before a run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("agent", "said"), [
+    ({}, "exactly one of agent.command, agent.python and agent.url, got none"),
+    ({"command": ["sh"], "url": "http://a"}, "got agent.command and agent.url"),
+    ({"command": ["no-such-agent"]}, "agent.command: 'no-such-agent' is neither a program on PATH"),
+    ({"python": "tests.contrib.agents.parts"}, "not of the form 'module:function'"),
+    ({"python": "tests.contrib.agents.parts:plain_agen"}, "has no function 'plain_agen'; it has: "),
+    ({"python": "tests.contrib.agents.parts:play"}, "expected an async function"),
+    ({"url": "ftp://a"}, "expected http://"),
+    ({"command": ["sh"], "pass_env": ["NOT_SET_HERE"]}, "agent.pass_env: NOT_SET_HERE is not set"),
+    ({"command": ["sh"], "env": {"OPENAI_API_KEY": "x"}}, "OPENAI_API_KEY is set for each episode"),
+], ids=str)  # fmt: skip
+def test_an_agent_that_is_not_there_is_refused_by_name(agent: dict[str, Any], said: str) -> None:
+    assert "NOT_SET_HERE" not in os.environ
+    with pytest.raises(ConfigError) as refused:
+        program_of(AgentConfig(**agent))
+    assert said in str(refused.value)
+
+
+def test_an_agent_reaches_the_run_on_the_host_that_it_is_told() -> None:
+    seen: list[str] = []
+
+    async def looks(episode: Episode) -> None:
+        seen.extend([episode.openai_base_url, str(episode.mcp_url)])
+
+    play(Script([]), FUNCTION.model_copy(update={"host": "127.0.0.2"}), program=looks)
+    assert [url.split("/")[2].split(":")[0] for url in seen] == ["127.0.0.2", "127.0.0.2"]
+    with pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.1"):
+        play(Script([]), FUNCTION.model_copy(update={"host": "192.0.2.1"}))

@@ -1,0 +1,250 @@
+"""`agentrl push` and `pull` through huggingface_hub, with a hub on loopback: all files arrive, and no secrets leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from agentrl.cli.main import main
+from agentrl.contrib.hub.transfer import pull, push
+from agentrl.env.catalog import make_env
+from agentrl.utils.errors import RepositoryError, ResourceError
+from tests.run.hub import Hub, hub_on_loopback
+
+ROOT = Path(__file__).parents[3]
+CONFIG = """
+base = "quickstart"
+name = "lora"
+steps = 1
+sft = false
+stop_at_success = false
+[model.init]
+layers = 1
+hidden = 32
+mlp = 32
+[model.lora]
+rank = 2
+[rollout]
+groups = 1
+group_size = 2
+max_turns = 1
+max_turn_tokens = 8
+[algorithm]
+minibatch = 2
+[cluster]
+backend = "inline"
+[eval]
+tasks = 1
+[api]
+base = "http://me:hunter2hunter2@127.0.0.1:9/v1"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an adapter, whose config has a password in an address."""
+    here = tmp_path_factory.mktemp("run")
+    before = Path.cwd()
+    try:
+        os.chdir(here)
+        Path("run.toml").write_text(CONFIG)
+        assert main(["train", "run.toml"]) == 0
+    finally:
+        os.chdir(before)
+    return here / "runs/lora"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_on_loopback() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", hub.url)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        yield hub
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def environment(at: Path, text: str = "") -> Path:
+    made = shutil.copytree(ROOT / "examples/own_environment/envs/thermostat", at / "thermostat")
+    (made / "notes.md").write_text(text or "warm\n")
+    return Path(made)
+
+
+def test_a_run_s_model_and_its_adapter_there_and_back(run: Path, hub: Hub, tmp_path: Path, capsys: Any) -> None:
+    assert main(["push", str(run), "hf:me/lora"]) == 0
+    assert main(["pull", "me/lora", str(tmp_path / "model")]) == 0
+    assert f"at revision {hub.repos['models/me/lora'][-1][0]}" in capsys.readouterr().out
+    was, now = (load_file(folder / "model.safetensors") for folder in (run / "final", tmp_path / "model"))
+    assert was.keys() == now.keys() and all(was[name].equal(now[name]) for name in was)
+    card = (tmp_path / "model/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- agentrl") and "| steps | 1 |" in card
+    assert main(["push", str(run), "me/adapter", "--adapter"]) == 0
+    pull("me/adapter", str(tmp_path / "adapter"))
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
+    assert hub.private == ["models/me/lora", "models/me/adapter"]
+    config = CONFIG.replace("[model.init]\nlayers = 1\nhidden = 32\nmlp = 32\n", "").replace("[model.lora]\nrank = 2\n", "")
+    config += f"[model]\npath = '{tmp_path / 'model'}'\ninit = false\n"
+    (tmp_path / "next.toml").write_text(config)
+    assert main(["train", str(tmp_path / "next.toml"), "--dry-run"]) == 0, "the pulled folder is a model.path"
+
+
+def test_the_config_that_is_pushed_has_no_secret(run: Path, hub: Hub) -> None:
+    assert "hunter2hunter2" in (run / "config.toml").read_text()
+    push(str(run), "me/x")
+    pushed = hub.repos["models/me/x"][-1][1]
+    assert len(pushed) > 5 and not any(b"hunter2hunter2" in content for content in pushed.values())
+    assert b"[redacted]" in pushed["config.toml"] and b"group_size = 2" in pushed["config.toml"]
+
+
+def test_a_secret_that_only_its_name_gives_away_stays_too(run: Path, hub: Hub, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    server = 'mcp = { shop = { command = ["server"], env = { SHOP_PASSWORD = "correct horse battery" } } }'
+    text = (copy / "config.toml").read_text()
+    assert "\nmcp = {}" in text
+    (copy / "config.toml").write_text(text.replace("\nmcp = {}", f"\n{server}"))
+    push(str(copy), "me/x")
+    pushed = hub.repos["models/me/x"][-1][1]["config.toml"]
+    assert b"correct horse" not in pushed and b"SHOP_PASSWORD" in pushed
+
+
+def test_an_environment_is_pushed_changed_and_both_revisions_pulled(hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    env = environment(tmp_path / "mine")
+    (env / ".env").write_text("SHOP_API_KEY=planted-value-1234")
+    (env / "__pycache__").mkdir()
+    (env / "__pycache__/env.pyc").write_bytes(b"x")
+    one = push(str(env), "me/thermostat")
+    (env / "notes.md").write_text("warmer\n")
+    assert push(str(env), "me/thermostat") != one
+    pull("datasets/me/thermostat", str(tmp_path / "envs/thermostat"), one)
+    assert (tmp_path / "envs/thermostat/notes.md").read_text() == "warm\n"
+    assert not {".env", "__pycache__/env.pyc"} & tree(tmp_path / "envs/thermostat").keys()
+    monkeypatch.chdir(tmp_path)
+    assert make_env("thermostat").reset(seed=1)[0][0].content.startswith("Check")
+    pull("datasets/me/thermostat", str(tmp_path / "new"))
+    assert (tmp_path / "new/notes.md").read_text() == "warmer\n"
+    with pytest.raises(RepositoryError, match="already exists"):
+        pull("datasets/me/thermostat", str(tmp_path / "new"))
+
+
+def test_data_as_a_file(hub: Hub, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n')
+    push(str(rows), "me/rows")
+    pull("datasets/me/rows", str(tmp_path / "got"))
+    assert (tmp_path / "got/rows.jsonl").read_text() == '{"a": 1}\n'
+
+
+def test_a_download_that_fails_leaves_nothing_and_continues(hub: Hub, tmp_path: Path) -> None:
+    env = environment(tmp_path / "mine")
+    push(str(env), "me/thermostat")
+    hub.fails_at = "notes.md"
+    with pytest.raises(ResourceError, match="me/thermostat: the hub failed"):
+        pull("datasets/me/thermostat", str(tmp_path / "got"))
+    assert not (tmp_path / "got").exists()
+    hub.fails_at, first = None, hub.sent.count("env.py")
+    pull("datasets/me/thermostat", str(tmp_path / "got"))
+    assert tree(env).items() <= tree(tmp_path / "got").items() and hub.sent.count("env.py") == first == 1
+
+
+def test_a_model_without_its_weights_is_not_pushed(hub: Hub, tmp_path: Path, run: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(run / "final", model)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    with pytest.raises(RepositoryError, match=r"it has no weights \(model.safetensors, or shards"):
+        push(str(model), "me/x")
+    index = model / "model.safetensors.index.json"
+    shards = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(RepositoryError, match=r"it lacks model-00002-of-00002.safetensors, .* \(1 of 2 are missing\)"):
+        push(str(model), "me/x")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    with pytest.raises(RepositoryError, match=r"no weights \(adapter_model.safetensors"):
+        push(str(tmp_path / "adapter"), "me/x")
+    assert hub.repos == {}
+    shutil.copyfile(model / shards["a"], model / shards["b"])
+    push(str(model), "me/x")
+    assert {*shards.values()} <= hub.repos["models/me/x"][-1][1].keys()
+
+
+def test_an_environment_with_a_config_is_no_run(hub: Hub, tmp_path: Path) -> None:
+    env = environment(tmp_path / "mine")
+    (env / "config.toml").write_text("name = 'its own'\n")
+    push(str(env), "me/x")
+    assert [*hub.repos] == ["datasets/me/x"]
+
+
+def test_secrets_links_and_pickles_are_refused_by_name(hub: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("agentrl.utils.redaction._read", [])
+    monkeypatch.setenv("SHOP_API_KEY", "planted-value-1234")
+    env = environment(tmp_path / "a", "one\nkey is planted-value-1234\n")
+    with pytest.raises(RepositoryError, match=r"notes.md:2: holds text that is, or looks like, a key or password"):
+        push(str(env), "me/x")
+    (env / "notes.md").write_text("hf_" + "a1B2" * 8)
+    with pytest.raises(RepositoryError, match=r"notes.md:1: holds"):
+        push(str(env), "me/x")
+    (env / "notes.md").unlink()
+    for name in ("explore.ipynb", "page.html", "Makefile"):
+        (env / name).write_text('{"source":\n "token = hf_' + "a1B2" * 8 + '"}')
+        with pytest.raises(RepositoryError, match=rf"{name}:2: holds text that is, or looks like"):
+            push(str(env), "me/x")
+        (env / name).unlink()
+    os.mkfifo(env / "pipe")
+    with pytest.raises(RepositoryError, match=r"pipe: a link, pipe or device"):
+        push(str(env), "me/x")
+    (env / "pipe").unlink()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n{"a": "hf_' + "a1B2" * 8 + '"}\n')
+    with pytest.raises(RepositoryError, match=r"rows\.jsonl:2: holds"):
+        push(str(rows), "me/x")
+    (env / "link").symlink_to("/etc/hostname")
+    with pytest.raises(RepositoryError, match="link: a link, pipe or device"):
+        push(str(env), "me/x")
+    (env / "link").unlink()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(RepositoryError, match="weights as a pickle"):
+        push(str(model), "me/x")
+    assert hub.repos == {}
+    (env / "README.md").write_text("# my own words\n")
+    push(str(env), "me/x")
+    assert hub.repos["datasets/me/x"][-1][1]["README.md"] == b"# my own words\n"
+
+
+def test_mistakes_are_named(hub: Hub, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, message in (
+        ([str(tmp_path / "nowhere"), "me/x"], "no such run, folder or file"),
+        ([str(tmp_path / "empty"), "me/x"], "neither a run"),
+        ([str(environment(tmp_path / "e")), "../up"], "'../up': not the name of a repository"),
+        ([str(tmp_path / "e/thermostat"), "me/x", "--best"], "--step, --best and --adapter need a run"),
+    ):
+        assert main(["push", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["pull", "me/none", str(tmp_path / "got")]) == 2
+    assert "me/none: the hub failed" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_of_one_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ResourceError, match="me/x: the hub failed"):
+        push(str(environment(tmp_path)), "hf:me/x")
+    with pytest.raises(ResourceError, match="me/x: the hub failed"):
+        pull("hf:me/x", str(tmp_path / "got"))
+    assert not (tmp_path / "got").exists()

@@ -1,0 +1,153 @@
+"""However an episode or the process that plays it ends, no process and no folder of its sandboxes is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.data.trajectory import StopReason
+from agentrl.env import Message, ToolCall
+from agentrl.env.catalog import make_env
+from agentrl.env.sandbox import SANDBOXES
+from tests.conftest import proof
+from tests.contrib.sandboxes.test_providers import tiny_image
+
+_NUMBERS = itertools.count(os.getpid() % 10000 * 100)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose command line has the mark."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        if any(mark in part for part in line) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def name_of(pid: int) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).name()
+    return ""
+
+
+def until(met: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not met() and time.monotonic() < end:
+        time.sleep(0.02)
+    return met()
+
+
+@pytest.fixture
+def mark() -> str:
+    """A length of sleep that only this test uses."""
+    return f"300.{next(_NUMBERS):07}"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the folders of sandboxes are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+
+
+def test_an_episode_cancelled_in_the_middle_of_a_command_leaves_nothing(
+    mark: str, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        env = make_env("harbor")
+        await env.areset(seed=0)
+        call = ToolCall("shell", {"command": f"(trap '' TERM HUP INT; sleep {mark}) & nohup sleep {mark} & sleep {mark}"})
+        step = asyncio.ensure_future(env.astep(Message("assistant", tool_calls=(call,))))
+        while len(marked(f"{mark}")) < 3:
+            await asyncio.sleep(0.02)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert env.trajectory.stop is StopReason.CANCELLED
+        assert list(temporary.iterdir()) == []
+
+    asyncio.run(main())
+    assert until(lambda: not marked(mark), 5.0)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_dozen_episodes_share_three_sandboxes(temporary: Path) -> None:
+    async def episode(seed: int, most: list[int]) -> float:
+        env = make_env("harbor", sandbox={"limit": 3, "warm": 1})
+        await env.areset(seed=seed)
+        most.append(len(list(temporary.iterdir())))
+        for turn in env.gold_turns(env.task):
+            _, reward, _, _, _ = await env.astep(turn)
+        return reward
+
+    async def main() -> tuple[list[float], int]:
+        most: list[int] = []
+        return await asyncio.gather(*(episode(seed % 3, most) for seed in range(12))), max(most)
+
+    rewards, most = asyncio.run(main())
+    assert rewards == [1.0] * 12 and most <= 3
+
+
+DRIVER = """
+import asyncio, signal, sys
+from agentrl.contrib.sandboxes import SANDBOXES, SandboxSpec
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, if a shell runs the tests in the background
+
+async def main():
+    provider = SANDBOXES.bind(sys.argv[1], {})()
+    boxes = [await provider.start(SandboxSpec(image=sys.argv[3] or None)) for _ in range(2)]
+    slow = f"(trap '' TERM HUP INT; sleep {sys.argv[2]}) & nohup sleep {sys.argv[2]} >/dev/null 2>&1 & sleep {sys.argv[2]}"
+    await asyncio.gather(*(box.exec(slow, timeout=300) for box in boxes))
+
+asyncio.run(main())
+"""
+
+
+def ended_driver(provider: str, image: str, mark: str, how: signal.Signals, folder: Path) -> None:
+    """A process with two sandboxes in which six sleeps run; it is ended by a signal to it alone."""
+    env = {**os.environ, "TMPDIR": str(folder)}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, provider, mark, image], env=env, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        # A shell of an image may sleep itself: there the clients' processes are counted as well.
+        assert until(lambda: len(marked(mark)) >= 7 if image else sum(name_of(pid) == "sleep" for pid in marked(mark)) == 6)
+        driver.send_signal(how)
+        driver.wait(20)
+        assert until(lambda: not marked(mark), 20.0), [name_of(pid) for pid in marked(mark)]
+    finally:
+        driver.kill()
+
+
+@pytest.mark.parametrize(
+    "provider",
+    ["local", pytest.param("bubblewrap", marks=proof), pytest.param("podman", marks=proof), pytest.param("docker", marks=proof)],
+)
+@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(how, marks=proof) for how in (signal.SIGINT, signal.SIGTERM))])
+def test_a_driver_that_ends_takes_its_sandboxes_with_it(provider: str, how: signal.Signals, mark: str, tmp_path: Path) -> None:
+    made = SANDBOXES.bind(provider, {})()
+    if reason := made.unavailable():
+        pytest.skip(reason)
+    lasting = "images" in SANDBOXES.entry(provider).traits
+    ended_driver(provider, tiny_image(provider) if lasting else "", mark, how, tmp_path)
+    if how is signal.SIGINT:
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith("agentrl-")]
+    if lasting:
+        listed = [provider, "ps", "-q", "--filter", "name=agentrl-"]
+        assert until(lambda: not subprocess.run(listed, capture_output=True, check=True).stdout.strip())

@@ -1,0 +1,114 @@
+"""The contract, for each provider that can be had here; the others are skipped with the reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+import textwrap
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl.env.sandbox import SANDBOXES, SandboxSpec
+from tests.conftest import proof
+from tests.contrib.sandboxes.contract import Contract
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    reason = SANDBOXES.bind(name, {})().unavailable()
+    return pytest.mark.skipif(reason is not None, reason=f"sandbox provider {name}: {reason}")
+
+
+class TestLocal(Contract):
+    provider_name = "local"
+    looks = True
+    refused: ClassVar[list[dict[str, Any]]] = [{"image": "x"}, {"build": Path("x")}, {"cpus": 1.0}]
+
+
+@needs("bubblewrap")
+class TestBubblewrap(Contract):
+    provider_name = "bubblewrap"
+    looks = True
+    refused: ClassVar[list[dict[str, Any]]] = [{"image": "x"}, {"build": Path("x")}, {"cpus": 1.0}, {"processes": False}]
+
+    async def test_a_command_makes_no_namespaces_of_its_own(self) -> None:
+        """In a user namespace it would have all capabilities over the others that it makes with it."""
+        box = await SANDBOXES.bind("bubblewrap", {})().start(SandboxSpec())
+        try:
+            made = await box.exec("unshare --user true; echo $?; unshare --user --net true; echo $?")
+        finally:
+            await box.stop()
+        assert made.stdout.split() == ["1", "1"], made
+
+    async def test_calls_that_no_namespace_confines_are_refused(self) -> None:
+        code = """
+        import ctypes, errno, os
+        libc, arm = ctypes.CDLL(None, use_errno=True), os.uname().machine == "aarch64"
+        tried = (250, 219, 0, -3, 0), (425, 425, 1, bytes(120)), (298, 241, bytes(128), 0, -1, -1, 0), (323, 282, 1)
+        for x86, number, *args in tried:
+            done = libc.syscall(number if arm else x86, *args)
+            print("done" if done >= 0 else errno.errorcode[ctypes.get_errno()])
+        os.chmod("made", 0o640) if open("made", "w").close() is None else None
+        print(oct(os.stat("made").st_mode)[-3:], os.kill(os.getpid(), 0))
+        """
+        box = await SANDBOXES.bind("bubblewrap", {})().start(SandboxSpec())
+        try:
+            await box.write({"code.py": textwrap.dedent(code).encode()})
+            made = await box.exec(["python3", "code.py"])
+        finally:
+            await box.stop()
+        assert made.stdout.split() == ["EPERM"] * 4 + ["640", "None"], made
+
+
+def tiny_image(client: str) -> str:
+    """An image with a static busybox in it, made from this machine's; or the one that AGENTRL_TEST_IMAGE names."""
+    if name := os.environ.get("AGENTRL_TEST_IMAGE"):
+        return name
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("no busybox to make an image of (the package busybox-static), and AGENTRL_TEST_IMAGE is not set")
+    import io
+
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(busybox, "bin/busybox")
+        for name in subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True).stdout.split():
+            if name == "busybox":
+                continue
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            archive.addfile(link)
+        archive.addfile(tarfile.TarInfo("etc/passwd"), io.BytesIO())
+    subprocess.run([client, "import", "-", "agentrl-test:latest"], input=packed.getvalue(), check=True, capture_output=True)
+    return "agentrl-test:latest"
+
+
+class Containers(Contract):
+    python = False
+    refused: ClassVar[list[dict[str, Any]]] = [{"processes": False}, {"disk": 1 << 20}]
+
+    @pytest.fixture(autouse=True)
+    def made(self) -> None:
+        type(self).image = type(self).image or tiny_image(self.provider_name)
+
+
+@proof
+@needs("podman")
+class TestPodman(Containers):
+    provider_name = "podman"
+
+
+@proof
+@needs("docker")
+class TestDocker(Containers):
+    provider_name = "docker"
+
+
+@proof
+@needs("e2b")
+class TestE2b(Contract):
+    provider_name = "e2b"
+    refused: ClassVar[list[dict[str, Any]]] = [{"build": Path("x")}, {"memory": 1 << 30}, {"cpus": 1.0}, {"disk": 1 << 20}]

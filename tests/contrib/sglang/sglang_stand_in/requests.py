@@ -1,0 +1,202 @@
+"""The request classes of SGLang 0.5.23: the installed package's own if there is one, else their description in requests.json.
+
+    python -m tests.contrib.sglang.sglang_stand_in.requests    # writes it; needs sglang, without its kernels
+
+A server of the package ignores fields that it does not know; here they are refused, as is a value of another type.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import importlib.util
+import io
+import json
+import pickle
+import typing
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+
+VERSION = "0.5.23"
+FROZEN = Path(__file__).with_name("requests.json")
+INSTALLED = importlib.util.find_spec("sglang") is not None
+CLASSES = {
+    "/generate": "GenerateReqInput",
+    "/abort_request": "AbortReq",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "/begin_weight_update": "BeginWeightUpdateReqInput",
+    "/end_weight_update": "EndWeightUpdateReqInput",
+}
+"""The class of the body that each route takes."""
+SAMPLING = "SamplingParams"
+
+
+class BadRequestError(Exception):
+    """A body that the server would not take."""
+
+
+class Frozen:
+    """The description."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = json.loads(FROZEN.read_text())
+        # `jsonschema.validate` would check the schema itself each time, which takes 50 ms.
+        self._validators = {name: jsonschema.Draft202012Validator(one) for name, one in self.table["classes"].items()}
+
+    def build(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with the defaults of its class. Raises BadRequestError."""
+        for problem in self._validators[name].iter_errors(body):
+            raise BadRequestError(f"{name}: {problem.json_path}: {problem.message}")
+        return {field: one["default"] for field, one in self.table["classes"][name]["properties"].items()} | body
+
+    def tensors(self, data: str) -> Any:
+        """What was serialized for a rank. Raises BadRequestError for a type that the package does not allow."""
+        allowed = {tuple(pair) for pair in self.table["pickled"]}
+
+        class Careful(pickle.Unpickler):
+            def find_class(self, module: str, name: str) -> Any:
+                if (module, name) == ("torch.storage", "_load_from_bytes"):
+                    return lambda data: torch.load(io.BytesIO(data), weights_only=True)  # as the package has it
+                if (module, name) not in allowed:
+                    raise BadRequestError(f"{module}.{name} may not be pickled")
+                return super().find_class(module, name)
+
+        return Careful(io.BytesIO(base64.b64decode(data, validate=True))).load()
+
+
+class Package:
+    """The installed package's own classes."""
+
+    def build(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """As `Frozen.build`, by the class's constructor and the checks that the server makes with it."""
+        kind = _class(name)
+        if unknown := body.keys() - _fields(kind).keys():
+            raise BadRequestError(f"{name}: no fields {sorted(unknown)}")
+        if name == SAMPLING:
+            return self._sampling(kind, body)
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            made = TypeAdapter(kind).validate_python(dict(body))
+            if name == CLASSES["/generate"]:
+                self._contract(body)
+                made.normalize_batch_and_arguments()
+        except (ValidationError, ValueError, TypeError) as problem:
+            raise BadRequestError(f"{name}: {problem}") from problem
+        return {field: getattr(made, field) for field in _fields(kind)} | {
+            key: value for key, value in body.items() if key == "serialized_named_tensors"
+        }
+
+    @staticmethod
+    def _sampling(kind: Any, body: dict[str, Any]) -> dict[str, Any]:
+        import msgspec
+
+        try:
+            msgspec.convert([body.get(f.name, _default(f)) for f in msgspec.structs.fields(kind)], kind)
+            made = kind(**body)
+            made.normalize(None)
+            made.verify(1 << 30)
+        except (msgspec.ValidationError, ValueError, TypeError) as problem:
+            raise BadRequestError(f"{SAMPLING}: {problem}") from problem
+        return {f.name: body.get(f.name, _default(f)) for f in msgspec.structs.fields(kind)}
+
+    @staticmethod
+    def _contract(body: dict[str, Any]) -> None:
+        from sglang.srt.entrypoints.api_contract import generate_contract_error
+
+        if (error := generate_contract_error(body)) is not None:
+            raise BadRequestError(f"/generate: {error}")
+
+    def tensors(self, data: str) -> Any:
+        """As `Frozen.tensors`."""
+        from sglang.srt.utils.common import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
+
+        [raw] = normalize_serialized_named_tensor_payloads([data])
+        return MultiprocessingSerializer.deserialize(raw)
+
+
+def requests() -> Frozen | Package:
+    """The package's classes if it is installed in this version, else the description."""
+    if not INSTALLED:
+        return Frozen()
+    from sglang import __version__
+
+    assert __version__ == VERSION, f"sglang {__version__} is installed, and the description is of {VERSION}"
+    return Package()
+
+
+def _class(name: str) -> Any:
+    from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return SamplingParams if name == SAMPLING else getattr(io_struct, name)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    import msgspec
+
+    found = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else msgspec.structs.fields(kind)
+    return {field.name: field for field in found}
+
+
+def _default(field: Any) -> Any:
+    """A field's default; None if it has none that JSON could hold."""
+    value = getattr(field, "default", None)
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _required(field: Any) -> bool:
+    import msgspec
+
+    missing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    return any(field.default is one for one in missing) and any(field.default_factory is one for one in missing)
+
+
+def describe(name: str) -> dict[str, Any]:
+    """A class of the package as JSON schema. Fields with types of their own (images and such) may have any value."""
+    import msgspec
+    from pydantic import TypeAdapter
+
+    kind = _class(name)
+    fields, plain = _fields(kind), not dataclasses.is_dataclass(kind)
+    hints = typing.get_type_hints(kind, include_extras=not plain) if not plain else {n: f.type for n, f in fields.items()}
+    properties: dict[str, Any] = {}
+    for field in fields:
+        try:
+            schema = msgspec.json.schema(hints[field]) if plain else TypeAdapter(hints[field]).json_schema()
+        except Exception:  # a type that JSON does not have
+            schema = {}
+        schema = {} if "$defs" in schema or "$ref" in str(schema) or "contentEncoding" in str(schema) else schema
+        properties[field] = {**schema, "default": _default(fields[field])}
+    required = [name for name, field in fields.items() if _required(field)]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def frozen() -> dict[str, Any]:
+    """The description of the installed package."""
+    from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
+    from sglang.srt.utils.common import SafeUnpickler
+
+    return {
+        "version": VERSION,
+        "classes": {name: describe(name) for name in [*CLASSES.values(), SAMPLING]},
+        "server_args": list(POSITIONAL_FIELD_ORDER),
+        "pickled": sorted(map(list, SafeUnpickler.ALLOWED_GLOBALS)),
+    }
+
+
+def text_of(description: dict[str, Any]) -> str:
+    """As JSON with a class a line."""
+    classes = ",\n".join(f'  "{name}": {json.dumps(one)}' for name, one in description.pop("classes").items())
+    rest = "".join(f',\n "{name}": {json.dumps(one)}' for name, one in description.items())
+    return f'{{"classes": {{\n{classes}\n }}{rest}\n}}\n'
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(text_of(frozen()))

@@ -1,0 +1,127 @@
+"""Neighbours with their real packages, each in an interpreter that has it.
+
+verifiers 0.3.1 needs mcp below 2 and openenv-core brings a web stack of its own, so neither belongs into one
+environment with everything else. Name an interpreter that has the package and agentrl's core dependencies:
+AGENTRL_VERIFIERS_PYTHON, AGENTRL_OPENENV_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.contrib.remote_envs.openenv import OpenEnv
+from agentrl.contrib.suites.verifiers import VerifiersEnv, to_verifiers
+from agentrl.rollout.samplers import UniformSampler, pool_seeds
+from agentrl.utils.errors import DependencyError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+
+
+def run(package: str, module: str) -> Any:
+    variable = f"AGENTRL_{package.upper()}_PYTHON"
+    python = os.environ.get(variable) or (sys.executable if find_spec(module) else "")
+    if not python:
+        pytest.skip(f"{package} is not installed here and {variable} names no interpreter that has it")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [python, str(HERE / f"{package}_script.py")]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_verifiers_both_ways() -> None:
+    report = run("verifiers", "verifiers")
+    assert report["export"]["rewards"] == [1.0, 0.0]
+    assert report["import"]["rewards"] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_openenv_both_ways() -> None:
+    report = run("openenv", "openenv")
+    refused = "Server error: no argument 'txt'; did you mean 'text'? (code: VALIDATION_ERROR)"
+    assert report["export"] == {"reward": 1.0, "done": True, "other": 0.0, "refused": refused}
+    full = "Server error: Server at capacity: 1/1 sessions active (code: CAPACITY_REACHED)"
+    assert report["token"] == {"reward": 1.0, "done": True, "refused": [True, True], "full": full, "gold": []}
+    assert report["import"]["state"] == {"reward": 1.0, "steps": 2, "done": True}
+    assert report["import"]["terminated"] and "ConnectionRefusedError" in report["import"]["unreachable"]
+    assert [tool["function"]["name"] for tool in report["tools"]["tools"]] == ["add"]
+    assert report["tools"]["answers"][0] == "5" and "wrong_type" in report["tools"]["answers"][1]
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("verifiers") is None:
+        for call in (lambda: VerifiersEnv(load="x"), lambda: to_verifiers(lambda: None, None)):  # type: ignore[arg-type,return-value]
+            with pytest.raises(DependencyError, match=r"agentrl\[verifiers\]"):
+                call()
+    monkeypatch.setattr("agentrl.contrib.remote_envs.openenv.find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match=r"agentrl\[openenv\]"):
+        OpenEnv(url="http://x")
+
+
+def test_the_rows_of_a_verifiers_environment_are_its_tasks_each_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package: only the two datasets are read."""
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setattr("agentrl.contrib.suites.verifiers.find_spec", lambda name: object())
+    train, held_out = ([{"prompt": [{"role": "user", "content": f"{kind} {n}"}], "answer": str(n)} for n in range(size)]
+                       for kind, size in (("train", 5), ("eval", 3)))  # fmt: skip
+    theirs = SimpleNamespace(get_dataset=lambda: train, get_eval_dataset=lambda: held_out, tool_defs=None)
+    env = VerifiersEnv(environment=theirs)
+    assert (env.task_count("train"), env.task_count("heldout")) == (5, 3)
+    for split, rows, kind in (("train", train, "train"), ("heldout", held_out, "eval")):
+        tasks = [env.make_task(seed, split) for seed in range(2 * len(rows))]
+        assert [task.id for task in tasks[: len(rows)]] == [f"verifiers/{split}/{n}" for n in range(len(rows))]
+        assert [task.id for task in tasks[len(rows) :]] == [task.id for task in tasks[: len(rows)]]
+        assert [env.prompt(task)[0].content for task in tasks[: len(rows)]] == [f"{kind} {n}" for n in range(len(rows))]
+        assert [task.gold["answer"] for task in tasks[: len(rows)]] == [row["answer"] for row in rows]
+    sampler = UniformSampler()
+    sampler.use(pool_seeds(env, sampler.wants() or 0))
+    epochs = [[sampler.choose(7, 5 * epoch + n).seed for n in range(5)] for epoch in range(3)]
+    assert all(sorted(seeds) == [0, 1, 2, 3, 4] for seeds in epochs) and len({tuple(seeds) for seeds in epochs}) > 1
+
+
+async def test_openenvs_protocol_from_both_of_our_sides() -> None:
+    """Our client of their protocol on our server of it; each is tried with theirs above, where openenv-core is installed."""
+    import asyncio
+
+    from agentrl.env import Message, ToolCall
+    from agentrl.env.catalog import EnvRef, find_reward
+    from agentrl.reward import compile_spec, load_spec
+    from agentrl.utils.errors import RemoteEnvError
+    from tests.contrib.remote_envs.served import served
+
+    here = EnvRef("key_value", {"calls": 2}).build()
+    with served("key_value", calls=2) as server:
+        place = f"{server.url}/openenv/{server.app.secret.player}"
+        env = OpenEnv(url=place, name="theirs/KeyValue-v0", rules="Be brief.")
+        observation, _ = await env.areset(seed=5)
+        task = here.make_task(10, "train")  # the server's even seeds are for training
+        assert [m.role for m in observation] == ["system", "user"] and task.data["goal"] in observation[1].content
+        assert [tool["function"]["name"] for tool in env.trajectory.tools] == ["act"]
+        for turn in here.gold_turns(task):
+            calls = [{"name": call.name, "arguments": call.arguments} for call in turn.tool_calls]
+            act = Message("assistant", tool_calls=(ToolCall("act", {"text": turn.content, "tool_calls": calls}),))
+            _, _, terminated, _, _ = await env.astep(act)
+        score = compile_spec(load_spec(find_reward("openenv"))).score(env.trajectory)
+        assert terminated and env.trajectory.state == {"reward": 1.0, "steps": 3, "done": True} and score.value == 1.0
+        lost = OpenEnv(url=place)
+        await lost.areset(seed=6)
+        # What a player may ask for holds neither the state nor the gold of its task.
+        assert (await lost._ask("state", {})).keys() == {"episode_id", "step_count", "env_id"}
+        for wrong in ("/openenv/other", ""):
+            with pytest.raises(RemoteEnvError, match=r"OpenEnv server .*: InvalidStatus: .*(403|404)"):
+                await OpenEnv(url=server.url + wrong).areset(seed=0)
+    await asyncio.sleep(0)
+    with pytest.raises(RemoteEnvError, match="the connection ended"):
+        await lost.astep(Message("assistant", tool_calls=(ToolCall("act", {"text": "x"}),)))
+    assert lost.trajectory.stop.infrastructure and lost.trajectory.reward is None

@@ -1,0 +1,289 @@
+"""What suites share: versions, published tools, scripted gold, official rows, calls as text, worlds in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.contrib.suites.benchmarks import (
+    AS_ZERO,
+    AskedUser,
+    CallsTogether,
+    MeansTable,
+    PackageInPlace,
+    answer_of,
+    calling,
+    message_of,
+    named_if_missing,
+    public_methods,
+    round_turns,
+    spread_rows,
+    two_sided_turns,
+)
+from agentrl.contrib.suites.foreign import HeldWorld, foreign
+from agentrl.data.trajectory import Message, StopReason, ToolCall
+from agentrl.env import Tool
+from agentrl.env.official import groups, in_percent, pass_hat_table, whole_row
+from agentrl.env.suites import Played, found_version, require_files
+from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml, with_json_types
+from agentrl.utils.errors import ConfigError, known_word, members, within
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def played(name: str, success: bool | None, kind: str = "a", sample: int = 0, family: str = "f") -> Played:
+    value = None if success is None else float(success)
+    return Played(name, family, {"kind": kind}, sample, value, success, StopReason.DONE, 1, 1)
+
+
+def test_a_version_is_that_of_the_project_then_of_the_installed_package_then_of_the_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    assert found_version(folder) == "no version"
+    (tmp_path / "toy-1.2.dist-info").mkdir()
+    (tmp_path / "toyother-9.dist-info").mkdir()
+    assert found_version(folder) == "1.2"
+    (folder / "pyproject.toml").write_text('[project]\nversion = "3"\n')
+    assert found_version(folder) == "3"
+    (folder / "pyproject.toml").write_text("[project")
+    with pytest.raises(ConfigError, match=r"pyproject\.toml: "):
+        found_version(folder)
+    require_files(folder, ("pyproject.toml",))
+    with pytest.raises(ConfigError, match=r"^data/tasks is missing$"):
+        require_files(folder, ("pyproject.toml", "data/tasks", "later"))
+
+
+def test_words_numbers_and_groups_of_a_users_are_named_with_what_was_expected() -> None:
+    assert known_word("retail", ("mock", "retail"), "x") == "retail"
+    with pytest.raises(ConfigError, match=r"^toy: domain = 'retial'; did you mean 'retail'\?$"):
+        known_word("retial", ("mock", "retail"), "toy: domain")
+    with pytest.raises(ConfigError, match=r"= 'zzz'; known: mock, retail$"):
+        known_word("zzz", ("mock", "retail"), "toy: domain")
+    assert [within(number, 1, 5, "n") for number in (1, 5)] == [1, 5]
+    for number in (0, 6):
+        with pytest.raises(ConfigError, match=rf"^n = {number}; expected a number within 1\.\.5$"):
+            within(number, 1, 5, "n")
+    assert members(["b", "both"], {"a": ["a"], "b": ["b"], "both": ["a", "b"]}, "x") == ("b", "a")
+
+
+def test_gold_of_two_sides_asks_the_user_for_its_calls_and_the_user_makes_them_when_all_are_named() -> None:
+    calls = [
+        {"name": name, "arguments": {"n": number}, "by": by}
+        for number, (name, by) in enumerate([("look", "assistant"), ("tap", "user"), ("hold", "user"), ("write", "assistant")])
+    ]
+    turns = two_sided_turns(calls)
+    assert [(turn.content, [call.name for call in turn.tool_calls]) for turn in turns] == [
+        ("", ["look"]), ("Please use tap, hold", []), ("", ["write"]),
+    ]  # fmt: skip
+    user = AskedUser("My phone is broken.", calls)
+
+    def reply(*conversation: Message) -> Any:
+        return asyncio.run(user.reply(conversation))
+
+    assert reply(Message("system")) == "My phone is broken."
+    assert [call.arguments for call in reply(turns[1]).tool_calls] == [{"n": 1}, {"n": 2}]
+    assert reply(Message("tool", "ok")) == "I have done that."
+    assert reply(turns[1]) is None, "it has nothing more to do"
+    assert asyncio.run(AskedUser("", calls).reply([Message("assistant", "Please use tap")])) == ""  # its opening, first
+
+
+def test_gold_by_rounds_has_a_text_after_each_rounds_calls_and_messages_are_read_as_written() -> None:
+    rounds = [[{"name": "put", "arguments": {"n": 1}}, {"name": "look", "arguments": {}}], []]
+    assert round_turns(rounds) == [calling([("put", {"n": 1}), ("look", {})]), *[Message("assistant", "done")] * 2]
+    row = {"role": "assistant", "content": None, "tool_calls": [{"name": "put", "arguments": {"n": 1}, "id": "c1"}]}
+    assert message_of(row) == Message("assistant", "", (ToolCall("put", {"n": 1}, id="c1"),))
+    assert message_of({"role": "tool", "content": "ok", "id": "c1"}) == Message("tool", "ok", tool_call_id="c1")
+
+
+def test_a_published_tool_is_shown_as_it_is_and_nothing_checks_its_arguments() -> None:
+    made = Tool.published(
+        {"name": "put", "parameters": {"type": "object", "required": ["n"]}}, lambda env, /, **a: a, inline=True
+    )
+    assert made.schema["function"] == {"name": "put", "parameters": {"type": "object", "required": ["n"]}}
+    assert (made.method, made.options.check, made.options.parallel, made.options.inline) == (True, "off", False, True)
+
+
+def test_families_are_whole_or_not_and_pass_hat_k_is_told_by_group() -> None:
+    episodes = [played("a1", True), played("a2", False), played("b1", True, family="g"), played("c1", None, family="h")]
+    assert (whole_row("x", episodes).value, whole_row("x", episodes).n) == (0.5, 2)
+    assert in_percent(whole_row("x", episodes)).value == 50.0 and "1 of 4" in whole_row("x", episodes).note
+    # Of a part that was played: families of two tasks, of which g and h have one each, are no whole ones.
+    part = whole_row("x", episodes, size=2)
+    assert (part.value, part.n) == (0.0, 1) and part.note == "1 of 4 episodes unscored, in no mean; 2 of 3 not played whole"
+    several = [played("a", n < 2, sample=n) for n in range(3)] + [played("z", n < 1, kind="b", sample=n) for n in range(2)]
+    rows = {row.name: row.value for row in pass_hat_table(several, "kind")}
+    assert rows == {
+        "a pass^1": pytest.approx(2 / 3), "a pass^2": pytest.approx(1 / 3), "a pass^3": 0.0, "b pass^1": 0.5, "b pass^2": 0.0,
+        "mean of kinds pass^1": pytest.approx((2 / 3 + 1 / 2) / 2),
+    }  # fmt: skip
+    assert {name: len(part) for name, part in groups(several, lambda one: [one.data["kind"], "all"]).items()} == {
+        "a": 3, "all": 5, "b": 2,
+    }  # fmt: skip
+
+
+def test_means_of_means_against_a_computation_by_hand() -> None:
+    table = MeansTable({"both": ("a", "b"), "top": ("both", "c")}, {"top": 0.5, "c": 0.25}, {"both": {"a": 10, "b": 30}})
+    found = {"a": [played("1", True), played("2", False)], "b": [played("3", True)] * 3, "c": [played("4", False)]}
+    rows = {row.name: row.value for row in table.rows(found)}
+    both = (0.5 * 10 + 1.0 * 30) / 40  # over the benchmark's tasks, however many of each were played
+    assert rows["both"] == pytest.approx(both) and rows["top"] == pytest.approx(both / 2)
+    assert rows["overall"] == pytest.approx(0.5 * both / 2 + 0.25 * 0.0) and AS_ZERO not in rows
+    lost = table.rows({**found, "c": [*found["c"], played("5", None)]})[-1]
+    assert (lost.name, lost.value) == ("overall", rows["overall"])
+    assert lost.note == "1 of 7 episodes unscored, in no mean", "an outage is named beside the value that it may have moved"
+    part = {row.name: row.value for row in table.rows({"a": found["a"]})}
+    assert (part["both"], part["top"], part["overall"]) == (None, None, None)
+    assert part[AS_ZERO] == pytest.approx(0.5 * (0.5 * 10 / (10 + 30)) / 2)
+    assert table.rows({}) == []
+
+
+def test_the_spread_of_groups_is_their_range_and_their_standard_deviation() -> None:
+    episodes = [played(f"{kind}{n}", n < right, kind) for kind, right in (("x", 1), ("y", 2), ("z", 4)) for n in range(4)]
+    rows = spread_rows("s", episodes, lambda one: [one.data["kind"]])
+    assert [(row.name, row.n) for row in rows] == [("s: range", 12), ("s: deviation", 12)]
+    assert [row.value for row in rows] == [pytest.approx(0.75), pytest.approx(np.std([0.25, 0.5, 1.0], ddof=1))]
+    assert spread_rows("s", episodes[:4], lambda one: [one.data["kind"]]) == []
+
+
+def test_calls_are_written_in_four_forms_and_other_languages_types_become_those_of_json_schema() -> None:
+    calls = [("pay", {"sum": 3, "note": 'a"<'}), ("look", {})]
+    assert as_python(calls) == "[pay(sum=3, note='a\"<'), look()]"
+    assert json.loads(as_json(calls))[0] == {"function": "pay", "parameters": {"sum": 3, "note": 'a"<'}}
+    assert as_xml(calls[:1]) == (
+        '<functions><function name="pay"><param name="sum" type="integer">3</param>'
+        '<param name="note" type="string">a"&lt;</param></function></functions>'
+    )
+    assert as_verbose_xml([("pay", {"sum": 3})]) == (
+        '<functions><function name="pay"><params><param name="sum" value="3" type="integer"/></params></function></functions>'
+    )
+    inner = {"type": "ArrayList", "items": {"type": "long"}}
+    shown = with_json_types({"type": "HashMap", "properties": {"a": inner, "b": {}}}, {"HashMap": "object", "ArrayList": "array"})
+    expected = {"a": {"type": "array", "items": {"type": "string"}}, "b": {"type": "string"}}
+    assert shown == {"type": "object", "properties": expected}
+    assert inner["items"] == {"type": "long"}, "what was declared stays as it is"
+
+
+def test_a_method_answers_in_text_and_python_says_what_is_wrong() -> None:
+    class Box:
+        def look(self, n: int) -> Any:
+            return {1: {"n": 1}, 2: {"n": {2}}, 3: 4}[n]
+
+        def _hidden(self) -> None: ...
+
+    assert public_methods({"Box": Box}) == {"look": "Box"}
+    assert [answer_of(Box(), "look", {"n": n}) for n in (1, 2, 3)] == ['{"n": 1}', "{'n': {2}}", "4"]
+    assert answer_of(Box(), "look", {"n": 9}) == "Error during execution: 9"
+    assert answer_of(None, "fly", {}, "no: {}") == "no: name 'fly' is not defined"
+
+
+def test_a_package_in_place_is_its_folder_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    one = PackageInPlace(tmp_path)
+    assert copy.deepcopy(one) is one and {one, PackageInPlace(tmp_path)} == {one} and one != PackageInPlace(tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"^toy: .*tasks\.json is missing$"), named_if_missing("toy"):
+        (tmp_path / "tasks.json").read_text()
+
+
+def test_calls_of_a_turn_are_asked_for_once_and_equal_calls_get_an_answer_each() -> None:
+    class Env:
+        trajectory: Any = None
+
+    class Turn:
+        message = calling([("find", {"n": 1}), ("no_tool", {}), ("find", {"n": 1}), ("find", {"n": 2})])
+
+    asked: list[list[Any]] = []
+
+    async def ask(made: Any) -> list[str]:
+        asked.append([call.arguments for call in made])
+        return [f"{len(asked)}.{place}" for place in range(len(made))]
+
+    env, together = Env(), CallsTogether(["find"])
+    env.trajectory = SimpleNamespace(turns=[Turn()])
+    found = [asyncio.run(together.answer(env, "find", {"n": n}, ask)) for n in (1, 1, 2)]  # type: ignore[arg-type]
+    assert (found, asked) == (["1.0", "1.1", "1.2"], [[{"n": 1}, {"n": 1}, {"n": 2}]])
+    assert asyncio.run(together.answer(env, "find", {"n": 1}, ask)) == "2.0", "one more, in no turn: alone"  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import datetime
+from uuid import uuid4
+from agentrl_foreign import beside, steady
+import sys, types
+toy = types.ModuleType("toybench"); toy.datetime, toy.uuid4 = datetime, uuid4
+sys.modules["toybench"] = toy
+LEFT = [0]
+ANEW = steady("toybench", "2025-01-01T00:00:00", lambda: LEFT[0])
+WORLD = []
+
+def start(first):
+    WORLD[:] = [first]
+
+def add(item):
+    WORLD.append(item)
+
+def show():
+    return WORLD
+
+def seen(passed):
+    LEFT[0] = passed
+    ANEW()
+    return [str(toy.datetime.datetime.now()), str(toy.uuid4()), str(toy.uuid4())]
+
+def sibling():
+    return beside(__file__, "other").WORD
+"""
+
+
+def test_scripts_have_a_steady_clock_and_siblings_and_a_copied_world_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "other.py").write_text("WORD = 'beside'")
+    pool = foreign(sys.executable, tmp_path / "script.py", (), 2)
+    one, two, later = (pool.ask("seen", passed=passed) for passed in (0, 0, 61))
+    assert one == two and one[0] == "2025-01-01 00:00:00" and later[0] == "2025-01-01 00:01:01"
+    assert len({*one, *later}) == 6 and pool.ask("sibling") == "beside"
+
+    async def play() -> list[Any]:
+        world = HeldWorld(pool, ("start", {"first": 0}))
+        await world.start()
+        await world.act("add", item=1)
+        fork = copy.deepcopy(world)
+        await fork.act("add", item=2)
+        found = [await world.ask("show"), await fork.ask("show")]
+        for one in (world, fork):
+            one.end()
+            one.end()
+        return found
+
+    assert asyncio.run(play()) == [[0, 1], [0, 1, 2]]
+    pool.end()
+
+
+def test_a_fork_that_lets_go_of_a_world_leaves_its_parents_process_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    pool = foreign(sys.executable, tmp_path / "script.py", (), 1)
+    world = HeldWorld(pool, ("start", {"first": 0}))
+    assert asyncio.run(world.ask("show")) == [0]
+    if (child := os.fork()) == 0:
+        try:
+            world.end()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert asyncio.run(world.ask("show")) == [0]
+    world.end()
+    pool.end()
+
+
+def test_the_table_of_lines_is_the_commands() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "suite_lines.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"docs/benchmarks.md has another table of lines:\n{done.stdout}{done.stderr}"

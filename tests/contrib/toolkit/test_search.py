@@ -1,0 +1,205 @@
+"""search: questions are solvable, splits share no name, nothing but the answer scores."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.contrib.toolkit.bm25 import Bm25
+from agentrl.env import Message, content_split
+from agentrl.env.catalog import find_env
+from agentrl.utils.errors import ConfigError, TaskDataError
+from agentrl.utils.search_path import load_module
+from tests.conftest import examples
+from tests.shelf.conversation_probes import (
+    arguments_for,
+    build,
+    fuzz_call,
+    gold_episode,
+    gymnasium_accepts,
+    null_score,
+    play,
+    seen_by_policy,
+    task_json,
+    teacher_success,
+)
+
+PATH = find_env("search").path
+assert PATH is not None
+WORLD = load_module(PATH.parent / "world.py")
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"hops": 1, "documents": 40, "results": 2},
+        {"hops": 4, "back_share": 1.0},
+        {"hops": [5, 8], "documents": 300},
+    ],
+)
+def test_gold_scores_one_and_reads_every_page_it_needs(params, split):
+    env = build("search", **params)
+    for seed in range(12):
+        reward, record = gold_episode(env, seed, split)
+        assert reward == 1.0
+        opened = [call.arguments["page"] for _, call, _ in record.calls() if call.name == "open"]
+        assert opened == [page for _, page in env.task.gold["steps"]]
+        # The answer was there to be read: it stands on the last page opened.
+        pages = [m.content for m in record.messages if m.role == "tool" and m.name == "open"]
+        assert env.task.gold["answer"] in pages[-1]
+        assert all(call[2] is not None and call[2].error is None for call in record.calls())
+
+
+@pytest.mark.parametrize("name", ["empty", "done", "yes", "cannot", "echo", "spam"])
+def test_null_policies_score_nothing(name):
+    env = build("search")
+    assert all(null_score(env, seed, split, name) == 0.0 for seed in range(6) for split in ("train", "heldout"))
+
+
+def test_only_the_answer_alone_scores():
+    env = build("search")
+    for seed in range(5):
+        gold = str(env.make_task(seed, "train").gold["answer"])
+        trail = env.make_task(seed, "train").gold["trail"]
+        said = {
+            gold: 1,
+            f"  {gold.upper()}. ": 1,
+            f"Answer: {gold}": 1,
+            f"It is {gold}, I think": 0,
+            ", ".join([*trail, gold]): 0,
+            trail[-1]: 0,
+            gold[:-1]: 0,
+        }
+        for text, reward in said.items():
+            env.reset(seed=seed)
+            assert play(env, [Message("assistant", text)]) == (reward, True), text
+
+
+def test_the_question_holds_no_answer_and_info_no_gold():
+    env = build("search", hops=[1, 4])
+    for seed in range(30):
+        observation, info = env.reset(seed=seed)
+        gold = env.task.gold["answer"]
+        assert gold not in " ".join(m.content for m in observation) and gold not in str(info)
+        assert gold not in str(dict(env.task.data))
+
+
+def test_the_same_seed_gives_the_same_task_in_any_environment():
+    one, two = build("search"), build("search")
+    for seed in (0, 7, 2**40):
+        assert task_json(one.make_task(seed, "heldout")) == task_json(two.make_task(seed, "heldout"))
+        WORLD.corpus.cache_clear()
+        assert task_json(one.make_task(seed, "train")) == task_json(two.make_task(seed, "train"))
+    assert task_json(one.make_task(1, "train")) != task_json(one.make_task(2, "train"))
+
+
+def test_splits_share_no_name():
+    names = {
+        split: {name for seed in range(20) for name in WORLD.corpus(seed, split, 60).names} for split in ("train", "heldout")
+    }
+    assert not names["train"] & names["heldout"]
+    fixed = {"Works", "Instruments", "Foundry", "Mills", "College", "Academy"}
+    for split, found in names.items():
+        for name in found:
+            invented = [name.split()[-1]] if name.split()[0] in ("The", "A", "Letters", "Songs", "Beyond") else name.split()
+            assert all(content_split(word) == split for word in invented if word not in fixed), name
+    with pytest.raises(TaskDataError, match="no split 'test'"):
+        build("search").make_task(0, "test")
+
+
+def test_a_question_has_one_answer():
+    """Every backward hop leads to one subject only, so no other entity answers as well."""
+    pages = WORLD.corpus(3, "train", 200)
+    question = load_module(PATH.parent / "question.py")
+    rng = random.Random(0)
+    for _ in range(60):
+        start = rng.randrange(200)
+        for fact in question._inverses(pages, start):
+            same = [f for f in pages.facts if f.relation is fact.relation and f.object == start]
+            assert len(same) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"hops": 0}, "hops = 0"),
+        ({"hops": [3, 2]}, "within 1..8"),
+        ({"hops": 9}, "within 1..8"),
+        ({"documents": 10}, "documents in 40..5000"),
+        ({"results": 0}, "results in 1..20"),
+        ({"back_share": 1.5}, "back_share"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(params, says):
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        build("search", **params)
+
+
+def test_knobs_change_the_task():
+    assert build("search", hops=5).make_task(0, "train").data["hops"] == 5
+    env = build("search", results=1)
+    env.reset(seed=0)
+    observation, *_ = env.step('<tool_call>\n{"name": "search", "arguments": {"query": "town", "limit": 9}}\n</tool_call>')
+    assert observation[0].content.count('"page"') == 1
+    back = [len(build("search", hops=4, back_share=s).make_task(2, "train").data["question"]) for s in (0.0, 1.0)]
+    assert back[0] != back[1]
+
+
+ENV = build("search")
+ENV.reset(seed=0)
+
+
+@given(st.data())
+@settings(max_examples=examples(150), deadline=None)
+def test_any_arguments_are_answered(data):
+    name = data.draw(st.sampled_from(ENV.toolbox.names))
+    fuzz_call(ENV, name, data.draw(arguments_for(ENV, name)))
+
+
+def test_a_fork_goes_its_own_way_and_shares_the_corpus():
+    env = build("search")
+    env.reset(seed=4)
+    gold = env.gold_turns(env.task)
+    play(env, gold[:2])
+    snapshot, replay_env = env.snapshot(), env.fork()
+    assert replay_env.corpus is env.corpus
+    before = env.state()
+    assert play(replay_env, gold[2:])[0] == 1.0
+    assert env.state() == before
+    assert play(env, [Message("assistant", "no idea")])[0] == 0.0
+    env.restore(snapshot)
+    assert env.state() == before and play(env, gold[2:])[0] == 1.0
+
+
+def test_a_wrong_page_id_is_answered_with_the_nearest():
+    env = build("search")
+    env.reset(seed=0)
+    env.step('<tool_call>\n{"name": "open", "arguments": {"page": "page12"}}\n</tool_call>')
+    assert "tool_error" in seen_by_policy(env.trajectory) and "did you mean 'p" in seen_by_policy(env.trajectory)
+
+
+def test_the_teacher_errs_but_succeeds_often():
+    assert 0.3 < teacher_success(build("search"), 40) < 0.9
+
+
+def test_bm25_by_hand():
+    """Two texts of two words, one query word in the first: idf = ln(1 + 1.5/1.5), tf = 1, length = mean."""
+    index = Bm25(["red apple", "green pear"])
+    ((number, score),) = index.top("APPLE the", 5)
+    assert number == 0 and score == pytest.approx(0.6931471805599453)
+    index = Bm25(["owl", "owl owl cat dog", "fox"])
+    # N=3, df=2: idf = ln(1 + 1.5/2.5); mean length 2; tf (2.2) / (tf + 1.2 (0.25 + 0.75 len/2))
+    idf = 0.4700036292457356
+    scores = dict(index.top("owl", 5))
+    assert scores[0] == pytest.approx(idf * 2.2 / (1 + 1.2 * 0.625))
+    assert scores[1] == pytest.approx(idf * 2 * 2.2 / (2 + 1.2 * 1.75))
+    assert index.top("zebra", 5) == [] and index.top("", 5) == []
+
+
+def test_gymnasium_accepts_it():
+    gymnasium_accepts(build("search"))

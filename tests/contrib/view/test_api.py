@@ -1,0 +1,277 @@
+"""The viewer's API on small runs: what each address answers, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from agentrl.contrib.view.library import Library
+from agentrl.contrib.view.queries import verdict
+from agentrl.contrib.view.server import guard_app, make_app
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.run.evaluate import make_report
+from tests.run.made_folders import episode, run_folder, unscored
+
+METRICS = [
+    {"step": 0, "phase": "before", "success": 0.5},
+    {"step": 1, "phase": "train", "success": 0.25, "tokens": 16},
+    {"step": 2, "phase": "train", "success": 0.5, "tokens": 20},
+    {"step": 2, "phase": "after", "success": 0.75},
+]
+
+
+ALL = (
+    "step_000002.0 step_000002.1 after_000002.0 after_000002.1 step_000001.0 step_000001.1 step_000001.2 step_000001.3 "
+    "step_000001.4 before_000000.0 before_000000.1"
+)
+
+
+class Asking(TestClient):
+    """A client that gives the JSON of an address under /api, which must answer 200."""
+
+    def ask(self, path: str) -> Any:
+        found = self.get(f"/api{path}")
+        assert found.status_code == 200, found.text
+        return found.json()
+
+
+def client(*paths: Path) -> Asking:
+    library = Library(paths)
+    for one in library.scan():
+        library.refresh(one)
+    return Asking(guard_app(make_app(library)), base_url="http://127.0.0.1:8300")
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Asking:
+    """A run with two groups at step 1 (one without variance, one with an outage), one at step 2, and held-out episodes."""
+    at = tmp_path_factory.mktemp("runs")
+    step1 = [episode(1, 0), episode(1, 1), episode(2, 0, 0.0, said="9"), episode(2, 1, 0.5, tool_error="bad"), unscored(2, 2)]
+    held = {"before_000000": [0.0, 1.0], "after_000002": [1.0, 1.0]}
+    files = {
+        "step_000001": step1,
+        "step_000002": [episode(3, 0), episode(3, 0, 0.0, said="x")],
+        **{name: [episode(seed, 0, r, split="heldout") for seed, r in enumerate(rewards)] for name, rewards in held.items()},
+    }
+    run_folder(at / "one", files, METRICS)
+    return client(at)
+
+
+def test_a_run_in_the_list(asking: Asking) -> None:
+    [row] = asking.ask("/runs")
+    expected = {
+        "run": "one", "name": "one", "status": "done", "live": False, "envs": ["key_value"], "steps": 4, "updates": 2,
+        "success_before": 0.5, "success_after": 0.75, "tokens": 36, "seconds": 12.5, "error": None,
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == expected
+    whole = asking.ask("/runs/one")
+    assert [(s["file"], s["phase"], s["step"], s["episodes"]) for s in whole["steps"]] == [
+        ("before_000000", "before", 0, 2), ("step_000001", "train", 1, 5),
+        ("step_000002", "train", 2, 2), ("after_000002", "after", 2, 2),
+    ]  # fmt: skip
+    assert whole["summary"]["seconds"] == 12.5 and 'id = "key_value"' in whole["config"]
+
+
+def test_metrics_from_a_row_on(asking: Asking) -> None:
+    first = asking.ask("/runs/one/metrics")
+    assert first["rows"] == METRICS and first["next"] == 4
+    assert asking.ask("/runs/one/metrics?after=3")["rows"] == METRICS[3:]
+    assert asking.ask("/runs/one/metrics?after=4")["rows"] == []
+    assert asking.ask("/runs/one/metrics?after=9") == {**first, "anew": True}
+
+
+@pytest.mark.parametrize(
+    "query, ids",
+    [
+        ("q=report", ALL),
+        ("", ALL),
+        ("step=1&limit=2&offset=3", "step_000001.3 step_000001.4"),
+        ("phase=train&step=2", "step_000002.0 step_000002.1"),
+        ("success=none", "step_000001.4"),
+        ("success=false&phase=train", "step_000002.1 step_000001.2 step_000001.3"),
+        ("min_reward=0.25&max_reward=0.75", "step_000001.3"),
+        ("error=bad", "step_000001.3"),
+        ("stop=env_error", "step_000001.4"),
+        ("tool=get&task=t/train/3", "step_000002.0 step_000002.1"),
+        ("term=answer<0.6&phase=train", "step_000002.1 step_000001.2 step_000001.3"),
+        ("term=answer=none", "step_000001.4"),
+        ("q=connection lo", "step_000001.4"),
+        ("group=step_000001.g1", "step_000001.2 step_000001.3 step_000001.4"),
+        ("sort=reward&order=desc&phase=train&limit=2", "step_000002.0 step_000001.1"),
+        ("sort=reward&order=asc&step=1&limit=2", "step_000001.4 step_000001.2"),
+    ],
+)  # fmt: skip
+def test_pages_of_episodes(asking: Asking, query: str, ids: str) -> None:
+    found = asking.ask(f"/runs/one/episodes?{query}")
+    assert [row["id"] for row in found["rows"]] == ids.split()
+    assert (found["indexed"], found["of"]) == (11, 11)
+    if "limit" not in query:
+        assert found["total"] == len(ids.split())
+
+
+def test_a_row_of_a_page(asking: Asking) -> None:
+    [row] = asking.ask("/runs/one/episodes?error=bad")["rows"]
+    assert row == {
+        "id": "step_000001.3", "step": 1, "phase": "train", "env": "numbers", "task": "t/train/2", "split": "train", "member": 1,
+        "reward": 0.5, "stop": "done", "error": None, "turns": 2, "calls": 1, "tool_errors": 1, "tokens": 4, "seconds": 2.0,
+        "group": "step_000001.g1", "success": False, "terms": {"answer": 0.5}, "suspects": [],
+    }  # fmt: skip
+
+
+def test_facets_count_and_average(asking: Asking) -> None:
+    found = asking.ask("/runs/one/facets")
+    assert found["step"] == [
+        {"value": 0, "episodes": 2, "reward": 0.5, "success": 0.5},
+        {"value": 1, "episodes": 5, "reward": 0.625, "success": 0.5},
+        {"value": 2, "episodes": 4, "reward": 0.75, "success": 0.75},
+    ]
+    assert found["tool"] == [{"value": "get", "episodes": 11, "reward": 0.65, "success": 0.6}]
+    assert [(f["value"], f["episodes"]) for f in found["stop"]] == [("done", 10), ("env_error", 1)]
+    assert {f["value"] for f in found["error"]} == {"bad", "env_error: connection to '...' lost after N s"}
+
+
+def test_groups_have_mean_deviation_and_whether_they_teach(asking: Asking) -> None:
+    one, two = asking.ask("/runs/one/groups?step=1")
+    assert (one["group"], one["mean"], one["std"], one["advantage_zero"]) == ("step_000001.g0", 1.0, 0.0, True)
+    assert (two["group"], two["mean"], two["std"], two["advantage_zero"]) == ("step_000001.g1", 0.25, 0.25, False)
+    assert [m["reward"] for m in two["members"]] == [0.0, 0.5, None]
+    # The same member of the same task again: another group of one task.
+    assert [[m["id"] for m in g["members"]] for g in asking.ask("/runs/one/groups?step=2")] == [
+        ["step_000002.0"],
+        ["step_000002.1"],
+    ]
+
+
+def test_failures_that_differ_in_names_and_numbers_are_one(tmp_path: Path) -> None:
+    outages = [unscored(n, 0, f"connection to 'host{n}:44{n}' lost after {n}.5 s") for n in range(3)]
+    wrong = [episode(9, 0, 0.0, tool_error="bad", answer=f'{{"error": "no key \'k{n}\'"}}') for n in range(2)]
+    run_folder(tmp_path / "r", {"step_000001": [*outages, *wrong, episode(5)]})
+    found = client(tmp_path).ask("/runs/r/failures")
+    assert {(f["kind"], f["reason"]): f["episodes"] for f in found} == {
+        ("error", "env_error: connection to '...' lost after N s"): 3,
+        ("stop", "env_error"): 3,
+        ("tool", "get: bad: {'...': '...'}"): 2,
+        ("term", "answer (text.equals) below 0.5"): 2,
+    }
+    [outage] = [f for f in found if f["kind"] == "error"]
+    assert outage["examples"] == ["step_000001.2", "step_000001.1", "step_000001.0"]
+
+
+def test_no_call_a_cut_call_and_a_malformed_one_are_three_reasons(tmp_path: Path) -> None:
+    def broken(seed: int, finish: str) -> Trajectory:
+        made = episode(seed, 0, 0.0)
+        call = ToolCall("get", None, "call_0", raw='{"name": "get", "arg', error="not valid JSON")
+        made.turns = [replace(made.turns[0], message=Message("assistant", "", (call,)), results=[], finish=finish)]
+        return made
+
+    silent = episode(4, 0, 0.0)
+    silent.turns = [replace(silent.turns[1], index=0)]
+    toolless = replace(silent, tools=[])
+    run_folder(tmp_path / "r", {"step_000001": [broken(1, "length"), broken(2, "stop"), broken(3, "stop"), silent, toolless]})
+    found = {f["reason"]: f["episodes"] for f in client(tmp_path).ask("/runs/r/failures") if f["kind"] == "call"}
+    assert found == {"call cut by max_turn_tokens": 1, "malformed call: not valid JSON": 2, "no tool call": 1}
+
+
+def test_one_episode_whole(asking: Asking) -> None:
+    found = asking.ask("/runs/one/episodes/step_000001.3")
+    assert [turn["message"]["content"] for turn in found["turns"]] == ["", "2"]
+    first = found["turns"][0]
+    assert (first["calls"][0]["arguments"], first["results"][0]["content"]) == ({"key": "k2"}, "2")
+    assert (first["version"], first["timings"]) == (3, {"sampling_s": 0.5, "tools_s": 0.25})
+    assert found["gold"]["answer"] == "2" and found["evidence"]["root"]["of"][0]["id"] == "answer"
+    assert found["ledgers"] == [{"tokens": 8, "sampled": 4}]
+    assert found["neighbours"] == {
+        "prev": "step_000001.2",
+        "next": "step_000001.4",
+        "group": ["step_000001.2", "step_000001.3", "step_000001.4"],
+    }
+    assert asking.ask("/runs/one/episodes/step_000001.4")["neighbours"]["next"] is None
+
+
+def test_two_steps_side_by_side(asking: Asking) -> None:
+    found = asking.ask("/compare?a=one:0&b=one:2")
+    assert [(p["task"], p["a"][0]["reward"], p["b"][0]["reward"]) for p in found["pairs"]] == [
+        ("t/heldout/0", 0.0, 1.0),
+        ("t/heldout/1", 1.0, 1.0),
+    ]
+    assert (found["only_a"], found["only_b"]) == ([], [])
+    assert [pair["verdict"] for pair in found["pairs"]] == ["won", "both solved"]
+    training = asking.ask("/compare?a=one:1&b=one:2")["only_a"]
+    assert [t["task"] for t in training] == ["t/train/1", "t/train/2"], "step 1 has no evaluation: of step 2 its training too"
+    other = asking.ask("/compare?a=one:step_000001&b=one:step_000002")
+    assert other["pairs"] == [] and [t["task"] for t in other["only_a"]] == ["t/train/1", "t/train/2"]
+    assert [len(t["episodes"]) for t in other["only_b"]] == [2]
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ([0.0], [1.0], "won"),
+        ([1.0], [0.0], "lost"),
+        ([0.0], [0.9], "neither solved"),  # the higher reward wins nothing
+        ([1.0, 1.0], [1.0, 0.0], "lost"),
+        ([1.0, 0.0], [0.0, 1.0], "same"),
+        ([None], [1.0], "unknown"),
+        ([None, 0.0], [0.0], "neither solved"),
+    ],
+)
+def test_a_task_is_won_by_success_and_never_by_reward(a: list[float | None], b: list[float | None], expected: str) -> None:
+    sides = [[{"reward": r, "success": None if r is None else r >= 1} for r in side] for side in (a, b)]
+    assert verdict(*sides) == expected
+
+
+def test_an_evaluation_has_the_figures_of_agentrl_eval(tmp_path: Path) -> None:
+    """Two tasks, three attempts each: one solved twice, one never with an attempt that an outage ended."""
+    rewards = [(0, 0, 1.0), (0, 1, 1.0), (0, 2, 0.0), (1, 0, 0.0), (1, 1, 0.5), (1, 2, None)]
+    episodes = [episode(s, m, r, split="heldout") if r is not None else unscored(s, m) for s, m, r in rewards]
+    for one in episodes:
+        one.task = replace(one.task, split="heldout", id=f"t/heldout/{one.task.seed}")
+    folder = tmp_path / "evals" / "mine" / "numbers"
+    folder.mkdir(parents=True)
+    (folder / "trajectories.jsonl").write_text("".join(json.dumps(one.to_json()) + "\n" for one in episodes))
+    (folder / "eval.json").write_text(json.dumps({"identity": {"env.id": "numbers"}}))
+    report = make_report(episodes, 3)
+    row = {"name": "overall", "value": 0.25, "n": 2, "weight": None, "note": "of two"}
+    table = {"version": "4", "split": "heldout", "tasks": 2, "of": 9, "holdout": "", "splits": [], "rows": [row]}
+    (folder / "report.json").write_text(json.dumps({**report, "official": {"bfcl": table}}))
+    run_folder(tmp_path / "old", {"before_000000": episodes[:1], "after_000002": episodes, "step_000001": [episode(1)]})
+    asking = client(tmp_path)
+    [ident] = [run["run"] for run in asking.ask("/runs") if run["run"] != "old"]
+    found = asking.ask(f"/runs/{ident}")
+    [one] = found["evaluations"]
+    assert one["rates"] == {name: value for name, value in report.items() if name.startswith("pass")}
+    assert one["rates"]["pass@1"]["mean"] == pytest.approx((2 / 3 + 0) / 2)
+    assert one["rates"]["pass@2"]["mean"] == pytest.approx((1.0 + 0.0) / 2)
+    assert one["rates"]["pass^2"]["mean"] == pytest.approx((1 / 3 + 0) / 2)
+    assert one["rates"]["pass@3"]["mean"] == 1.0, "the task with two scored attempts is left out of three"
+    assert (one["tasks"], one["episodes"], one["unscored"]) == (2, 6, 1)
+    assert found["official"] == {"bfcl": table}
+    own = asking.ask("/runs/old")
+    assert [(e["phase"], e["step"], e["tasks"]) for e in own["evaluations"]] == [("before", 0, 1), ("after", 2, 2)]
+    assert own["official"] == {} and own["evaluations"][1]["rates"] == one["rates"]
+
+
+@pytest.mark.parametrize(
+    "path, status, said",
+    [
+        ("/runs/on", 404, "did you mean 'one'?"),
+        ("/runs/one/episodes/step_000001.99", 404, "no episode"),
+        ("/runs/one/episodes/..%2f..%2fetc.0", 404, ""),
+        ("/runs/one/episodes?colour=1", 400, "there is no filter 'colour'"),
+        ("/runs/one/episodes?step=x", 400, "step='x': expected a whole number"),
+        ("/runs/one/episodes?sort=rewards", 400, "did you mean 'reward'?"),
+        ("/runs/one/episodes?min_reward=nan", 400, "expected a number"),
+        ("/runs/one/facets?x=1", 400, "no parameter 'x'"),
+        ("/compare?a=one&b=one:1", 400, "expected RUN:STEP"),
+        ("/compare?a=one:7&b=one:1", 404, "there are before_000000"),
+        ("/nothing", 404, "there is no"),
+    ],
+)
+def test_mistakes_are_said(asking: Asking, path: str, status: int, said: str) -> None:
+    found = asking.get(f"/api{path}")
+    assert found.status_code == status and said in found.json()["error"]

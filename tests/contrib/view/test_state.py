@@ -1,0 +1,87 @@
+"""The state that an episode began with is made again by the run's environment, and held against the last one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.contrib.view.api import differences
+from agentrl.data.trajectory import Message, ToolCall, Trajectory
+from agentrl.env.catalog import EnvRef
+from tests.contrib.view.test_api import client
+from tests.run.made_folders import run_folder
+
+TASKS = Path(__file__).parents[3] / "envs" / "mcp" / "tasks.jsonl"
+
+
+@pytest.mark.parametrize(
+    "before, after, found",
+    [
+        ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 2]}, []),
+        ({"a": 1}, {"a": 2}, [("/a", "changed", 1, 2)]),
+        ({"a": 1}, {"b": None}, [("/a", "removed", 1, None), ("/b", "added", None, None)]),
+        ({"x": [{"k": 1}, 2]}, {"x": [{"k": 3}]}, [("/x/0/k", "changed", 1, 3), ("/x/1", "removed", 2, None)]),
+        ({"a/b": {"~": True}}, {"a/b": {"~": 1}}, [("/a~1b/~0", "changed", True, 1)]),
+        ([1], {"a": 1}, [("/", "changed", [1], {"a": 1})]),
+    ],
+)
+def test_where_two_states_differ(before: Any, after: Any, found: list[Any]) -> None:
+    assert [tuple(item.values()) for item in differences(before, after)] == found
+
+
+def played(seed: int) -> Trajectory:
+    """An episode of key_value in which `set` changed a key and `add` the total."""
+
+    async def play() -> Trajectory:
+        env = EnvRef("key_value", {"calls": 2}).build()
+        await env.areset(seed=seed, options={"split": "train"})
+        key = next(iter(env.task.data["store"]))
+        for name, arguments in (("set", {"key": key, "x": 77}), ("add", {"x": 5})):
+            await env.astep(Message("assistant", "", (ToolCall(name, arguments, "call_0"),)))
+        await env.aclose()
+        return env.trajectory
+
+    return asyncio.run(play())
+
+
+def test_what_an_episode_changed(tmp_path: Path) -> None:
+    one = played(3)
+    key, was = next(iter(one.task.data["store"].items()))
+    other = played(4)
+    other.task.data["store"][key] = 1000  # as if the environment's code had made other tasks then
+    stateless = played(5)
+    stateless.state = None
+    folder = run_folder(tmp_path / "r", {"step_000001": [one, other, stateless]})
+    folder.config.write_text('name = "r"\n[env]\nid = "key_value"\n[env.params]\ncalls = 2\n[model.init]\n')
+    asking = client(tmp_path)
+    found = asking.ask("/runs/r/episodes/step_000001.0")
+    assert found["state_before"]["store"] == {**one.state["store"], key: was}
+    assert found["state_diff"] == [
+        {"path": f"/store/{key}", "kind": "changed", "before": was, "after": 77},
+        {"path": "/total", "kind": "changed", "before": 0, "after": 5},
+    ]
+    changed = asking.ask("/runs/r/episodes/step_000001.1")
+    assert changed["state_diff"] is None and "makes another task" in changed["state_problem"]
+    assert "recorded no state" in asking.ask("/runs/r/episodes/step_000001.2")["state_problem"]
+
+
+@pytest.mark.parametrize(
+    "env, said",
+    [
+        ('id = "key_value"\nurl = "http://127.0.0.1:9"', "env.url"),
+        (f'id = "mcp"\n[env.params]\ncommand = ["touch", "started"]\ntasks = "{TASKS}"', "starts other processes"),
+        ('id = "python"', "starts other processes"),
+        ('id = "no_such"', "no_such"),
+    ],
+)
+def test_nothing_is_started_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: str, said: str) -> None:
+    """A run folder from elsewhere must not choose what runs on this machine."""
+    monkeypatch.chdir(tmp_path)
+    folder = run_folder(tmp_path / "runs" / "r", {"step_000001": [played(3)]})
+    folder.config.write_text(f'name = "r"\n[model.init]\n[env]\n{env}\n')
+    found = client(tmp_path / "runs").ask("/runs/r/episodes/step_000001.0")
+    assert found["state_diff"] is None and said in found["state_problem"]
+    assert not (tmp_path / "started").exists()

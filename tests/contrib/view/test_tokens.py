@@ -1,0 +1,107 @@
+"""The tokens of an episode: what was sampled, what training made of it, and their text."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import agentrl.trainer
+from agentrl.contrib.view.api import Api
+from agentrl.contrib.view.library import Library
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.run.reader import token_lines
+from tests.contrib.view.test_api import client
+from tests.run import damage
+from tests.run.made_folders import episode, run_folder, unscored
+
+TOKENIZER = Path(agentrl.trainer.__file__).parent / "assets" / "tokenizer.json"
+
+
+class Made:
+    """Row k: advantages k, k + 0.5, ...; log ratio ln 2 for even rows, none for odd ones."""
+
+    def row(self, number: int) -> tuple[Any, Any]:
+        advantages = number + 0.5 * np.arange(4, dtype=np.float32)
+        return advantages, (np.full(4, np.log(2), dtype=np.float16) if number % 2 == 0 else None)
+
+
+def test_columns_of_a_trained_episode(tmp_path: Path) -> None:
+    members = [episode(1, 0), unscored(1, 1), episode(1, 2)]
+    folder = run_folder(tmp_path / "r", {"step_000001": members})
+    folder.write_tokens("step_000001", token_lines(members, Made()))  # type: ignore[arg-type]
+    asking = client(tmp_path)
+    first = asking.ask("/runs/r/episodes/step_000001.0/tokens")
+    assert first["id"] == [1, 2, 3, 4, 5, 6, 7, 7] and first["total"] == 8
+    assert first["sampled"] == [False, False, False, True, True, False, True, True]
+    assert first["logprob"] == [None, None, None, -0.5, -0.25, None, -0.125, -0.125]
+    assert first["version"] == [None, None, None, 3, 3, None, 4, 4]
+    assert first["turn"] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert first["advantage"] == [None, None, None, 0.0, 0.5, None, 1.0, 1.5]
+    assert first["ratio"][3:] == [pytest.approx(2, rel=1e-3)] * 2 + [None] + [pytest.approx(2, rel=1e-3)] * 2
+    # The second scored member is row 1: its advantages begin at 1, and it was not visited.
+    last = asking.ask("/runs/r/episodes/step_000001.2/tokens?offset=3&limit=2")
+    assert (last["advantage"], last["ratio"], last["id"]) == ([1.0, 1.5], None, [4, 5])
+    none = asking.ask("/runs/r/episodes/step_000001.1/tokens")
+    assert none["advantage"] is None and none["ratio"] is None and none["logprob"][3] == -0.5
+    found = asking.get("/api/runs/r/episodes/step_000001.0/tokens?ledger=1")
+    assert found.status_code == 400 and "1 ledgers" in found.json()["error"]
+
+
+def test_numbers_of_another_episode_are_not_shown(tmp_path: Path) -> None:
+    """A run that was killed between the two files of a step that it wrote again."""
+    folder = run_folder(tmp_path / "r", {"step_000001": [episode(1, 0)]})
+    other = episode(1, 0)
+    other.ledgers[0] = TokenLedger()
+    other.ledgers[0].append_context([1], 0)
+    other.ledgers[0].append_sampled([2, 3, 4, 5], [-1.0, -1.0, -1.0, -1.0], [0] * 4, 0)
+    folder.write_tokens("step_000001", token_lines([other], Made()))  # type: ignore[arg-type]
+    assert client(tmp_path).ask("/runs/r/episodes/step_000001.0/tokens")["advantage"] is None
+
+
+@pytest.fixture
+def open_tmp() -> Iterator[Path]:
+    """A folder that others than root may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("file", "kind"), [("tokens/step_000001.jsonl", "a pipe"), ("model", "unreadable")])
+def test_what_cannot_be_read_is_unknown_and_no_wait(open_tmp: Path, file: str, kind: str) -> None:
+    folder = run_folder(open_tmp / "r", {"step_000001": [episode(1, 0)]})
+    folder.write_tokens("step_000001", token_lines([episode(1, 0)], Made()))  # type: ignore[arg-type]
+    folder.model.mkdir()
+    shutil.copy(TOKENIZER, folder.model / "tokenizer.json")
+    library = Library([open_tmp])
+    for one in library.scan():
+        library.refresh(one)
+    api = Api(library)  # in this thread, which an alarm reaches
+    assert api.tokens("r", "step_000001.0", {})["advantage"] is not None
+    with damage.as_nobody(open_tmp):
+        damage.KINDS[kind](folder.path / file, folder.path / file)
+        with damage.limited(20):
+            found = api.tokens("r", "step_000001.0", {})
+    (folder.path / file).chmod(0o755)
+    assert (found["advantage"] is None) == (kind == "a pipe") and (found["text_problem"] is None) == (kind == "a pipe")
+
+
+def test_text_by_the_runs_tokenizer_also_of_characters_of_several_tokens(tmp_path: Path) -> None:
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode("get 4 ü", add_special_tokens=False).ids
+    one = episode(1, 0)
+    one.ledgers[0].append_context(ids, 1)
+    folder = run_folder(tmp_path / "r", {"step_000001": [one]})
+    asking = client(tmp_path)
+    before = asking.ask("/runs/r/episodes/step_000001.0/tokens?offset=8")
+    assert before["text"] == [None] * len(ids) and "no tokenizer" in before["text_problem"]
+    folder.model.mkdir()
+    shutil.copy(TOKENIZER, folder.model / "tokenizer.json")
+    found = asking.ask("/runs/r/episodes/step_000001.0/tokens?offset=8")
+    assert "".join(found["text"]) == "get 4 ü" and len(found["text"]) == len(ids)
+    assert found["text"][-2:] == ["", "ü"] and found["text_problem"] is None
