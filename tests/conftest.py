@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import locale
 import os
 import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,30 +20,36 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-USERS = re.compile(
-    r"AGENTRL_(?!(PROOFS|PEERS|CHAOS|SIMULATED|REQUIRE|ORACLE|TEMPLATE|TEST|GPU|SGLANG)|.*_(PYTHON|SOURCE)$).*"
-    r"|(HF|HUGGING\w*|TRANSFORMERS|WANDB|MLFLOW|TRACKIO|OTEL|OPENAI|ANTHROPIC|LITELLM|E2B|RAY|SLURM|XDG|LC|GIT|MPL|CLICOLOR)_?.*"
-    r"|.*_(API_KEY|TOKEN)|.*_proxy|LANG(UAGE)?|TZ|COLUMNS|LINES|NO_COLOR|FORCE_COLOR|TERM|PAGER|EDITOR|VLLM_LOGGING\w*"
-    r"|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|PYTHON(WARNINGS|HASHSEED|UNBUFFERED|UTF8|IOENCODING|OPTIMIZE)",
-    re.IGNORECASE,
+KEPT = re.compile(
+    r"AGENTRL_((PROOFS|PEERS|CHAOS|SIMULATED|REQUIRE|ORACLE|TEMPLATE|TEST|GPU|SGLANG)\w*|\w+_(PYTHON|SOURCE))"
+    r"|PATH|PWD|USER|LOGNAME|TMPDIR|PYTHONDONTWRITEBYTECODE|PYTEST_(?!ADDOPTS|PLUGINS)\w+|MUT\w+|COV\w+"
+    r"|(LD|DYLD|CUDA|NVIDIA|NCCL|CONDA|NIX|SSL|CURL|PIP|UV|PLAYWRIGHT|DOCKER)_\w+|\w+_CA_BUNDLE"
 )
-"""The variables with which people set agentrl and the programs around it to their liking: no test sees them."""
+"""The variables that say where this machine has programs, libraries, cards and certificates, and what this session of tests is.
+No test sees another one."""
 
 
 def forget_user() -> None:
     """Take the variables and the home of the user from this process and those that it starts: records, plug-ins, caches, keys."""
-    for name in [name for name in os.environ if USERS.fullmatch(name)]:
+    browsers = os.environ.get("PLAYWRIGHT_BROWSERS_PATH", str(Path("~/.cache/ms-playwright").expanduser()))
+    # A checkout is found before an installed agentrl; what else a user put on the path is not for the processes of tests.
+    roots = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(part, "agentrl").is_dir()]
+    for name in [name for name in os.environ if not KEPT.fullmatch(name)]:
         del os.environ[name]
-    os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", str(Path("~/.cache/ms-playwright").expanduser()))
     home = tempfile.mkdtemp(prefix="home-of-tests-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    os.environ.update(HOME=home, LANG="C.UTF-8")
+    os.environ.update(HOME=home, LANG="C.UTF-8", TZ="UTC", PLAYWRIGHT_BROWSERS_PATH=browsers)
+    if roots:
+        os.environ["PYTHONPATH"] = os.pathsep.join(roots)
+    # Read at the start of this process: the clock's zone, and the encoding of files.
+    time.tzset()
+    locale.setlocale(locale.LC_ALL, "")
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # one of several processes inherits it
     forget_user()
 # One thread a process: on two cores more threads only fight each other, and results stay reproducible.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 # No test sees which suites are installed.
 os.environ["AGENTRL_HOME"] = str(Path(__file__).parent / ".no_home")
 # Tests of every environment of the shelf get benchmarks of our own in place of those whose source nobody need have.

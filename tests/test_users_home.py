@@ -26,19 +26,23 @@ PLANTED = {
     "RANK": "3",
     "MASTER_PORT": "1",
     "PYTHONHASHSEED": "7",
+    "PYTEST_ADDOPTS": "-v",
+    "A_PROGRAM_THAT_IS_NEW": "1",
 }
 KEPT = {"AGENTRL_REQUIRE_VLLM": "", "AGENTRL_BFCL_SOURCE": "/b", "AGENTRL_PROOFS": "", "PATH": os.environ["PATH"]}
 
 
 def test_variables_and_home_of_the_user_are_taken_away(tmp_path: Path) -> None:
     (tmp_path / ".agentrl").mkdir()
-    program = "import json, os, tests.conftest; print(json.dumps(dict(os.environ)))"
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    program = "import json, os, time, tests.conftest; print(json.dumps({**os.environ, 'ZONE': time.tzname[0]}))"
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={**env, **PLANTED, **KEPT, "HOME": str(tmp_path)},
+        env={**env, **PLANTED, **KEPT, "HOME": str(tmp_path), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )  # fmt: skip
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert {name for name in PLANTED if name in seen} == {"LANG"} and seen["LANG"] == "C.UTF-8"
+    assert {name: seen[name] for name in PLANTED if name in seen} == {"LANG": "C.UTF-8", "TZ": "UTC"}
     assert {name: seen[name] for name in KEPT} == KEPT
+    assert seen["PYTHONPATH"] == str(ROOT) and seen["ZONE"] == "UTC"
     assert seen["HOME"] != str(tmp_path) and not (Path(seen["HOME"]) / ".agentrl").exists()
