@@ -42,6 +42,7 @@ class Sum(ToolEnv):
 
     def __init__(self, **base: Any) -> None:
         super().__init__(**base)
+        print("Hello from a package that greets, as some do")
         self.seen: list[str] = []
         self.numbers: dict[str, int] = {}
 
