@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def forget_user() -> None:
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # one of several processes inherits it
     forget_user()
+
+
+def forget_plugins() -> None:
+    """Hide the plug-ins and environments that packages installed here bring; those that a test puts on the path are seen."""
+    every = metadata.entry_points
+    installed = {point for group in ("agentrl.plugins", "agentrl.envs") for point in every(group=group)}
+    metadata.entry_points = lambda **wanted: metadata.EntryPoints(set(every(**wanted)) - installed)
+
+
+forget_plugins()
 # One thread a process: on two cores more threads only fight each other, and results stay reproducible.
 os.environ["OMP_NUM_THREADS"] = "1"
 # No test sees which suites are installed.

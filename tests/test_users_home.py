@@ -46,3 +46,19 @@ def test_variables_and_home_of_the_user_are_taken_away(tmp_path: Path) -> None:
     assert {name: seen[name] for name in KEPT} == KEPT
     assert seen["PYTHONPATH"] == str(ROOT) and seen["ZONE"] == "UTC"
     assert seen["HOME"] != str(tmp_path) and not (Path(seen["HOME"]) / ".agentrl").exists()
+
+
+def test_installed_plugins_are_hidden(tmp_path: Path) -> None:
+    """Of two packages the one that was on the path before the tests' session began."""
+    for name in ("first", "later"):
+        at = tmp_path / name / f"{name}-1.0.dist-info"
+        at.mkdir(parents=True)
+        (at / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (at / "entry_points.txt").write_text(f"[agentrl.plugins]\nalgorithm.loss/{name} = {name}\n")
+    program = (
+        "import sys; sys.path.append(sys.argv[1]); import tests.conftest; sys.path.append(sys.argv[2]);"
+        "from agentrl.utils.registry import _entry_points; print(_entry_points())"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "later")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "'later'" in done.stdout and "'first'" not in done.stdout
