@@ -96,7 +96,7 @@ def test_an_agent_that_is_cut_short_or_cancelled_leaves_no_process(tmp_path: Pat
             time.sleep(0.01)
         return int(note.read_text())
 
-    (trajectory,) = play(Script([]), config.model_copy(update={"idle_timeout": 1.5}))
+    (trajectory,) = play(Script([]), config.model_copy(update={"idle_timeout": 4.0}))
     assert trajectory.stop is StopReason.AGENT_ERROR and trajectory.agent is not None and "so far" in trajectory.agent["stdout"]
     assert not psutil.pid_exists(sleeper())
     note.unlink()
