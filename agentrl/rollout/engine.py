@@ -10,13 +10,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy.typing as npt
 
 from agentrl.config import TrainConfig
-from agentrl.env import ToolEnv
 from agentrl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from agentrl.env import ToolEnv
 
 # The protocol
 

@@ -16,16 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, linear_regression
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from agentrl.config import Choice
-from agentrl.env import ToolEnv
 from agentrl.rollout.engine import derive
 from agentrl.utils.errors import ConfigError, EnvError
 from agentrl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from agentrl.env import ToolEnv
 
 SAMPLERS: Registry[Callable[..., TaskSampler]] = Registry("rollout.sampler", "SAMPLERS", "agentrl.rollout.samplers")
 

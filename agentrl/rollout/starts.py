@@ -8,17 +8,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from agentrl.config.schema import BranchConfig, StartConfig
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Blame, Json, Message, Trajectory, Turn
-from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef
 from agentrl.render.base import Renderer
 from agentrl.rollout.samplers import TaskChoice, uniform
+
+if TYPE_CHECKING:
+    from agentrl.env import ToolEnv
 
 # Where episodes of training begin: after gold calls, of which there are fewer as the policy succeeds (`rollout.start`).
 
