@@ -55,7 +55,12 @@ def forget_plugins() -> None:
     """Hide the plug-ins and environments that packages installed here bring; those that a test puts on the path are seen."""
     every = metadata.entry_points
     installed = {point for group in ("agentrl.plugins", "agentrl.envs") for point in every(group=group)}
-    metadata.entry_points = lambda **wanted: metadata.EntryPoints(set(every(**wanted)) - installed)
+
+    def others(**wanted: Any) -> Any:
+        found = every(**wanted)
+        return metadata.EntryPoints(point for point in found if point not in installed) if "group" in wanted else found
+
+    metadata.entry_points = others
 
 
 forget_plugins()

@@ -76,12 +76,12 @@ def test_slurm_starts_a_ray_node_on_each_machine_and_goes_on_with_a_run_that_is_
     assert "--nodelist=n1 ray start --head --node-ip-address=10.0.0.1 --port=6380" in head and "--num-gpus=8" in head
     assert "--exclude=n1" in others and "--address=10.0.0.1:6380" in others.replace("\\", "")
     assert not any("sesame" in line for line in shell.calls("srun"))  # command lines are public
-    out, name = os.path.split(folder)
+    out, name = os.path.split(folder.replace(" ", "\\ "))  # as the stand-in writes it
     assert shell.calls("agentrl") == [f"agentrl train my.toml out={out} name={name} cluster.address=10.0.0.1:6380 steps=9"]
     Path(folder).mkdir(parents=True)
     (Path(folder) / "config.toml").write_text("")
     assert shell.run("slurm.sbatch", "my.toml") == 0
-    assert shell.calls("agentrl")[1] == f"agentrl train --resume {folder} cluster.address=10.0.0.1:6380"
+    assert shell.calls("agentrl")[1] == f"agentrl train --resume {out}/{name} cluster.address=10.0.0.1:6380"
     assert len(shell.calls("scontrol")) == 2  # and not requeued
 
 
