@@ -1,4 +1,4 @@
-"""Shared parts of commands: the parser whose errors name what is near, and the process of a command that uses Ray."""
+"""Shared parts of commands: the parser whose errors name near words, and the process of a command that uses Ray."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As argparse's, but that words of which there may be none (`a.b=c`) are not named as missing next to what is."""
+        """As argparse's, but optional words (`a.b=c`) are not named as missing."""
         if options.get("nargs") == "*" and not names[0].startswith("-"):
             options.setdefault("default", [])
         return super().add_argument(*names, **options)
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and usage, the message and, if something is near what was typed, its name."""
+        """Exit with code 2 and usage, the message and, if a known name is near, that name."""
         # From the text, which is all that argparse gives: its own way to suggest a name came with Python 3.14.
         if choice := _CHOICE.search(message):
             known = choice["known"].replace("'", "").split(", ")

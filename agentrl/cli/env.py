@@ -83,7 +83,7 @@ def add_difficulty_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = DIFFICULTY_EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("-n", "--tasks", type=int, default=64, help="tasks (default 64)")
     parser.add_argument("--all-tasks", action="store_true", help="every task of an environment that has an end")
-    parser.add_argument("--split", help="of which split (default train; all tasks of a suite)")
+    parser.add_argument("--split", help="split of the tasks (default train; all tasks of a suite)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="count the tokens of this model (default: four bytes each)")
     parser.add_argument("--json", action="store_true", help="one JSON object with a row for each task")
     parser.set_defaults(run=run_difficulty)
@@ -159,7 +159,7 @@ def add_floor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = FLOOR_EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("words", nargs="+", metavar="ENV|a=b", help="environments; with one, also its parameters")
     parser.add_argument("-n", "--tasks", type=int, help="tasks (default: all of a suite, 200 of another environment)")
-    parser.add_argument("--split", help="of which split (default: all tasks of a suite, heldout of another environment)")
+    parser.add_argument("--split", help="split of the tasks (default: all tasks of a suite, heldout of another environment)")
     parser.add_argument("--reward", help="score with this reward spec instead of the environment's own")
     parser.add_argument("--json", action="store_true", help="one JSON array instead of tables")
     parser.set_defaults(run=run_floor)
@@ -372,7 +372,7 @@ ENV_EPILOG = """examples:
   agentrl env check todo                     does it fulfill the contract?
   agentrl env check --all                    the same for every environment on the shelves
   agentrl env play key_value --seed 3        be the agent yourself
-  agentrl env check key_value 'tools.sets=["notes"]'     with tools beside its own
+  agentrl env check key_value 'tools.sets=["notes"]'     with tools next to its own
   agentrl env serve key_value --mcp          offer its tools to any MCP client
   agentrl env serve key_value --http         a server to train against (env.url), on 127.0.0.1:8100
   agentrl env serve sql --http --host 0.0.0.0 --port 9000 --token-env SQL_TOKEN --max-episodes 256

@@ -94,7 +94,7 @@ def _begin(env: ToolEnv, seed: int, split: str, own_user: bool) -> tuple[list[Me
 
 
 class NotACallError(UserError):
-    """A line that looks like a call and is none."""
+    """A line that looks like a call but is not."""
 
 
 _PYTHON = re.compile(r"([\w.-]+)\((.*)\)\s*", re.DOTALL)

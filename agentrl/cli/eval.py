@@ -150,7 +150,7 @@ def _roll_out(args: argparse.Namespace, _: int) -> int:
 
 
 def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
-    """Say after Ctrl-C what is done and how to continue; returns the exit code."""
+    """Say after Ctrl-C how far it came and how to continue; returns the exit code."""
     say(f"interrupted: {done} of {len(request.pairs)} episodes are in {request.out}; the same command runs the rest")
     return 130
 
@@ -159,7 +159,7 @@ def say_interrupted(say: Any, request: RolloutRequest, done: int) -> int:
 
 EVAL_EPILOG = """examples:
   agentrl eval --run runs/quickstart                        the trained model, exactly as the run evaluated it
-  agentrl eval --run runs/quickstart --checkpoint best -n 500 -k 4 eval.temperature=1     ... but for what is given here
+  agentrl eval --run runs/quickstart --checkpoint best -n 500 -k 4 eval.temperature=1     ... except the keys given here
   agentrl eval --run runs/quickstart --checkpoint 0 --checkpoint last     two checkpoints, with their paired difference
   agentrl eval numbers --run runs/two_envs                  one of the run's environments
   agentrl eval --run runs/quickstart --model api:openai/gpt-4.1-mini      another model, as the run evaluated its own
@@ -177,11 +177,11 @@ context policy, agent. What differs is said, and stands in the report. --checkpo
 evaluations) or the number of a step; 0 is what training started from.
 
 The folder --out (by default evals/NAME/MODEL) holds trajectories.jsonl and report.json, of several environments in a folder each,
-beside the report of all; the same command again runs only what is missing. API keys are read from the environment variables
+next to the report of all; the same command again runs the missing episodes only. API keys are read from the environment variables
 that litellm names, such as OPENAI_API_KEY. Exit code 1: more than half of the episodes could not be scored.
 """
 MOSTLY = 0.5
-"""An evaluation of which a larger share is unscored has failed."""
+"""An evaluation with a larger unscored share has failed."""
 
 
 @COMMANDS.register("eval")
@@ -267,7 +267,7 @@ def _play(plan: Plan, display: Any, every: bool) -> int:
     if unscored <= MOSTLY * episodes:
         return 0
     why = unscored_cause(outcome.episodes.values()) or f"{unscored} episodes are unscored"
-    display.say(f"agentrl: the evaluation failed: {why}. Mend that; the same command then runs what is missing")
+    display.say(f"agentrl: the evaluation failed: {why}. Fix that; the same command then runs the missing episodes")
     return 1
 
 

@@ -59,9 +59,7 @@ def _add_command(commands: Any, name: str) -> None:
     except Exception as error:
         if module.startswith("agentrl."):
             raise
-        problem = UserError(
-            f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Mend or remove its file"
-        )
+        problem = UserError(f"command {name}: its plug-in does not load: {type(error).__name__}: {error}. Fix or remove its file")
         commands.choices.pop(name, None)
         parser = commands.add_parser(name, help="(its plug-in does not load)", **options)
         parser.set_defaults(run=partial(_refuse, problem))
@@ -140,7 +138,7 @@ def _of_files(error: Exception) -> str | None:
     if disk_full(error):
         then = "repeat the command"
         return f"the disk is full: {error}: free some space and {then}" if name is None else full_text(name, then)
-    return None if name is None else f"{name}: {error.strerror}: mend that and repeat the command"  # type: ignore[attr-defined]
+    return None if name is None else f"{name}: {error.strerror}: fix that and repeat the command"  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -104,9 +104,7 @@ def run_init_model(args: argparse.Namespace) -> int:
 
     target = Path(args.folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            f"{target}: already exists; the model's weights would replace what is there: give a path that does not exist"
-        )
+        raise ConfigError(f"{target}: already exists; the model's weights would replace it: give a path that does not exist")
     quiet_libraries()
     return _random(args, target) if args.file is None else _from_file(args, target)
 

@@ -38,7 +38,7 @@ TRAIN_EPILOG = """examples:
   agentrl train configs/quickstart.toml seed=3 name=seed3 rollout.group_size=16
   agentrl train configs/quickstart.toml engine=vllm cluster.actors=2
   agentrl train quickstart cluster.backend=inline      a packaged config; every role in this process
-  agentrl train configs/quickstart.toml --dry-run      what it would be: batches, memory, what is trained; runs nothing
+  agentrl train configs/quickstart.toml --dry-run      the plan: batches, memory, trained parameters; runs nothing
   agentrl train my.toml --dry-run --gpu-memory 80      ... planned for cards of 80 GiB on another machine
   agentrl train my.toml --dry-run --gpu-memory 80 --nodes 4x8    ... on 4 nodes of 8 cards: which process is on which card
   agentrl train --resume runs/quickstart               continue from the newest checkpoint
@@ -58,14 +58,14 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the config, print what the run would be (batches, memory, what is trained), and end",
+        help="check the config, print the run's plan (batches, memory, trained parameters), and end",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each card, to plan a run for another machine")
     parser.add_argument(
         "--nodes",
         metavar="NODESxCARDS",
-        help="with --gpu-memory: plan for so many nodes of so many cards each (by default one, with as many as the run takes)",
+        help="with --gpu-memory: plan for this many nodes of this many cards each (default: one, with all that the run takes)",
     )
     parser.set_defaults(run=run_train)
 
@@ -204,10 +204,10 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", action="append", metavar="PATH", help="a file, a folder of files, or a run (data.path); may be repeated"
     )
-    parser.add_argument("--loss", choices=("sft", "dpo", "reward"), help="what is learned from it (data.loss)")
+    parser.add_argument("--loss", choices=("sft", "dpo", "reward"), help="what to learn from it (data.loss)")
     parser.add_argument("--min-reward", type=float, metavar="R", help="of episodes: only those with at least this reward")
     parser.add_argument("--success", action="store_true", help="of episodes: only those that solved their task")
-    parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: so many of each task at most, the best first")
+    parser.add_argument("--per-task", type=int, metavar="K", help="of episodes: at most this many per task, the best first")
     parser.add_argument("--resume", metavar="RUN", help="continue the run on data in this folder")
     parser.add_argument("--overwrite", action="store_true", help="start over if a run of that name exists")
     parser.set_defaults(run=run_sft)

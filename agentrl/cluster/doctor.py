@@ -209,7 +209,7 @@ def _room_for(workers: int, cluster: ClusterConfig, slots: float) -> MachineFind
     placed = {name for name in cluster.roles.values() if name in cluster.pools}
     taken = sum(node_need(cluster.pools[name])[0] * cluster.pools[name].nodes for name in placed)
     taken += 0 if "actor" in cluster.roles else cluster.actors
-    found = f"{workers} take {workers * WORKER_CPUS:g} CPU slots, beside {taken:g} of {slots:g} that others take"
+    found = f"{workers} take {workers * WORKER_CPUS:g} CPU slots; others take {taken:g} of {slots:g}"
     level: Level = "ok" if workers * WORKER_CPUS <= slots - taken else "fail"
     return MachineFinding("rollout workers", level, found, "" if level == "ok" else "lower rollout.workers or add nodes")
 

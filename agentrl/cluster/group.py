@@ -314,7 +314,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class TokenAnswer:
-    """A process's answer to a token: the name of the file that it wrote, or what is wrong with the folder there."""
+    """A process's answer to a token: the name of the file that it wrote, or the problem of the folder there."""
 
     place: str
     file: str
@@ -367,7 +367,7 @@ def answer_token(folder: str, token: str, patience: float) -> TokenAnswer:
 
 async def check_arrived(group: WorkerGroup[Any], folder: Path, what: str) -> None:
     """Raise CheckpointError if a process of `group` sees a file in `folder` that the driver does not, or another size of it:
-    then it wrote to a disk of its own. `what`: what was written, for the message."""
+    then it wrote to a disk of its own. `what`: the written thing, for the message."""
     for rank, seen in enumerate(await group.in_processes(files_in, str(folder))):
         missing = await in_thread("files", _not_arrived, folder, seen.files)
         if missing:

@@ -111,7 +111,7 @@ def clock() -> tuple[str, int]:
 
 
 def begin_watching(folder: str, torch: bool, most: int) -> None:
-    """From now on, note calls. `folder`: for torch's events, of which a process writes `most`, the longest. Idempotent."""
+    """From now on, note calls. `folder`: for torch's events; a process writes the longest `most`. Idempotent."""
     global _watching
     if _watching is None:
         if torch:
@@ -121,7 +121,7 @@ def begin_watching(folder: str, torch: bool, most: int) -> None:
 
 @functools.cache
 def load_profiler() -> None:
-    """Load torch's profiler, in the thread that asks first: calls come in others, of which it complains, and would be timed with
+    """Load torch's profiler, in the thread that asks first: it complains about calls of other threads, and would time them with
     it. Its notes of every start and stop go nowhere."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
@@ -144,7 +144,7 @@ def end_watching() -> list[RankCall]:
 
 
 def drop_watching() -> None:
-    """Note no more, and forget what was noted."""
+    """Stop noting, and forget the notes."""
     global _watching
     _watching = None
 

@@ -35,7 +35,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 LONGEST_RAY_FOLDER = 40
-"""Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes, of which Ray needs about 65."""
+"""Ray puts Unix sockets under its folder; a socket's path has at most 107 bytes; Ray needs about 65 of them."""
 
 
 def usable_gpus() -> int:

@@ -367,7 +367,7 @@ def planned_elsewhere(nodes: tuple[int, int] | None = None) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Return True if this is in `planned_elsewhere`: what this machine has, and what is installed on it, does not matter."""
+    """Return True inside `planned_elsewhere`: the hardware and packages of this machine do not matter."""
     return _planned.get() is not None
 
 

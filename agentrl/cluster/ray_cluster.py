@@ -166,7 +166,7 @@ def _refusal(key: str) -> str:
 # Vital processes of a local Ray
 
 NAMES = {"gcs_server": "its GCS", "raylet": "its raylet"}
-"""What is vital, by the name of its program."""
+"""Vital processes, by program name."""
 POLL = 0.2
 """Seconds between two looks."""
 SOON = 10.0
@@ -442,7 +442,7 @@ def ray_gone() -> str:
 
 
 def abandon_ray() -> None:
-    """End a local Ray that is no more one, without asking it anything: what is asked of it may never be answered. Until
+    """End a local Ray that is no more one, without asking it anything: it may never answer. Until
     `stop_ray` no other starts by itself, as Ray would for whatever is still asked of it. For some seconds this blocks."""
     import ray
 
@@ -527,7 +527,7 @@ def _init(address: str | None, options: dict[str, Any]) -> None:
 
 
 def _job() -> Any:
-    """A job of which the workers search for modules as this process does. Ray would put the working directory first, where
+    """A job whose workers search for modules as this process does. Ray would put the working directory first, where
     another agentrl, or a module named as one of Python's, would be imported instead."""
     from ray.job_config import JobConfig
 
@@ -736,7 +736,7 @@ async def _given_up(task: asyncio.Task[Any], lost: str) -> WorkerDiedError:
                 task.cancel()
                 await asyncio.wait([task])
     except TimeoutError:
-        log.error("what was under way has not ended within %g s", END_S)
+        log.error("work in progress has not ended within %g s", END_S)
     if task.done() and not task.cancelled():
         task.exception()  # of the loss: else asyncio says that nobody asked
     stop_ray()

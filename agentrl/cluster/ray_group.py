@@ -35,7 +35,7 @@ GRACE = 2.0
 """Seconds that a process gets to exit by itself."""
 
 MOST_LINES, MOST_LETTERS = 200, 500
-"""Of a log that is searched for why a process has not started, and of what is shown of it."""
+"""Bytes of a log that are searched for the cause of a failed start, and bytes shown."""
 
 Role = tuple[type[Worker], Mesh]
 

@@ -32,7 +32,7 @@ _to_parent: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class DriverEnd:
-    """End of a driver. `code`: as in a process of its own. `told`: what it told. `stopping`: it had been asked to stop."""
+    """End of a driver. `code`: as in a process of its own. `told`: its last words. `stopping`: it had been asked to stop."""
 
     pid: int
     code: int
@@ -161,7 +161,7 @@ def _wait_for_driver(pid: int, waits: set[signal.Signals]) -> tuple[int, bool]:
 
 
 def _read(pipe: int) -> dict[str, Any]:
-    """All that was told, the latest of each. Others may hold the other end: this does not wait for them."""
+    """All messages, the latest of each kind. Others may hold the other end: this does not wait for them."""
     os.set_blocking(pipe, False)
     text = b""
     with suppress(BlockingIOError):

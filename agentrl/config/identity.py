@@ -43,7 +43,7 @@ def check_references(config: TrainConfig) -> None:
 
 def check_base(address: str | None, key: str) -> str:
     """The address of an API, with references resolved; "" for None. Raises ConfigError for a variable that is not set, and for an
-    address with a query or a fragment: what is asked is written behind all of it, `/chat/completions` into the query."""
+    address with a query or a fragment: requests append to all of it, `/chat/completions` into the query."""
     found = str(resolve_references(address or "", key))
     parts = urlsplit(found)
     if "?" in found or "#" in found:
@@ -72,8 +72,8 @@ _CAPACITY = "says how much runs at once, and not what"
 _TRAINING = "is read by training alone"
 _UPDATE = "forms the groups of an update, and nothing is updated"
 _JUDGE = "says how judges are asked and paid; which, and what they are asked, is in the reward spec"
-_KEPT = "says what is written down of a run"
-_FAULT = "bounds what is a fault of the infrastructure, whose episodes are unscored and run again"
+_KEPT = "says what is recorded of a run"
+_FAULT = "bounds faults of the infrastructure, whose episodes are unscored and run again"
 
 _ANYWHERE = {
     "name": _LABEL,
@@ -86,13 +86,13 @@ _ANYWHERE = {
     "checkpoint": _KEPT,
     "keep": _KEPT,
     "trackers": _KEPT,
-    "health": "says when a run is told that it does not learn",
+    "health": "says when a run reports that it does not learn",
     "callbacks": "watch, and train nothing",
     "traces": _KEPT,
     "prometheus": _KEPT,
     "profile": _KEPT,
     "cluster": "says where processes run",
-    "env.url": "says where the environment runs; which it is and what is in its files is told apart",
+    "env.url": "says where the environment runs; its identity and files are compared separately",
     "env.token_env": "says where a password is",
     "model.activation_checkpointing": "computes the same numbers in less memory",
     "model.shard_gradients": "computes the same numbers in less memory",
@@ -235,7 +235,7 @@ CANNOT_MATTER: dict[Purpose, Mapping[str, str]] = {
         "eval.split": "measures, and trains nothing",
         "env.eval.split": "measures, and trains nothing",
         "env.eval.temperature": "measures, and trains nothing",
-        "api.usd_per_million": "is the price of what is asked",
+        "api.usd_per_million": "is the price of requests",
     },
     "eval": {**_EPISODES, "rollout.temperature": "an evaluation samples at eval.temperature"},
     "rollout": {

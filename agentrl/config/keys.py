@@ -130,7 +130,7 @@ def takes_switch(annotation: Any) -> bool:
 
 
 def unit_of(section: type[BaseModel], name: str) -> str | None:
-    """The unit of a section's key; "1" for a ratio, None for what is no number."""
+    """The unit of a section's key; "1" for a ratio, None without a number."""
     return _unit_in(_section_schemas()[section.__name__]["properties"][name])
 
 
@@ -235,7 +235,7 @@ def _below(inner: str, outer: str) -> bool:
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 BASE = {
     "type": "string",
-    "description": "The config that this one builds on: the name of one beside it or on a shelf, or a path. This file then "
+    "description": "The config that this one builds on: the name of one next to it or on a shelf, or a path. This file then "
     "contains only what differs.",
 }
 

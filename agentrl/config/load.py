@@ -52,7 +52,7 @@ READ = (
 )
 """Keys that name what a run reads: a path, or a list of them."""
 WORDS = (("env", "agent", "command"), ("agent", "command"), ("tools", "args", "*", "*"), ("env", "tools", "args", "*", "*"))
-"""Keys with words of which only those that begin with `./` or `../` are taken for paths; "*" is any key."""
+"""Keys with words; only those that begin with `./` or `../` are taken for paths; "*" is any key."""
 WRITTEN = (("reward", "judge", "cache"), ("weights", "folder"))
 """Keys that name folders that a run writes; like `out`, they are relative to the working folder."""
 
@@ -94,7 +94,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def _change_strings(table: Table, keys: tuple[tuple[str, ...], ...], change: Callable[[str, str], str]) -> Table:
-    """A copy of the table, with the strings at `keys` changed; what is not a string is left for the validation to refuse."""
+    """A copy of the table, with the strings at `keys` changed; other values are left for the validation to refuse."""
     table = deepcopy(table)
     for key in keys:
         for inner in _tables(table, key[:-1]):
@@ -130,7 +130,7 @@ ALTERNATIVES: dict[type[BaseModel], tuple[str, ...]] = {
     McpServerConfig: ("command", "url"),
     AgentConfig: ("command", "python", "url"),
 }
-"""Keys of which a section has one: the one that a file or an override sets replaces the others of what is below it."""
+"""Keys that exclude each other: the one that a file or an override sets replaces the others of the file below it."""
 
 
 def read_layers(file: Path, find: Find = Path) -> Layers:
@@ -216,7 +216,7 @@ def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
 
 
 def _without_alternatives(below: Table, table: Table, model: type[BaseModel]) -> Table:
-    """`below` without what has an alternative in `table`."""
+    """`below` without keys that have an alternative in `table`."""
     keys = ALTERNATIVES.get(model, ())
     if not any(table.get(key) not in (None, False) for key in keys):
         return dict(below)
@@ -269,7 +269,7 @@ class Override(NamedTuple):
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """`a.b=c` -> (["a", "b"], value, text); `~a.b` has the value `UNSET`. A value that is not TOML is taken as a string.
 
-    Raises ConfigError for what is neither.
+    Raises ConfigError for anything else.
     """
     return [_parse_override(text) for text in overrides]
 
@@ -344,7 +344,7 @@ def _unquote_key(part: str) -> str:
 
 
 def _replace_alternatives(table: Table, overrides: Sequence[Override]) -> None:
-    """Remove from `table` what has an alternative among the keys that the overrides set."""
+    """Remove keys from `table` whose alternatives the overrides set."""
     named: dict[tuple[str, ...], set[str]] = {}
     for keys, value, _ in overrides:
         for place, key in enumerate(keys if value is not UNSET and value is not False else ()):
@@ -427,7 +427,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), find: Find = Pa
     """The validated config of a TOML file, on top of its `base`, with overrides applied.
 
     `find` locates a base that is not a file next to the one that names it, for example on a shelf. Raises ConfigError, which
-    names the file or override, the key, what was expected and the nearest key.
+    names the file or override, the key, the expected value and the nearest key.
     """
     return config_of_layers(read_layers(Path(path), find), overrides)
 

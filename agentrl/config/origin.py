@@ -188,7 +188,7 @@ def to_toml(config: TrainConfig, origins: Origins | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ConfigText:
-    """Layout of a written config. `origin`: what is said of a value behind it; `meanings`: whether what a key means stands
+    """Layout of a written config. `origin`: the comment behind a value; `meanings`: whether what a key means stands
     above it; `shown`: which keys are there at all, by the way to them (`("env", 0, "params")`)."""
 
     origin: Callable[[Keys], str]
@@ -225,7 +225,7 @@ class ConfigText:
         yield from lines
 
     def _key(self, section: BaseModel, keys: Keys) -> Iterator[str]:
-        """The meaning and `key = value  # unit; origin`. What is unset by default is one comment; what is unset and has another
+        """The meaning and `key = value  # unit; origin`. A key unset by default is one comment; one that is unset and has another
         default is false."""
         name, origin = str(keys[-1]), self.origin(keys)
         field = type(section).model_fields[name]

@@ -64,7 +64,7 @@ _GENERIC = re.compile(r"^\s*([\w.]+)\s*(?:\[(.*)\])?\s*$", re.S)
 
 
 class FormError(BadRowError):
-    """Something whose form is not read: `key` says where, `problem` what is wrong and how to fix it."""
+    """Something whose form is not read: `key` names the place, `problem` the fault and its fix."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
@@ -112,7 +112,7 @@ def declaration(given: Any, key: str, *, table: bool = False) -> Declaration:
         return {"type": "function", "function": _function({k: v for k, v in whole.items() if k != "type"}, key, table)}
     at, body = f"{key}.{inner}", whole[inner]
     if word := next((word for word in _SCHEMAS if whole.get(word)), None):
-        raise FormError(f"{key}.{word}", f"stands beside {inner}. Put it inside")
+        raise FormError(f"{key}.{word}", f"stands next to {inner}. Put it inside")
     function = _function(_present(parse_field(body, at) if isinstance(body, str) else body, at), at, table)
     if inner != "function":
         return {"type": "function", "function": function}
@@ -239,7 +239,7 @@ def _typed_default(value: Json, kind: Any) -> Json:
 
 
 def _schema(node: Any, key: str) -> Any:
-    """A schema with JSON Schema's names of types, in the order of its keys; what is data in it (`DATA`) stays as it is."""
+    """A schema with JSON Schema's names of types, in the order of its keys; data in it (`DATA`) stays as it is."""
     if isinstance(node, bool):
         return node
     if not isinstance(node, Mapping):

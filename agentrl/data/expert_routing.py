@@ -151,7 +151,7 @@ class Routers:
 
     @contextmanager
     def tell(self, told: Callable[[int, Tensor], None], strict: bool = True) -> Iterator[None]:
-        """Call `told(router, indices [tokens, k])` for what each router chooses meanwhile. Raises ModelError in a pass in which
+        """Call `told(router, indices [tokens, k])` for each router's choice meanwhile. Raises ModelError in a pass in which
         that cannot be seen, if `strict`."""
         for router in self._routers:
             router.told, router.strict = _bound(told, router.layer), strict

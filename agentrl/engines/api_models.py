@@ -433,7 +433,7 @@ def _after(first: Message, rest: Iterator[Message]) -> Iterator[Message]:
 
 
 class _Seated(GoldUser):
-    """An episode's environment, of which the engine is told."""
+    """An episode's environment, as the engine sees it."""
 
     def __init__(self, env: ToolEnv, engine: ScriptedEngine, key: str) -> None:
         super().__init__(env)

@@ -54,7 +54,7 @@ _IS: dict[str, type | tuple[type, ...]] = {
     "an object": dict,
 }
 RANGES: Mapping[str, tuple[float, float]] = {"temperature": (0, 1e6), "top_p": (0, 1), "top_k": (-1, 2**31 - 1)}
-"""Numbers and what they may be, both ends included: what no engine knows is told to the client, not to the engine."""
+"""Numbers and what they may be, both ends included: the client hears of a value that no engine knows."""
 
 COMMON: Types = {
     "model": "text", "stream": "true or false", "temperature": "a number", "top_p": "a number", "top_k": "a number",
@@ -110,7 +110,7 @@ class Ask:
     `tools`: function schemas in the form of OpenAI's chat completions. `max_tokens`, `seed`: None leaves them to the run.
     `choices`: how many answers. `schema`: what an answer that is no call must fit as JSON, if that is not None. `schema_field`
     and `stop_field`: the request's names for these. `calls`: whether the turn must be a call; `only`: of this tool. `single`:
-    at most one call a turn. `other`: sampling that the request asks for, of which the run's own is used instead.
+    at most one call a turn. `other`: sampling that the request asks for, in place of which the run's own is used.
     """
 
     messages: list[Message]
@@ -276,7 +276,7 @@ def number_calls(message: Message, turn: int) -> Message:
 
 
 def call_of(name: Json, arguments: Json, number: Json, where: str) -> ToolCall:
-    """A call in a history. Raises RequestError if it is none."""
+    """A call in a history. Raises RequestError if it is not one."""
     if not isinstance(name, str) or not isinstance(number, str) or arguments is None:
         raise RequestError(f"{where}: expected a call with a name, an id and arguments")
     with read_by_form():

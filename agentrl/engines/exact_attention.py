@@ -76,7 +76,7 @@ def attention_form(
 ) -> AttentionForm:
     """The form for `module`, a layer's attention, from the arguments of an attention function of transformers.
 
-    `query` [1, H, T, D]. Raises ModelError, which names the layer's class and the argument, for what has no place in the form.
+    `query` [1, H, T, D]. Raises ModelError, with the layer's class and the argument, for anything outside the form.
     """
     asked = {name: value for name, value in others.items() if value is not None and name not in HARMLESS}
     layer, sinks, cap = type(module).__name__, asked.pop("s_aux", None), asked.pop("softcap", None)

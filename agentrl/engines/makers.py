@@ -181,7 +181,7 @@ class EmbeddedMaker(EngineMaker):
         found = _architecture(self.config.model)
         if model_takes_images(self.config.model, found):
             raise ConfigError(
-                "engine_args.cache: the model takes images, of which the embedded engine's cache knows nothing; set "
+                "engine_args.cache: the model takes images, which the embedded engine's cache does not know; set "
                 "engine_args = { cache = false }, with which each token costs a pass over its whole prefix"
             )
         if others := _others(found):

@@ -102,7 +102,7 @@ class Constraint:
     """Allowed next tokens of one turn, by a grammar."""
 
     def __init__(self, matcher: Any, vocab: int, ends: Sequence[int], stops: Sequence[int]) -> None:
-        """`ends`: what the tokenizer calls the end of a text, of which the renderer may think otherwise; `stops`: what ends
+        """`ends`: the tokenizer's end of a text, where the renderer may differ; `stops`: what ends
         the turn."""
         self._matcher, self._vocab = matcher, vocab
         self._ends, self._stops = list(ends), list(stops)

@@ -71,7 +71,7 @@ def draw(
 
 
 def held_out_families(names: Iterable[str]) -> frozenset[str]:
-    """The families that are held out, by a hash of each one's name: those of which `content_split` says it, an eighth on average,
+    """The families that are held out, by a hash of each one's name: those that `content_split` names, an eighth on average,
     and at least an eighth (rounded down) and one of several: those with the least hashes. Never all, and not a single one. A
     family that is held out by its hash alone stays so whatever families are added."""
     known = sorted(set(names), key=lambda name: (blake2b(name.encode(), digest_size=4).digest(), name))
@@ -212,7 +212,7 @@ class EnvHooks(gymnasium.Env[Observation, Action]):
         except NotImplementedError:
             return None
         except Exception as fault:  # what is only told of an episode must not end it
-            log.debug("%s: the gold solution of task %s cannot be told: %s", self.id, task.id, fault)
+            log.debug("%s: the gold solution of task %s cannot be shown: %s", self.id, task.id, fault)
             return None
 
     def gold_user(self, task: Task) -> User | None:

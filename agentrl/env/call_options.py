@@ -173,7 +173,7 @@ def _problem(error: ValidationError, parameters: Mapping[str, Json]) -> Problem:
 
 def nearest(name: str, known: list[str]) -> str:
     """A hint for a misspelled name: the nearest known one, or all of them."""
-    return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "there are none")
+    return did_you_mean(name, known, f"known: {', '.join(known[:20])}" if known else "none are known")
 
 
 def _short(value: Json) -> str:
@@ -204,7 +204,7 @@ class Options:
     """Options of a tool's calls.
 
     `timeout` (seconds) and `max_output` (tokens; None: the environment's, `ToolEnv.max_output`) bound every call. `on_timeout`
-    says what happens after a timeout: "stop" ends the episode; with "answer" the policy is told and continues. `late` says who is
+    says what happens after a timeout: "stop" ends the episode; with "answer" the policy continues. `late` says who is
     responsible for it: the "infrastructure" (default with "stop": the episode ends unscored) or the "policy" (default with
     "answer", and right for tools that run what the policy wrote: the episode ends there and is scored).
     `parallel=False` keeps other calls of the turn from overlapping this one. `concurrency` bounds the calls that

@@ -155,7 +155,7 @@ class EnvEntry:
     class_name: str
     entry_point: EntryPoint | None = None
     made: Callable[..., Any] | None = None
-    """What was given in Python: the class, or a function that returns an environment."""
+    """From Python: the class, or a function that returns an environment."""
     suite: Declared | None = None
     """Of an environment of a suite (agentrl/env/suites.py): what its class says of its source."""
 

@@ -340,7 +340,7 @@ def _answers_in_prompts(prompts: list[tuple[str, str]]) -> None:
 # Scores of scripted policies
 
 LUCK = 0.1
-"""What idling may earn on average beyond what is by design, where rewards are partial."""
+"""Most that idling may earn on average beyond the design, where rewards are partial."""
 NAMED = 10
 """Tasks that evidence names."""
 
@@ -452,7 +452,7 @@ def _judge(name: str, subject: Subject, allowed: float, paid: list[str], values:
 
 
 def share_interval(count: int, of: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share of which `count` of `of` are seen (Wilson, 1927, equation 8); above 0 if one is
+    """The 95 % confidence interval of a share, seen `count` times of `of` (Wilson, 1927, equation 8); above 0 if one is
     seen, since that one is there."""
     z = 1.959964
     middle = (count + z * z / 2) / (of + z * z)

@@ -93,7 +93,7 @@ def branch(base: T) -> T:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Inside, what is read of a branch is not copied: for code that changes nothing of what it reads and keeps none of it,
+    """Inside, reads of a branch are not copied: for code that changes nothing of what it reads and keeps none of it,
     such as a scan over all rows."""
     token = _LOOKING.set(True)
     try:
@@ -262,7 +262,7 @@ def _make_copy(kind: Any, parts: Any, own: Any) -> Any:
 
 def changes(base: Any, now: Any) -> dict[str, Json]:
     """Difference of a branch from its origin, as a small JSON value: `set`, JSON Pointer -> new value, and `removed`, the
-    pointers of what is gone. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
+    pointers of missing parts. Lists are compared as a whole. Equal states of one base have equal changes, so that they may
     stand for the state (`ToolEnv.state`)."""
     found: dict[str, Json] = {"set": {}, "removed": []}
     _compare(_parts(base), _parts(now), "", found)

@@ -31,7 +31,7 @@ class Difficulty:
     """One task. `calls`, `turns`: the policy's, in the gold solution; `user_turns`: messages of the user, the opening ones
     included; `user_calls`: the user's own calls of tools. `prompt_tokens`: of the opening messages; `tool_tokens`: of the schemas
     of the tools that are offered at first; `gold_tokens`: of what the policy writes, calls included; `read_tokens`: of what it
-    is answered. `writes`: paths of the state that differ at the end from what was there after the setup."""
+    is answered. `writes`: paths of the state that differ between its setup and its end."""
 
     task: str
     family: str

@@ -279,7 +279,7 @@ async def _accept(name: str, result: Any) -> None:
 
 
 async def _part(block: Any) -> str | Image:
-    """A block of a result: its text or its image; for what is not shown, a line of its kind and size."""
+    """A block of a result: its text or its image; for other content, a line of its kind and size."""
     if block.type == "text":
         return str(block.text)
     if block.type == "resource_link":

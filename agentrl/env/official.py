@@ -15,7 +15,7 @@ from agentrl.env.suites import OfficialRow, Played, SuiteEnv
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples is correct, drawn without replacement from n of which c are correct.
+    """Probability that at least one of k samples is correct, drawn without replacement from n with c correct ones.
 
     1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
@@ -86,7 +86,7 @@ def _check(n: int, c: int, k: int) -> None:
 
 
 def played_of(env: SuiteEnv, episode: Trajectory) -> Played:
-    """An episode as official metrics see it."""
+    """An episode in the form of official metrics."""
     lost = episode.success is None and episode.reward is None
     return Played(
         task_id=episode.task.id,
@@ -134,8 +134,8 @@ def weighted_row(name: str, rows: Iterable[OfficialRow], weight: float | None = 
 
 
 def whole_row(name: str, episodes: Sequence[Played], size: int = 0) -> OfficialRow:
-    """The share of families of which every task is a success, by sample if tasks were played more than once; a family with an
-    unscored task is in none. `size`: a family's number of tasks; one of which fewer were played is in none either (0: those that
+    """The share of families whose every task is a success, by sample if tasks were played more than once; a family with an
+    unscored task is in none. `size`: a family's number of tasks; one with fewer played tasks is in none either (0: those that
     were played are all of it). `n`: the families."""
     found: dict[tuple[str, int], list[bool | None]] = defaultdict(list)
     for one in episodes:

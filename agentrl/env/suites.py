@@ -175,7 +175,7 @@ def require_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def found_version(folder: Path) -> str:
-    """The version of a checkout or package: what its `pyproject.toml` says, what is written next to an installed package
+    """The version of a checkout or package: that of its `pyproject.toml`, that written next to an installed package
     (`NAME-*.dist-info`), else `checkout_version`. Raises ConfigError for a `pyproject.toml` that is not one."""
     project = folder / "pyproject.toml"
     if project.is_file():
@@ -306,7 +306,7 @@ class SuiteEnv(ToolEnv):
     """Base class of suites. A subclass sets what `ToolEnv` asks for and:
 
     `suite`: the name of `agentrl env install NAME`; several classes may share one. `module`: the importable package that holds
-    the benchmark, if one does. `obtain`: what a person does to get it, told by every error. `own`: a folder next to the class's
+    the benchmark, if one does. `obtain`: how a person gets it; every error shows it. `own`: a folder next to the class's
     file that is used if nothing is installed. `files`: glob patterns, below the source, of what tasks and checkers come from.
     `required`: files and folders, below the source, without which it is not the benchmark's.
     `kind`: what of a task's data a part of the tasks is spread over ("category"); by default the family.
@@ -487,7 +487,7 @@ def _checked_version(cls: type[SuiteEnv], folder: Path) -> str:
 
 def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> InstallRecord:
     """Check the source of a suite and write its record. `classes`: its environments by id, at least one. `given`: the folder; by
-    default what is recorded already, or the importable package.
+    default the recorded one, or the importable package.
 
     Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
     suite = next(iter(classes.values()))
@@ -519,7 +519,7 @@ def source_notes(env: SuiteEnv, shown: int = 6) -> Sequence[str]:
         return ()
     more = f" and {len(changed) - shown} more" if len(changed) > shown else ""
     return (
-        f"{env.suite}: its source {env.source} is not what was installed on {record.installed} ({record.version}): "
+        f"{env.suite}: its source {env.source} is not the one installed on {record.installed} ({record.version}): "
         f"{', '.join(changed[:shown])}{more}; if that is meant: agentrl env install {env.suite} --from {env.source}",
     )
 

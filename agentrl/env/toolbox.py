@@ -48,7 +48,7 @@ def extract_images(name: str, answer: Any) -> tuple[Any, tuple[Image, ...]]:
 
 
 def read(data: bytes, size: str) -> Image | str:
-    """An image of bytes from elsewhere; for what is not taken, the line that says so and why. `size`: in the line's words."""
+    """An image of bytes from elsewhere; for a refused one, the line that says so and why. `size`: in the line's words."""
     try:
         return Image.read(data)
     except ImageError as problem:

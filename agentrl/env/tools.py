@@ -539,7 +539,7 @@ class ToolSet:
 
     Keyword arguments of the class are those of `tools.args.NAME`; it raises ConfigError for unfit ones, and ResourceError if
     this machine lacks what it needs. State is set in `__init__` and `open` as ordinary attributes: a snapshot or fork of the
-    environment copies them with `copy.deepcopy`, so what is large and never changed is immutable, or shared by `__deepcopy__`.
+    environment copies them with `copy.deepcopy`, so a large and constant part is immutable, or shared by `__deepcopy__`.
     """
 
     name: ClassVar[str] = ""

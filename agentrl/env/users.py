@@ -68,7 +68,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The last words of a user who leaves: the record has them (`Trajectory.parting`), and nobody is told."""
+    """The last words of a user who leaves: the record has them (`Trajectory.parting`), and nobody reads them."""
 
     text: str
 

@@ -437,7 +437,7 @@ class ToolFaults(_ChangesTools):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Flaky(Tool):
-    """A tool of which a share of the calls fails; the others are calls of `item`, with its own limits."""
+    """A tool that fails a share of its calls; the others are calls of `item`, with its own limits."""
 
     item: Tool
     rate: float

@@ -40,7 +40,7 @@ _PUT = re.compile(r"put\(\"(.*?)\",\s*(.*?)\)")
 def java_value(text: str, kind: str, items: str | None = None) -> Any:
     """The value of a text that should be a Java expression of the declared type `kind` (`items`: that of its items).
 
-    Returns the text itself if it is none. Raises ValueError for a type that the leaderboard does not read.
+    Returns the text itself if it is not one. Raises ValueError for a type that the leaderboard does not read.
     """
     if kind in _NUMBERS:
         pattern, make, suffix = _NUMBERS[kind]
@@ -142,7 +142,7 @@ _PAIR = re.compile(r"([^:]+):\s*(.*?)(?:,\s*(?=[^,]+:)|$)")
 def javascript_value(text: str, kind: str, items: str | None = None) -> Any:
     """The value of a text that should be a JavaScript expression of the declared type `kind` (`items`: that of its items).
 
-    Returns the text itself if it is none. Raises ValueError for a type that the leaderboard does not read.
+    Returns the text itself if it is not one. Raises ValueError for a type that the leaderboard does not read.
     """
     if kind == "String":
         return _js_unquoted(text)

@@ -464,7 +464,7 @@ def call_key(name: str, arguments: Mapping[str, Json], rule: EqualityRule) -> Ha
 
 def parts(made: Sequence[ToolCall], gold: Sequence[GoldCall], rule: CallRule) -> Matrix:
     """`rule.part` of each pair of calls of one function (rows, columns), all made with arguments; not for arguments: ignore, nor
-    for expected calls of which only some arguments count."""
+    for expected calls where only some arguments count."""
     given = [call.arguments or {} for call in made]
     fits: Fits = (lambda key, value, call: True) if rule.arguments == "names" else rule.value_fits
     both = overlap(given, gold, fits, rule.values if rule.form == "literal" and rule.values.strict else None)

@@ -27,7 +27,7 @@ _NARROW = ("round", "turn", "call")
 def compile_spec(spec: str | Path | Mapping[str, Any], *, context: Context | None = None, timeout: float = 120.0) -> Scorer:
     """A Scorer for a spec (a dict, or a path to a JSON file).
 
-    Raises RewardSpecError with the JSON Pointer of what is wrong, or of what this run does not provide
+    Raises RewardSpecError with the JSON Pointer of the fault, or of a thing that this run does not provide
     (`context`: a replay environment for replays, functions for the `python` leaf). `timeout`: seconds for one episode's
     replays and functions (judges have their own timeout); later, scoring raises LateError.
     """

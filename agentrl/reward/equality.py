@@ -63,7 +63,7 @@ def equal(gold: Sequence[str], answer: str, seconds: int, strict: bool, boxed: b
     that is no mathematics, and if the process was ended from outside or gets no time from this machine.
     """
     if len(answer) > MOST_TEXT:
-        return Compared(False, why=f"an answer of {len(answer)} characters, of which at most {MOST_TEXT} are read")
+        return Compared(False, why=f"an answer of {len(answer)} characters; at most {MOST_TEXT} are read")
     reply = _ask({"gold": list(gold), "answer": answer, "seconds": seconds, "strict": strict, "boxed": boxed})
     if "unread" in reply:
         raise UnscorableError(_unread(reply["unread"]))
@@ -141,7 +141,7 @@ class _Workers:
 
     @contextmanager
     def one(self) -> Iterator[list[_Worker | None]]:
-        """A place with the worker in it, which is put back with what is in it then."""
+        """A place with the worker in it, which is put back with its content at that time."""
         place = [self._idle.get()]
         try:
             yield place

@@ -57,7 +57,7 @@ _SHORT_UNITS = _words(
     "m/min L/min g/L mol/L"
 )
 _SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb")
-"""Units of which another one is another answer: 5 km is not 5 m."""
+"""Units that make another answer: 5 km is not 5 m."""
 _SHORT_WORDS = _words("is or to no in if it at of on by as an so we he up do go my me us be am pm")
 _TEXT = r"\\(?:text|mathrm|mbox|textrm|textit|textbf|mathbf|mathit|operatorname)\s?\{([^{}\\]*)\}"
 _UNIT = re.compile(
@@ -244,7 +244,7 @@ _BETWEEN = re.compile(r"\s*(?:,\s*)?(?:and|or)\s*")
 
 
 def answer_in(text: str) -> str | None:
-    """The part of a text that is its answer: what is in a box, or stands first behind "answer", or last. None without any."""
+    """The part of a text that is its answer: in a box, or first behind "answer", or last. None without any."""
     if _BOX.search(text):
         return str(extract_boxed_content(text, "last"))
     anchors = list(_ANCHOR.finditer(text))

@@ -145,7 +145,7 @@ class VerdictCache:
         Path(name).replace(path)
 
     def forget(self) -> None:
-        """Drop what is in memory alone."""
+        """Drop verdicts in memory."""
         if self.folder is None:
             self._memory.clear()
 
@@ -428,7 +428,7 @@ class JudgeLeaf(Leaf):
             "transcript_chars": {
                 "type": "integer",
                 "minimum": 100,
-                "description": "of the transcript, and of any other text of the policy's, the middle of which is left out",
+                "description": "of the transcript, and of any other text of the policy's, without its middle",
             },
         },
         ("model", "prompt"),

@@ -51,7 +51,7 @@ class ProbeEnv(Protocol):
 
 
 ENOUGH = 59
-"""Tasks of which none shows a fault that at least 5 % of all tasks have, with probability below 5 %: 0.95^59 = 0.0485."""
+"""Tasks that all miss a fault of 5 % of all tasks with probability below 5 %: 0.95^59 = 0.0485."""
 
 
 def probe_episodes(
@@ -207,7 +207,7 @@ _PINNED = re.compile(r"\d{4}[-.]?\d{2}|\d{6}|@[0-9a-f]{7,}|:[0-9a-f]{7,}|[0-9]b\
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`), or what was not tried (`note`)."""
+    """One fault (`error`: the spec cannot work as intended) or suspicious detail (`warning`), or an untried part (`note`)."""
 
     level: Literal["error", "warning", "note"]
     code: str

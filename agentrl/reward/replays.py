@@ -26,7 +26,7 @@ _NONE = marshal.dumps(None, 2)
 class FrozenState:
     """A JSON value, packed into bytes: thirty times as quick as a copy, and a tenth of its memory.
 
-    What is not plain JSON (a dataclass, an array) cannot be packed; such a state is copied.
+    A state other than plain JSON (a dataclass, an array) cannot be packed; such a state is copied.
     """
 
     __slots__ = ("_digest", "_packed", "_parts", "_value")

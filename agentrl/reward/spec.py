@@ -195,7 +195,7 @@ _DEEPEST = 40
 def load_spec(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """A valid spec from a JSON file or a dict (which is copied).
 
-    Raises RewardSpecError with the file, the JSON Pointer of the place, what was expected and the nearest
+    Raises RewardSpecError with the file, the JSON Pointer of the place, the expected value and the nearest
     valid name. A spec that loads here can still fail to compile (a bad regular expression, a function that
     the run does not allow).
     """

@@ -129,7 +129,7 @@ class Collector:
     # -- the loop's side ---------------------------------------------------------------------------
 
     async def collect(self) -> list[Group]:
-        """The groups of the next update. Raises StalledError, naming what was waited for."""
+        """The groups of the next update. Raises StalledError, naming the missing episodes."""
         while True:
             # In this order: what is too old frees slots, admission fills them, and the selection sees both.
             for index in self.ledger.too_old():

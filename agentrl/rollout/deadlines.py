@@ -129,7 +129,7 @@ class EpisodeClock:
 
     @property
     def over(self) -> StopReason:
-        """Why an episode ends of which one of the two has used up its time."""
+        """Why an episode ends once one of the two has used up its time."""
         return StopReason.MAX_EPISODE_TIME if self.left("policy") <= 0 else StopReason.EPISODE_TIMEOUT
 
 
@@ -175,7 +175,7 @@ class CutError(Exception):
 
 
 class Waits:
-    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `episode` of what is not the engine's (see
+    """The waits of one episode. Limits in seconds: `turn` of silence of the engine, `episode` of all other time (see
     `clock`)."""
 
     def __init__(self, key: str, turn: float, episode: float, watch: Watch) -> None:

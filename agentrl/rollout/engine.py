@@ -300,7 +300,7 @@ ENGINES: Registry[type[EngineMaker]] = Registry(
         "sleeps": "can free its memory while the actors update",
         "keeps": "keeps its weights in host memory while it sleeps, if only adapters are published",
         "transformers": "computes with transformers' own model classes, so its models must be such as they load",
-        "judges": "can be a judge's, beside the engine of the policy (`reward.judge.engines`)",
+        "judges": "can be a judge's, next to the engine of the policy (`reward.judge.engines`)",
         "experts": "tells which experts of a mixture-of-experts model a token went to, if the sampling asks for it",
         "vision": "samples from a model that takes images, given them with the prompt (agentrl.data.images.PromptIds)",
         "fills": "its cache takes what the run's other roles leave of its device, unless `engine_args.kv_cache_mib` says",

@@ -100,7 +100,7 @@ class Limits:
     `context`: the most tokens that the model can take, which bounds each ledger. `max_episode_tokens`: the most
     that all ledgers of the episode may hold together, which is what training on it computes. `turn_timeout`: without a
     token of the engine for so long, a request is given up. `episode_timeout` limits the policy's own code and, by itself, the
-    rest of what is not the engine's (see `rollout.clock`), `env_timeout` the environment's setup and its teardown.
+    all time but the engine's (see `rollout.clock`), `env_timeout` the environment's setup and its teardown.
     """
 
     max_turns: int
@@ -258,7 +258,7 @@ async def run_episode(
 
     A fault of the infrastructure (engine, environment, its timeouts) never raises here and never becomes a
     reward: it is recorded as a StopReason with `reward` None. If the policy's own code used up its time, the episode is truncated
-    and scored. Cancellation tears the environment down and propagates. `watch` is told what it waits for and what arrives.
+    and scored. Cancellation tears the environment down and propagates. `watch` hears each wait and its end.
     """
     episode = _Episode(env, policy, spec, limits, watch := watch or Watch(), begins, keeper)
     with watch.plays(episode.ledgers):
@@ -419,7 +419,7 @@ class _Episode:
         """Make the next prompt from the environment's answer; it goes into the ledger when the model sees it.
 
         If the conversation is rewritten (by the context policy, or by a chat template that drops old reasoning), a new
-        ledger starts with it as context. What was sampled before stays in the old one and is trained there.
+        ledger starts with it as context. Earlier samples stay in the old one and are trained there.
         """
         assert self.record is not None
         renderer, limits, turn = self.renderer, self.limits, len(self.record.turns)

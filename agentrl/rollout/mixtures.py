@@ -45,7 +45,7 @@ class EnvOutcome:
 class Mixture(ABC):
     """Turns the weights of the environments into their shares of the groups.
 
-    Shares depend on the weights and on what was observed so far. `observe` is called only at updates, with the outcomes in the
+    Shares depend on the weights and on observations so far. `observe` is called only at updates, with the outcomes in the
     order of the groups' indices; so with `max_staleness` 0 shares do not depend on which group finished first.
     """
 
@@ -165,7 +165,7 @@ class BySuccessMixture(DiscountedMixture):
     s (1 - s) is the variance of a 0/1 reward within a group: how much the group can teach (learnability in Rutherford et al.
     2024, arXiv 2408.15099); it is taken group by group, since an environment whose tasks are half solved always and half never
     teaches nothing. The factor 4 makes it 1 at s = 0.5. The mean begins at 1, as in one group, and older groups are discounted
-    by `decay` per group of the same environment. `floor` keeps sampling all, so that what was learned and lost is noticed.
+    by `decay` per group of the same environment. `floor` keeps sampling all, so that forgetting is noticed.
     """
 
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
@@ -224,7 +224,7 @@ class TaskSource:
 
     def finished(self, index: int, success: float | None) -> float | None:
         """A group finished with this share of successes; None, which says nothing about its task, if the success of no
-        member is known. Of one that was given a part of the solution the sampler is told nothing. Returns the success
+        member is known. The sampler does not hear of one that was given a part of the solution. Returns the success
         of a whole task, which mixtures may learn from."""
         choice = self._drawn.pop(index)
         if success is not None and choice.horizon is not None and choice.given:
@@ -377,7 +377,7 @@ class MixedTasks:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The state of mixture and samplers, the choices of running groups, and the outcomes not yet told; with a single
+        """The state of mixture and samplers, the choices of running groups, and the outcomes not yet observed; with a single
         environment, that of its sampler."""
         if not self.several:
             (source,) = self.sources.values()

@@ -150,7 +150,7 @@ class Player(ABC):
 
     @abstractmethod
     async def play(self, job: Job, watch: Watch) -> Trajectory:
-        """The finished and scored episode; `watch` is told what it waits for and when something arrives.
+        """The finished and scored episode; `watch` hears each wait and its end.
 
         A fault of the infrastructure is recorded in the trajectory (`run_episode`) and never raised. If the process that plays
         dies, the job is played again in another one; raises WorkerDiedError without one left. Cancellation ends the episode,
@@ -367,7 +367,7 @@ async def run_tasks(
     of `pairs`; `params` and `temperature` as in `Job`.
 
     Tasks are numbered within a split and are the same in every run; `seed` only affects the sampling.
-    `on_episode` is called when an episode ends; `watch` is told what episodes wait for. Raises the first error that is not an
+    `on_episode` is called when an episode ends; `watch` hears the waits of episodes. Raises the first error that is not an
     outcome of an episode.
     """
     slots, watch = asyncio.Semaphore(max_episodes), watch or Watch()

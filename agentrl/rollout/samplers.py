@@ -59,7 +59,7 @@ class GroupOutcome:
 class TaskSampler(ABC):
     """Chooses the task of each group.
 
-    A choice depends on the run's seed, the group's index and what was observed so far, never on a random state
+    A choice depends on the run's seed, the group's index and the observations so far, never on a random state
     that advances, so that a group that is run again after a resume gets the same task. `observe` is called only at
     updates, with the outcomes in the order of the groups' indices; so with `max_staleness` 0
     choices do not depend on which group finished first.
@@ -411,7 +411,7 @@ class PredictedSampler(TaskSampler):
     p = sigmoid(c . x), x = (1, z_1, ..., z_d), z_k = (value - middle) / (half the width / sqrt 3): parameters drawn evenly from
     their range have mean 0 and variance 1. After each group with a share s of successes, in the order of their indices, one step
     of the logistic regression: c += `rate` (s - p) x / (1 + d); at first c = 0, and all tasks are alike. So success may rise or
-    fall with a parameter, and its middle may move, but a parameter of which the middle is hardest cannot be expressed.
+    fall with a parameter, and its middle may move, but a parameter that is hardest in the middle cannot be expressed.
 
     p (1 - p) is the variance of a 0/1 reward, as for `success_weighted`, which knows nothing about an arm that it has not seen.
     """
@@ -525,7 +525,7 @@ class StagedSampler(TaskSampler):
     of a full window is under `back`, the stage before begins again; with 0, the default, it never goes back. A stage that
     begins, again or for the first time, is judged by groups chosen since.
 
-    A fraction `review` of the groups gets a task of an earlier stage, so that what was learned there is not lost, and a fraction
+    A fraction `review` of the groups gets a task of an earlier stage, so that it is not forgotten, and a fraction
     `ahead` one of the next stage, so that what the policy can do there already (after a warm start) is not lost either, and its
     success there is known before the stage begins (`ahead_success`). Neither moves the stage.
     """

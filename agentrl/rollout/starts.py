@@ -45,7 +45,7 @@ class GoldStart:
     success of the last `window` groups of this horizon, begun at this very place, is at least `threshold`. It never goes
     back. A share `whole` of the groups is given nothing.
 
-    As with samplers, a choice depends on the run's seed, the group's index and what was observed so far, and `observe` is called
+    As with samplers, a choice depends on the run's seed, the group's index and the observations so far, and `observe` is called
     at updates alone, in the order of the groups.
     """
 
@@ -277,7 +277,7 @@ def surprisal(turn: Turn, ledgers: Sequence[TokenLedger]) -> float | None:
 
 
 async def close_fork(env: ToolEnv) -> None:
-    """Tear down a fork that nobody plays. What its teardown raises is logged: the episodes are none the worse."""
+    """Tear down a fork that nobody plays. An error of its teardown is logged: the episodes keep their results."""
     try:
         await env.aclose()
     except Exception:

@@ -66,7 +66,7 @@ _FASTER = "Raise rollout.turn_timeout, or give the engine less to do at once (ro
 
 
 class RolloutStats:
-    """Counts what was played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
+    """Counts episodes played, filtered, refused and dropped for the next update, and ends a run that gets nowhere.
 
     `episodes`, `turns` and `tokens` of all attempts so far, `cancelled`: members given up because their group had enough,
     `moved`: when an attempt last ended; `faults`: attempts that came to no score, by cause; `fault`: why the first of the
@@ -252,7 +252,7 @@ class RolloutStats:
                 raise NothingScoredError(
                     f"none of the first {self._played['episodes_played']} episodes of {dropped} groups"
                     f"{f' ({of})' if several else ''} could be scored; the first: "
-                    f"{self.fault}. Nothing can be trained: mend that, and start or resume the run"
+                    f"{self.fault}. Nothing can be trained: fix that, and start or resume the run"
                 )
             if dropped > self._most_dropped():
                 raise StalledError(
@@ -278,7 +278,7 @@ class RolloutStats:
 
     def load_json(self, state: Mapping[str, Any], version: int, complete: list[Group]) -> None:
         """`version`: the updates that the run has done; after one, some episode was scored. `complete`: groups that wait for an
-        update. Others, which ran, are begun anew: what was sampled for them is lost."""
+        update. Others, which ran, are begun anew: their samples are lost."""
         self._filtered, self._refused = state.get("filtered", 0), state.get("refused", 0)  # missing in older checkpoints
         self._played, self.cancelled = Counter(state.get("played", {})), state.get("cancelled", 0)
         self._any_scored = version > 0 or self._played["episodes_played"] > self._played["episodes_unscored"]

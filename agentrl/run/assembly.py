@@ -88,7 +88,7 @@ class Assembly:
         return f"> {stage}" if stage else ""
 
     async def start(self) -> None:
-        """Start the engines, then who plays. Raises UserError or EngineError; `close` ends what was started."""
+        """Start the engines, then who plays. Raises UserError or EngineError; `close` ends the started ones."""
         policy = self.policy
         await policy.engine.start()
         if policy.writer is not None:

@@ -41,7 +41,7 @@ class Functions(Callback):
         return None if self._group is None else self._group(group)
 
     def named(self, call: str) -> str:
-        """The function's own name, by which what it raises is told."""
+        """The function's own name, for its errors."""
         function = self._step if call == "on_step" else self._group
         return str(getattr(function, "__qualname__", call))
 

@@ -135,7 +135,7 @@ _OF_MODEL = ("model", "the files of model", "seed")
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """The episodes of a task: `content`, by which it is told from another of the same id, the mean success and reward of the
+    """The episodes of a task: `content`, which tells it from another of the same id, the mean success and reward of the
     episodes for which they are known, and the calls of its gold solution, if these are."""
 
     content: str

@@ -59,7 +59,7 @@ def read_resumed(run: str, texts: list[str]) -> tuple[TrainConfig, TrainConfig]:
 
 
 def resume_overrides(args: argparse.Namespace) -> list[str]:
-    """Those of a resume, of which argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
+    """Those of a resume, as argparse takes the first for the config. Raises ConfigError if it is to start over as well."""
     if args.overwrite:
         raise ConfigError(f"--resume goes on with {args.resume}, and --overwrite starts over; leave one of the two out")
     if args.config is not None and not is_override(args.config):

@@ -58,7 +58,7 @@ def code_of(config: TrainConfig) -> list[str]:
 
 
 def _given_digests(config: TrainConfig) -> Identity:
-    """The digests of what was given in Python and has a source text."""
+    """The digests of Python objects with a source text."""
     found = {f"{SOURCE}{name}": source_digest(name) for name in used_names(config.model_dump(mode="json", exclude_none=True))}
     return {key: digest for key, digest in found.items() if digest is not None}
 

@@ -72,7 +72,7 @@ class Activity:
 
 @dataclass(slots=True)
 class Shown:
-    """The state of the display. `values`: what a step said first, in plain lines too; `details`: what it said besides. `best`:
+    """The state of the display. `values`: a step's first figures, in plain lines too; `details`: its other figures. `best`:
     the best training success of this phase; `held`: (success, updates) of the last evaluation, `best_held`: of the best one."""
 
     phase: str = ""
@@ -108,7 +108,7 @@ def plain_step(shown: Shown, now: float) -> str:
 
 
 def plain_doing(shown: Shown, now: float) -> str:
-    """The line of what goes on; "" if nothing does."""
+    """The line of current activities; "" without any."""
     if not shown.doing:
         return ""
     where = f" {shown.done}/{shown.total}" if shown.total > 1 else ""
@@ -216,10 +216,10 @@ _GONE = "agentrl: what read this output is gone (`| head`), so the command ends 
 
 
 class Display:
-    """Phase, step, what goes on within it, success and its best, and other numbers. Use as a context manager.
+    """Phase, step, its activity, success and its best, and other numbers. Use as a context manager.
 
     `live`: whether there is a frame that is drawn again and again; by default on a terminal that can do so, and not in CI.
-    `trouble`: asked for what went wrong so far, "" if nothing has; said once, when it first has. May be called from any thread.
+    `trouble`: returns the faults so far, or ""; shown once, at the first fault. May be called from any thread.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Display:
     # -- what is shown -----------------------------------------------------------------------------
 
     def phase(self, name: str, total: int, first: int = 0) -> None:
-        """Start a phase of `total` steps, of which a resumed run has already done `first`."""
+        """Start a phase of `total` steps; a resumed run has done the first `first`."""
         self._keep()
         before = self._shown
         self._shown = Shown(
@@ -288,7 +288,7 @@ class Display:
 
     @contextmanager
     def doing(self, what: str, look: Callable[[], str] = nothing, waits: Callable[[], str] = nothing) -> Iterator[None]:
-        """Show what goes on meanwhile, within what goes on already; `look` and `waits` as in `Activity`."""
+        """Show an activity meanwhile, within the current one; `look` and `waits` as in `Activity`."""
         began = self._now()
         activity = Activity(what, began, look, waits, self._usual.get(what))
         self._shown.doing = (*self._shown.doing, activity)

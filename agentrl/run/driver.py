@@ -252,7 +252,7 @@ async def _attempt(
     except ResourceError as error:
         if not outcome.restarts or isinstance(error, DiskFullError):
             raise
-        raise NoRoomLeftError(f"what is left has no room for the run: {error}") from error
+        raise NoRoomLeftError(f"the remaining nodes have no room for the run: {error}") from error
     outcome.engine = session.engine_name
     run_log.live(session)
     try:
@@ -441,7 +441,7 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
             "",
             f"THIS RUN FAILED: {outcome.status}. {outcome.cause}",
             f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
-            f"after mending it            agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
+            f"after fixing it             agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
         ]
     better = harder(config, solved[-1] if solved else None)
     return [

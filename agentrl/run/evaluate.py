@@ -259,7 +259,7 @@ class EvalSession:
         self.opened.callback(stop_asking)
 
     async def start(self, config: TrainConfig) -> None:
-        """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
+        """Start the engines, once. Raises UserError or EngineError; `close` then closes the started ones."""
         if self.started:
             return
         self.started = True
@@ -274,7 +274,7 @@ class EvalSession:
 
 
 def without_trainer_keys(config: TrainConfig) -> TrainConfig:
-    """The config without what is told for the trainer alone."""
+    """The config without the trainer's own keys."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"router_replay": False})})
 
 
@@ -295,7 +295,7 @@ def open_session(config: TrainConfig, temperature: float) -> EvalSession:
 
 Pair = tuple[int, int]
 
-LATER = "the same command runs what is missing"
+LATER = "the same command runs the missing episodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class RolloutOutcome:
 async def run_rollout(
     config: TrainConfig, request: RolloutRequest, display: Display, shared: EvalSession | None = None
 ) -> RolloutOutcome:
-    """Run what is missing, in the only environment of `config`. Ctrl-C ends it early: finished episodes are kept, and the same
+    """Run the missing episodes of the only environment of `config`. Ctrl-C ends it early: finished episodes stay, and the same
     command continues. `shared`: parts of several environments, which the caller closes; by default its own are made.
 
     Raises ConfigError if `out` holds something else, WorkerDiedError if a process or Ray is lost.

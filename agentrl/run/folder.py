@@ -175,8 +175,8 @@ def check_free(config: TrainConfig) -> None:
 
 
 def _try_path(path: Path) -> None:
-    """Raise the OSError with which the system would refuse a folder at `path`, as far as that can be told without making it: a
-    part of it is too long, or a file, or what is there may not be written."""
+    """Raise the OSError with which the system would refuse a folder at `path`, as far as that shows without making it: a
+    part of it is too long, or a file, or it may not be written."""
     above = next(there for there in (path, *path.parents) if os.path.lexists(there))
     if above == path:
         return
@@ -245,7 +245,7 @@ class RunFolder:
         return folder
 
     def restore(self) -> str | None:
-        """Make the folder of episodes again if it was deleted; returns what is then to be said."""
+        """Make the folder of episodes again if it was deleted; returns the message for that."""
         if self.trajectories.is_dir():
             return None
         self.trajectories.mkdir()
@@ -301,7 +301,7 @@ class RunFolder:
             return file.read()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of metrics.jsonl; a last row that was cut short by a kill is skipped, and what is no row too."""
+        """All complete rows of metrics.jsonl; a last row cut short by a kill is skipped, and any other line."""
         return self.sorted_metrics()[0]
 
     def sorted_metrics(self) -> tuple[list[dict[str, Any]], list[int], list[int]]:
@@ -332,7 +332,7 @@ class RunFolder:
         return [*damaged, *cut]
 
     def clear_final(self) -> None:
-        """Remove from `final/`, before a model is written there, what is no plain file (a pipe would be waited for), and the
+        """Remove from `final/`, before a model is written there, all but plain files (a pipe would be waited for), and the
         manifest: half of a new model must not look like the whole old one. Raises OSError."""
         if not self.final.is_dir():
             return

@@ -14,7 +14,7 @@ from types import FrameType
 from agentrl.cluster.ray_parent import has_parent, stop_signals
 
 TWICE = 0.1
-"""Seconds in which two signals count as one if this process has a parent that passes them on: what is sent to a whole process
+"""Seconds in which two signals count as one if this process has a parent that passes them on: a signal to a whole process
 group comes from the sender and from that."""
 
 BLOCKED = 1.0
@@ -23,7 +23,7 @@ BLOCKED = 1.0
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that what is half made is removed."""
+    """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that half-made files are removed."""
     with _handled(signal.default_int_handler):
         yield
 
@@ -56,7 +56,7 @@ class _Signals:
 
 @contextmanager
 def put_off(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, for the last lines of a run that is over, the first stop signal is told that there is nothing more to stop; the
+    """Inside, for the last lines of a run that is over, the first stop signal is answered that nothing is left to stop; the
     second is KeyboardInterrupt, for there may be a tracker that does not end."""
     signals, told = _Signals(), False
 
@@ -137,7 +137,7 @@ class Interrupt:
         if not self.requested:
             self.requested = True
             with suppress(RuntimeError):  # the signal came while a line was written
-                self._say("interrupted: ending what has started (Ctrl-C again stops at once)")
+                self._say("interrupted: ending the started processes (Ctrl-C again stops at once)")
 
     def request(self) -> None:
         """Do as after a signal."""

@@ -95,7 +95,7 @@ class EngineJudge:
         await self._engine.start()
 
     async def close(self) -> None:
-        """End what is under way, and the engine; idempotent."""
+        """End requests in progress, and the engine; idempotent."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -103,7 +103,7 @@ class EngineJudge:
         await self._engine.close()
 
     async def forget(self) -> None:
-        """Drop what was computed so far: what follows does not depend on what went before, of which a run that goes on from a
+        """Drop all that was computed so far: the rest must not depend on it, since a run that goes on from a
         checkpoint knows nothing. Verdicts in a folder stay. Not while something is under way."""
         if not self._busy:
             self._cache.forget()
@@ -146,7 +146,7 @@ class EngineJudge:
         return Verdict(value)
 
     async def _attempts(self, key: str, request: VerdictRequest) -> tuple[Json, str]:
-        """A verdict, or None and what was wrong with the last attempt."""
+        """A verdict, or None and the fault of the last attempt."""
         why = ""
         for attempt in range(self._limits.retries + 1):
             if attempt:
@@ -245,7 +245,7 @@ def judge_maker(config: TrainConfig, name: str, positions: int | None = None) ->
     engine, key = config.reward.judge.engines[name].engine, f"reward.judge.engines.{name}"
     able = sorted(entry.name for entry in ENGINES.own() if "judges" in entry.traits)
     if engine == AUTO or "judges" not in ENGINES.entry(engine).traits:
-        raise ConfigError(f"{key}.engine = {engine!r}: no judge can be on it beside the policy's own; one of {', '.join(able)}")
+        raise ConfigError(f"{key}.engine = {engine!r}: no judge can be on it next to the policy's own; one of {', '.join(able)}")
     with name_judge_in_errors(key):
         maker = maker_of(engine, judge_config(config, name, positions))
     maker.on_gpus = partial(has_gpus, config.cluster, ROLE)
@@ -318,7 +318,7 @@ def check_names(scorers: Iterable[Scorer], engines: Mapping[str, Any], where: st
 
 
 class Judges:
-    """A run's own judges. What is asked of another model goes on to the judge behind it (`beside`)."""
+    """A run's own judges. A question to another model goes on to the judge behind it (`beside`)."""
 
     def __init__(self, config: TrainConfig, pools: Pools | None = None) -> None:
         """Nothing is made yet. `pools`: the run's."""
@@ -330,7 +330,7 @@ class Judges:
         self._paid: JudgeClient | None = None
 
     def beside(self, context: Context) -> Context:
-        """A spec's context, with these judges for its leaves. What they ask of others is asked by one client for all specs, since
+        """A spec's context, with these judges for its leaves. Questions to other models go through one client, since
         its budget and its limit of calls at a time are the whole run's."""
         if context.judge is None:
             return context

@@ -60,7 +60,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("n/<key>", "episodes", "over how many episodes the mean KEY is, if not over just the scored ones"),
     ),
     "By horizon, the number of calls in the gold solution of a task": (
-        _episodes("horizon/<calls>/success", "share", "as `success`, of the episodes whose task has so many calls: a number, or "
+        _episodes("horizon/<calls>/success", "share", "as `success`, of episodes whose task has this many calls: a number, or "
             "a range of `horizons.json` (beyond all ranges: `under-N`, `over-N`). With several environments only of each. "
             "Without a gold solution there are no such keys"),
         _episodes("horizon/<calls>/reward", "reward", "as `reward`, of these episodes"),
@@ -79,7 +79,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         _episodes("response_length/mean", "tokens", "sampled tokens per episode, mean over all episodes"),
         _episodes("response_length/max", "tokens", "most sampled tokens of an episode"),
         _episodes("response_length/cut", "share", "share of the turns that were cut by a token limit (`rollout.max_turn_tokens`, "
-            "or what was left of the episode)"),
+            "or the rest of the episode)"),
         _episodes("truncated", "share", "share of the episodes that a budget of turns, tokens or time ended"),
         _episodes("tool_calls", "calls", "tool calls per episode, mean over all episodes"),
         _episodes("tool_error_rate", "share", "share of the answered tool calls whose answer is an error (a call that cannot be "
@@ -220,7 +220,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("engine/kv_used", "share", "share of the room for keys and values that is taken then (vLLM: by running "
             "requests, shared prefixes counted for each; embedded: of its memory limit)"),
         MetricInfo("engine/steps", "steps", "decoding steps of the embedded engine since its start"),
-        MetricInfo("engine/idle", "slots", "slots that stood idle beside running ones, summed over its steps (embedded engine)"),
+        MetricInfo("engine/idle", "slots", "idle slots while others ran, summed over its steps (embedded engine)"),
         MetricInfo("engine/replicas", "replicas", "replicas of vLLM that are alive"),
         MetricInfo("engine/respawns", "replicas", "replicas of vLLM that were started again"),
         MetricInfo("engine/servers", "servers", "servers of SGLang that are alive"),
@@ -242,7 +242,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("rollout/returned", "episodes", "episodes played again because their worker was gone, since the start"),
         MetricInfo("rollout/worker_<i>/episodes", "episodes", "episodes of worker i"),
         MetricInfo("rollout/worker_<i>/turns", "turns", "turns of worker i"),
-        MetricInfo("rollout/worker_<i>/turn_ms", "ms", "median time of a turn of worker i beside the engine's"),
+        MetricInfo("rollout/worker_<i>/turn_ms", "ms", "median time of a turn of worker i without the engine's"),
         MetricInfo("rollout/worker_<i>/lag_ms", "ms", "longest time that its event loop did not listen"),
         MetricInfo("rollout/worker_<i>/blocked_s", "s", "as `loop/blocked_s`, of worker i"),
     ),
@@ -267,7 +267,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
         MetricInfo("sampler/ahead_success", "share", "of the last groups of the next stage (`ahead`)"),
-        MetricInfo("sampler/left/<calls>", "calls", "of a task with so many calls, those that are left to the policy "
+        MetricInfo("sampler/left/<calls>", "calls", "of a task with this many calls, those that are left to the policy "
             "(`rollout.start`); there once the first of them were won"),
         MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
     ),
@@ -286,7 +286,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     "Runs on data (docs/offline.md)": (
         MetricInfo("epoch", "passes", "how often the data was gone over", ("data",)),
         MetricInfo("examples", "examples", "held-out examples that were measured", ("heldout",)),
-        MetricInfo("accuracy", "share", "pairs of which the chosen episode has the higher reward", _DATA),
+        MetricInfo("accuracy", "share", "pairs whose chosen episode has the higher reward", _DATA),
         MetricInfo("reward_chosen", "reward", "of the chosen episodes: with `data.loss` \"dpo\" beta (log pi - log ref), with "
             "\"reward\" the score", _DATA),
         MetricInfo("reward_rejected", "reward", "the same of the rejected ones", _DATA),
@@ -349,7 +349,7 @@ _INTRODUCTION = """# Metrics
 What stands in the rows of a run's `metrics.jsonl`, in the trackers and in the viewer. `agentrl metrics` shows this table,
 `agentrl metrics entropy kl` what it says of these words.
 
-A row is one JSON object: `step` (updates done; in the warm start: supervised steps), `phase`, and numbers. What is unknown is
+A row is one JSON object: `step` (updates done; in the warm start: supervised steps), `phase`, and numbers. An unknown value is
 null, never 0: a mean over no episode, a rate without calls, a number that is not finite. A mean is over the scored episodes; if
 it is over others, `n/KEY` says over how many. With several environments, the numbers marked [E] are there of all episodes
 together and, as `env/NAME/KEY`, of each environment. Losses, samplers and engines of plug-ins add names of their own.

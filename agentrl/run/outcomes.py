@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 FILE = "horizons.json"
 MOST = 6
-"""Bins of an environment: up to this many different numbers are told apart one by one."""
+"""Bins of an environment: up to this many different numbers have a bin each."""
 TASKS, LOOKED = 24, 120
 """Tasks of each set of parameters that are looked at, and of an environment in all."""
 SECONDS = 30.0
@@ -96,7 +96,7 @@ def by_bin(episodes: Iterable[Trajectory], bins: Bins) -> dict[str, list[Traject
 
 
 def labels_of(row: Mapping[str, Any], env: str | None = None) -> list[str]:
-    """The bins of which a row has a success: of its environment, or of the one called `env`; the shortest first."""
+    """The bins with a success in a row: of its environment, or of the one called `env`; the shortest first."""
     found = [match for key in row if (match := KEY.fullmatch(key))]
     return sorted({match[2] for match in found if match[1] == env}, key=order)
 
@@ -207,7 +207,7 @@ def kinds_of(envs: Iterable[RunEnv]) -> dict[str, dict[str, Kind]]:
 
 def episode_values(episodes: Sequence[Trajectory], kinds: Kinds, *, trained: bool, bins: Bins | None = None) -> Row:
     """Means, shares and counts over these episodes. `trained`: they belong to an update, for which only those with a reward are
-    scored; an evaluation has also scored one of which only the success is known. `bins`: of the horizons of their environment,
+    scored; an evaluation has also scored one with a known success alone. `bins`: of the horizons of their environment,
     None if these are not known or the episodes are of several."""
     has_score = [_is_scored(t, trained) for t in episodes]
     scored = [place for place, has in enumerate(has_score) if has]

@@ -129,7 +129,7 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without what is played again, filtered
+    """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without those played again, filtered
     or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
     nothing else happens. `checkpoint_bytes`: of weights and AdamW's moments in float32; `model_bytes`: of the final model."""
 
@@ -257,7 +257,7 @@ def lines(plan: RunPlan) -> list[str]:
     passes = f" x {b.epochs} passes" if b.epochs > 1 else ""
     more = f" ({b.started:,} are started)" if b.started > b.episodes else ""
     added = [f"{count:,} {what}" for count, what in ((b.kept, "kept"), (b.shown, "demonstrations")) if count]
-    beside = f", and at most {' and '.join(added)} beside them" if added else ""
+    beside = f", and at most {' and '.join(added)} next to them" if added else ""
     more += f" (up to {b.grown:,} where groups grow)" if b.grown > b.episodes else ""
     early = "" if plan.stops_at is None else f", or until an evaluation finds {plan.stops_at:.0%} success"
     rows = [
@@ -394,7 +394,7 @@ def dry_run(config: TrainConfig, gpu_memory: float | None = None, nodes: tuple[i
     cards of the nodes that run it, or host memory without any. `nodes`: with it, the number of nodes that the run is
     planned for, whether or not it would join a cluster, and the cards of each; by default one, with as many as it takes.
 
-    Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold what is on it.
+    Raises a UserError as the run would, and ResourceError, with the table, if a device cannot hold its parts.
     """
     if gpu_memory is not None and (nodes is not None or not joins(config.cluster)):
         with planned_elsewhere(nodes), shape_folder(config.model.path) as folder:

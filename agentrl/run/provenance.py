@@ -186,7 +186,7 @@ class RunModel:
 
 
 def run_folder(path: str | Path) -> RunFolder:
-    """The run in this folder. Raises ConfigError, naming the runs next to it, if it is none."""
+    """The run in this folder. Raises ConfigError, naming the runs next to it, if it is not one."""
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
         inside, beside = (

@@ -47,7 +47,7 @@ class EpisodeFile:
 
 
 class RunRecord:
-    """A run folder, as it is on disk at the time of each access, but for what is cached: `text`, `table` and `config`."""
+    """A run folder, as it is on disk at the time of each access, but for cached parts: `text`, `table` and `config`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -227,7 +227,7 @@ def is_run(path: Path) -> bool:
 
 
 def load_run(path: str | Path) -> RunRecord:
-    """The run in a folder. Raises RunFolderError without one, with what is near it."""
+    """The run in a folder. Raises RunFolderError without one, with near names."""
     folder = Path(path)
     if is_run(folder):
         return RunRecord(folder)
@@ -259,7 +259,7 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
 
 
 def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """A run in one row: what lists of runs show. Unknown values are None. `rows`: its metrics, if they are known.
+    """A run in one row, as lists of runs show it. Unknown values are None. `rows`: its metrics, if they are known.
 
     A damaged folder has status "damaged" and `error`.
     """
@@ -345,7 +345,7 @@ def _step_seconds(rows: list[dict[str, Any]]) -> float:
 
 
 def token_lines(members: Sequence[Trajectory], tokens: TrainedTokens) -> Iterator[str]:
-    """A line for each of `members`, of which the scored ones' ledgers with tokens are the rows of `tokens`, in order."""
+    """A line for each of `members`; the scored ones' ledgers with tokens are the rows of `tokens`, in order."""
     row = 0
     for member in members:
         entries: list[dict[str, Any]] | None = None

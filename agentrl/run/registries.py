@@ -59,7 +59,7 @@ def written_names(key: str) -> list[str]:
 
 
 def names_of(key: str, *, own: bool = False) -> list[RegisteredName]:
-    """The names that a key takes, each with its arguments; `own`: only agentrl's. What does not load says why."""
+    """The names that a key takes, each with its arguments; `own`: only agentrl's. A name that does not load says why."""
     registry = registry_of(key)
     if registry is None:
         return []

@@ -203,7 +203,7 @@ HealthRow = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Problem of a run: the `status` that it has if it ends so, why, and what to do. `fails`: whether a run that ends so has
-    failed; one of fewer updates than `health.idle_updates` is a trial, of which it is only said."""
+    failed; one of fewer updates than `health.idle_updates` is a trial, which is only mentioned."""
 
     status: Unhealthy
     cause: str
@@ -215,7 +215,7 @@ class Finding:
 
 
 class Updates:
-    """Kept figures of a run's updates, of which there may be tens of thousands: the newest rows, `health.idle_updates` at most,
+    """Kept figures of a run's updates (perhaps tens of thousands): the newest rows, `health.idle_updates` at most,
     how many of the newest taught nothing, and whether any before them taught something."""
 
     def __init__(self, config: TrainConfig, rows: Iterable[HealthRow] = ()) -> None:
@@ -511,7 +511,7 @@ def unscored_finding(rows: Collection[HealthRow], config: TrainConfig, fault: st
     return Finding(
         MOSTLY_UNSCORED,
         f"{lost:.0f} of {played:.0f} episodes could not be scored{first}",
-        "An unscored episode teaches nothing; mend what failed (log.txt has every error) and resume the run.",
+        "An unscored episode teaches nothing; fix the cause (log.txt has every error) and resume the run.",
     )
 
 
@@ -521,7 +521,7 @@ def check_any_scored(found: Evaluation) -> None:
     if found.scored == 0 and found.unscored > 0:
         raise NothingScoredError(
             f"none of the {found.unscored} episodes of the evaluation before training could be scored; the first: "
-            f"{first_fault(found.trajectories)}. Nothing was trained: mend that, and start the run again"
+            f"{first_fault(found.trajectories)}. Nothing was trained: fix that, and start the run again"
         )
 
 

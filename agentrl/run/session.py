@@ -69,7 +69,7 @@ MEMBER = -2
 class Demonstrations:
     """Remembers the tasks of groups in which nobody succeeded, also of groups that are dropped, until the next update.
 
-    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds what has failed since the last update."""
+    With `rollout.max_staleness` above 0 groups end at any time, so a checkpoint holds the failures since the last update."""
 
     def __init__(self, envs: Sequence[RunEnv], episodes: int, longest: int) -> None:
         """`episodes`: the most of an update; `longest`: tokens of the longest row that can be trained."""
@@ -264,7 +264,7 @@ class Saver:
         if "metrics" in state and not self._folder.metrics_are(state["metrics"]):
             self._say(
                 f"{self._folder.metrics}: not as written up to step {state['step']}: rows are missing or changed, and "
-                "stay so; what is trained does not depend on them"
+                "stay so; training does not depend on them"
             )
         if torn := self._folder.rewind(state["step"]):
             at = ", ".join(map(str, torn[:_NAMED])) + (", ..." if len(torn) > _NAMED else "")
@@ -297,7 +297,7 @@ class Saver:
 
 
 def _write_driver(folder: Path, state: dict[str, Any], groups: Iterable[Group]) -> None:
-    """The driver's state, and its groups one per line, of which never more than one column is in memory as text."""
+    """The driver's state, and its groups one per line; at most one column is in memory as text."""
     with naming(folder / GROUPS), (folder / GROUPS).open("w") as file:
         file.writelines(lines(groups))
     (folder / DRIVER).write_text(json_text(state))
@@ -368,7 +368,7 @@ class Session:
 
 def warmed_up(folder: RunFolder) -> bool:
     """Return True if the warm start's model is there. Its manifest comes last: one that was cut short while it was written (by
-    a kill, or a full disk) is none. Older versions wrote no manifest; what they left is whole if training went on from it."""
+    a kill, or a full disk) is not one. Older versions wrote no manifest; theirs is whole if training went on from it."""
     whole = os.path.lexists(folder.warm_start / MANIFEST) or folder.checkpoints.is_dir()
     return whole and (folder.warm_start / "config.json").is_file()
 

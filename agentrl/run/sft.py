@@ -147,7 +147,7 @@ def _tasks(session: Session) -> Iterator[int]:
 
 
 async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluation, str]:
-    """Greedy episodes in each environment of the warm start (together: with equal weights), and what is below its gate, in words.
+    """Greedy episodes in each environment of the warm start (together: with equal weights), and those below their gate, in words.
     An unknown success opens no gate above 0."""
     config, shut = session.config, list[str]()
     found: dict[str, Evaluation] = {}

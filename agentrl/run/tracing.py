@@ -440,7 +440,7 @@ def _exporter() -> EntryPoint | None:
 
 
 class Tracing:
-    """Begins and ends the spans of steps; their parts open their own. Without `[traces]` and `[profile]` there are none."""
+    """Begins and ends the spans of steps; their parts open their own. Only with `[traces]` or `[profile]`."""
 
     def __init__(self, config: TrainConfig, engine: str, profile: Profile | None = None) -> None:
         self._config, self._profile = config, profile

@@ -56,7 +56,7 @@ class TrackedRun:
 class Tracker(ABC):
     """Made for one run; its arguments after `run` are the config's. All methods are called in one thread, in order.
 
-    What a method raises is told to the user once, and the run goes on.
+    The user hears once of a method's error, and the run goes on.
     """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
-        """Called after the last row: how the run ended, and what is in summary.json."""
+        """Called after the last row: how the run ended, and summary.json."""
 
     def look(self) -> str | None:
         """The command or address that shows them, if there is one."""
@@ -173,7 +173,7 @@ Call = Callable[[Tracker], None]
 
 
 class Outlet:
-    """Gives a tracker what the run has for it. `say`: told what the user must see; may be called in the tracker's thread.
+    """Gives a tracker the run's rows. `say`: shows a message to the user; may be called in the tracker's thread.
 
     `lost`: rows, pictures and tables that did not arrive. `look`: how to see the others, once it is open.
     """

@@ -634,8 +634,8 @@ def _probe(config: Any, kind: Kind, name: str, one_row: bool) -> Probed:
     ahead = sample.looks_ahead()
     if not ahead.right:
         raise ModelError(
-            f"{name} is not causal: with another end of a row, what its own code computes of the beginning {ahead}, so what is "
-            f"sampled is not what is trained; take another model ({RIGHT})"
+            f"{name} is not causal: with another end of a row, its own code's values at the beginning {ahead}, so the "
+            f"sampled policy is not the trained one; take another model ({RIGHT})"
         )
     packed, shared = sample.packed(), sample.shared()
     own = sample.one_row() if one_row or not packed.right else None

@@ -107,7 +107,7 @@ def test_a_gpu_too_small_for_one_sequence_beside_the_weights_is_refused(
     if fits:
         check_cache(config)
         return
-    said = rf"gpu_memory_utilization = 0.\d+ of a GPU of {gib}.0 GiB leaves, beside 15.3 GiB .* 16,384 tokens takes 2.2 GiB"
+    said = rf"gpu_memory_utilization = 0.\d+ of a GPU of {gib}.0 GiB leaves, after 15.3 GiB .* 16,384 tokens takes 2.2 GiB"
     with pytest.raises(ConfigError, match=said):
         check_cache(config)
 

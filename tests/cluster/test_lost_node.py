@@ -47,7 +47,9 @@ def test_a_node_that_is_lost_with_a_training_process(tmp_path: Path) -> None:
 
     assert out["wide"]["code"] == 1, out["wide"]["said"]
     *_, pool, _, node, then = out["wide"]["said"].strip().splitlines()
-    assert "NoRoomLeftError: what is left has no room for the run: the pools do not fit the cluster" in out["wide"]["said"]
+    assert (
+        "NoRoomLeftError: the remaining nodes have no room for the run: the pools do not fit the cluster" in out["wide"]["said"]
+    )
     assert pool.split()[:3] == ["pool", "train", "2"] and node.startswith("node ")
     assert then == f"continue with: agentrl train --resume {tmp_path / 'wide'}"
     assert out["resumed"]["code"] == 0, out["resumed"]["said"]

@@ -484,7 +484,7 @@ def test_an_evaluation_ends_with_one_message_and_the_same_command_plays_the_rest
     run = Struck([*words, "rollout.max_episodes=3"], tmp_path, "episode", victim)
     said = ended_clean(run, 1)
     named(victim, run.note()["pid"], said)
-    assert said.count("; the same command runs what is missing") == 1, said
+    assert said.count("; the same command runs the missing episodes") == 1, said
     there = (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()
     assert len(there) < 12
     ended_clean(Struck([*words, "rollout.max_episodes=3"], tmp_path), 0)

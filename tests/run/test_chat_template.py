@@ -73,7 +73,7 @@ def test_one_that_does_not_fit_is_refused_by_key(model: str, given: str, problem
 def test_a_base_model_without_a_template_gets_one(model: str, tmp_path: Path) -> None:
     base = Path(build(tmp_path / "base"))
     (base / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r'as of a base model: set model\.chat_template to "hermes"'):
+    with pytest.raises(ModelError, match=r"like a base model's: set model\.chat_template to \"hermes\""):
         check_tokenizer(config_of(str(base)).model)
     check_tokenizer(config_of(str(base), "model.chat_template=hermes").model)
 

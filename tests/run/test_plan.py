@@ -115,7 +115,7 @@ def test_what_is_added_to_an_update_is_in_no_minibatch_of_its_own() -> None:
     batches = found.batches
     assert (batches.kept, batches.shown, batches.minibatches, batches.optimizer_steps) == (3, 4, [4, 4, 4, 3], 4)
     assert batches.micros == 2 and plan("algorithm.minibatch=4").batches.micros == 2  # 3 rows of 30 tokens in 100: 6 and 4 rows
-    assert "4 optimizer steps, and at most 3 kept and 4 demonstrations beside them" in "\n".join(lines(found))
+    assert "4 optimizer steps, and at most 3 kept and 4 demonstrations next to them" in "\n".join(lines(found))
     assert plan("algorithm.minibatch=9", "algorithm.demonstrations={episodes=5}").batches.micros == 4  # 8 and 3 rows
 
 

@@ -72,7 +72,7 @@ _CALL = {
     **dict.fromkeys(("num_retries", "max_retries"), "the key `retries` of this section"),
     **dict.fromkeys(("timeout", "request_timeout", "stream_timeout"), "the key `timeout` of this section"),
 }
-"""Arguments of litellm's calls of which agentrl has a key, or another way: the way."""
+"""Arguments of litellm's calls that agentrl sets by a key, or in another way: the way."""
 _POLICY = {
     **_CALL,
     **dict.fromkeys(("api_base", "base_url"), "api.base"),

@@ -63,7 +63,7 @@ class McpServerConfig(Frozen):
     timeout: Seconds = 30.0
     """Limit of the start, and of every call."""
     max_output: Tokens | None = None
-    """Limit of every answer; what is longer is cut, and says so. By default the environment's."""
+    """Limit of every answer; a longer one is cut, and says so. By default the environment's."""
     check: Literal["strict", "off"] = "strict"
     """"strict": arguments are checked against the schema that the server publishes, before it gets them; "off": it gets what the
     policy wrote, and its own words about it reach the policy."""
@@ -164,7 +164,7 @@ class EnvSft(Frozen):
 
 ONE, SEVERAL = "(one)", "(several)"
 BY_KIND = Discriminator(lambda given: SEVERAL if isinstance(given, list) else ONE)
-"""Of a value or a list of them: only the mistakes of what was meant are told."""
+"""Of a value or a list of them: report only the mistakes of the intended form."""
 WeightAt = Annotated[tuple[Annotated[int, Field(ge=0)], Weight], Field(strict=False)]
 
 
@@ -199,9 +199,9 @@ class EnvConfig(Frozen):
     """The reward spec: an id, or the path of a file; by default the environment's own."""
     max_output: Tokens | None = None
     """Limit of every answer of its tools that have no limit of their own (`@tool(max_output=...)`, `tools.mcp.NAME.max_output`);
-    what is longer is cut, and says so. By default the environment's own, else 2048."""
+    a longer one is cut, and says so. By default the environment's own, else 2048."""
     wrappers: list[Choice] = Field(default_factory=list)
-    """What is put around the environment, the innermost first."""
+    """Wrappers around the environment, the innermost first."""
     system: str | None = None
     """Text that is put before the environment's own system message, or is one if it has none."""
     tools: ToolsConfig | None = None
@@ -294,7 +294,7 @@ class WeightsConfig(Frozen):
     (a broadcast to other machines, through host memory), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or
     "auto": the first of those seven that works."""
     bucket_mib: Annotated[Positive, Unit("MiB")] | None = None
-    """Size of the buckets in which they are sent, two of which are in memory at once; by default 256 on GPUs and 64 on CPUs."""
+    """Size of the buckets in which they are sent; two are in memory at once; by default 256 on GPUs and 64 on CPUs."""
     folder: str | None = None
     """A folder for the route "disk" (and SGLang's files), which all machines must see."""
     lora: Literal["merged", "adapter"] = "merged"
@@ -309,7 +309,7 @@ class ApiConfig(Frozen):
     """URL of your own server; by default the provider's."""
     args: ApiArgs = Field(default_factory=dict)
     """Any other argument of litellm's calls, by name, handed over as it is: `drop_params = true` (what the model does not take is
-    left out), `reasoning_effort = "low"`, `extra_headers`, `extra_body`, ... Those of which agentrl has a key are refused."""
+    left out), `reasoning_effort = "low"`, `extra_headers`, `extra_body`, ... Arguments with a key of agentrl are refused."""
     concurrency: Annotated[PositiveInt, Unit("calls")] = 32
     """How many run at once."""
     timeout: Seconds = 120.0
@@ -357,7 +357,7 @@ class JudgeConfig(Frozen):
     """Any other argument of litellm's calls, by name, as `api.args`; `temperature` (0 by default) and `drop_params` (true by
     default) too."""
     cache: str | None = None
-    """A folder for verdicts: what was asked before is not asked again, also in other runs."""
+    """A folder for verdicts: an earlier question is not asked again, also in other runs."""
     calls: Annotated[PositiveInt, Unit("calls")] | None = 10_000
     """Budget of the whole run; a run that certainly needs more calls is refused."""
     usd: Annotated[Positive, Unit("USD")] | None = None
@@ -479,7 +479,7 @@ class RolloutConfig(Frozen):
     max_turn_tokens: Tokens = 2048
     """What the policy may sample in one turn."""
     max_episode_tokens: Tokens = 16384
-    """All of an episode: prompts, tool results and what is sampled."""
+    """All of an episode: prompts, tool results and sampled tokens."""
     temperature: Annotated[Steps, Unit("1")] = 1.0
     """Of sampling and of the policy that is trained, softmax(logits / temperature), so a training run needs at least 0.01 (0 is
     greedy): a number, or points `[[update, temperature], ...]` with straight lines between them."""

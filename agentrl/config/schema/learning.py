@@ -134,13 +134,13 @@ class ModelConfig(Frozen):
 
 
 class DataConfig(Frozen):
-    """Training on data that is there already: episodes of runs, conversations, or pairs of which one is preferred
+    """Training on data that is there already: episodes of runs, conversations, or pairs with a preferred one
     (docs/offline.md). Its learning rate and schedule are those of [optim]."""
 
     path: Annotated[list[str], Field(min_length=1)]
     """Files (.jsonl, .parquet), folders of them, and folders of runs, evaluations and rollouts."""
     loss: Literal["sft", "dpo", "reward"] = "sft"
-    """What is learned: the assistant's tokens ("sft"), to prefer one of two episodes ("dpo", arXiv:2305.18290), or a reward model
+    """The objective: the assistant's tokens ("sft"), to prefer one of two episodes ("dpo", arXiv:2305.18290), or a reward model
     that does ("reward")."""
     batch: Annotated[PositiveInt, Unit("examples")] = 8
     """Examples of each optimizer step: episodes, conversations, or pairs."""

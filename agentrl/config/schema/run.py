@@ -103,7 +103,7 @@ class ProfileConfig(Frozen):
     torch: bool = True
     """Also record torch's operators and kernels on the ranks."""
     max_events: Annotated[int, Field(ge=1000), Unit("events")] = 500_000
-    """The most events of a file: of torch's the longest are kept, and what is left out is counted in it."""
+    """The most events of a file: of torch's the longest are kept, and the file counts the others."""
 
 
 class EvalConfig(Frozen):
@@ -112,7 +112,7 @@ class EvalConfig(Frozen):
     tasks: Annotated[PositiveInt, Unit("tasks")] = 100
     """How many are played, once each."""
     split: str = "heldout"
-    """Of which split they are."""
+    """Their split."""
     every: Annotated[NotNegativeInt, Unit("updates")] = 0
     """How often it happens during training; 0 is never, so only before and after."""
     temperature: Temperature = 1.0
@@ -168,7 +168,7 @@ class HealthConfig(Frozen):
     exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
     max_unscored: Fraction = 0.5
     """The largest share of episodes that may be unscored, over as many updates or in an evaluation, before the run says so; one
-    of which more are is "mostly unscored", with exit code 1."""
+    more make it "mostly unscored", with exit code 1."""
 
 
 class TrainConfig(Frozen):
@@ -238,7 +238,7 @@ class TrainConfig(Frozen):
     api: ApiConfig = ApiConfig()
     """How API models are called."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved, and how much is kept."""
+    """Saved state, and how much of it is kept."""
     keep: KeepConfig = KeepConfig()
     """How much stays of what grows with the run's length."""
     health: HealthConfig = HealthConfig()
@@ -258,7 +258,7 @@ class TrainConfig(Frozen):
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:
-        """The environments of the run, one for `[env]`: what is read instead of `env`."""
+        """The environments of the run, one for `[env]`: read this instead of `env`."""
         if self.env is None:
             return ()
         return tuple(self.env) if isinstance(self.env, list) else (self.env,)

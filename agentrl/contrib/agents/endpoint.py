@@ -126,7 +126,7 @@ class Endpoint:
     def open(
         self, session: str, *, seed: int | None = None, engine: Engine | None = None, sampling: Sampling | None = None
     ) -> Access:
-        """Begin a session, with a key that is told only here. `seed`: of all that is sampled in it. `engine`, `sampling`: of its
+        """Begin a session, with a key that only this call returns. `seed`: of its sampling. `engine`, `sampling`: of its
         own, in place of the endpoint's.
 
         Raises ValueError for a name that is open already or cannot stand in a URL."""

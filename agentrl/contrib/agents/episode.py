@@ -57,7 +57,7 @@ class Samples(Protocol):
 
 
 class EpisodeEngine(Engine):
-    """Every turn is asked through the episode, which bounds it, gives it its seed, and notes what becomes of it."""
+    """Every turn is asked through the episode, which bounds it, gives it its seed, and notes its outcome."""
 
     def __init__(self, engine: Engine, episode: Samples) -> None:
         self._engine, self._episode = engine, episode

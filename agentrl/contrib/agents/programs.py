@@ -303,7 +303,7 @@ class Remote:
 
 
 async def _read_limited(answer: httpx.Response) -> bytes | None:
-    """The body; None if it is too long, of which no more is read."""
+    """The body; None if it is too long, and then unread."""
     data = bytearray()
     async for chunk in answer.aiter_bytes():
         data += chunk

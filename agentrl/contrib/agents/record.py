@@ -165,7 +165,7 @@ class Record:
         self._calls: dict[str, Turn] = {}  # by id, those that the agent has not made yet
         self._own = 0
         self.cut = False
-        """Whether what is sampled last was cut short, so that nobody answers it."""
+        """Return True if the last sampled turn was cut short, so that nobody answers it."""
         self._heard: Counter[str] = Counter()
 
     def catch_up(self) -> None:

@@ -67,7 +67,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice: the turn as the client sees it, what was sampled for it, the number of prompt tokens, its number in the
+    """One choice: the turn as the client sees it, its samples, the number of prompt tokens, its number in the
     session, and the stop string that ended it."""
 
     message: Message
@@ -96,7 +96,7 @@ class AgentSession:
     marked as sampled in exactly one ledger.
 
     `turns`: all answers in the order in which they came to be, with the place of their last token. `failure`: what the engine
-    last failed with, None if it never did. `other`: sampling that requests asked for, of which the run's own was used instead,
+    last failed with, None if it never did. `other`: sampling that requests asked for; the run's own was used instead,
     and how many asked for it. `requests`: those that were answered or failed. `kept`: conversations by the ids of responses that
     ended them, for protocols in which a request names the one that it continues.
     """
@@ -156,7 +156,7 @@ class AgentSession:
         return task
 
     async def close(self) -> None:
-        """End what is under way, of which nothing is recorded, and refuse what comes."""
+        """End turns in progress without a record, and refuse new ones."""
         self._closed = True
         running = list(self._running)
         for task in running:
@@ -164,7 +164,7 @@ class AgentSession:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def answer(self, ask: Ask, hear: Hear | None = None) -> list[Answer]:
-        """Sample each choice and record it; `hear` is told all that is sampled meanwhile.
+        """Sample each choice and record it; `hear` gets all that is sampled meanwhile.
 
         Raises EngineError, RenderError or RequestError; the ledgers are then unchanged.
         """
@@ -374,7 +374,7 @@ class Live:
             self._result()
 
     async def heard(self) -> AsyncIterator[Heard]:
-        """Sampled parts, until the end. If the reader goes away the request is ended: nobody would see what is sampled."""
+        """Sampled parts, until the end. If the reader goes away the request is ended: nobody would see the tokens."""
         try:
             item = self._first
             while item is not None:
@@ -390,7 +390,7 @@ class Live:
         found = []
         for answer, told in zip(self._result(), self._told, strict=True):
             if not answer.message.content.startswith(told):
-                raise RequestError("what was streamed is not how the message begins; ask without stream", status=500)
+                raise RequestError("the streamed text is not how the message begins; ask without stream", status=500)
             found.append((answer, answer.message.content[len(told) :]))
         return found
 

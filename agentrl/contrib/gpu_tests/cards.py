@@ -63,7 +63,7 @@ class NvidiaSmi:
         self._uuids: dict[int, str] = {}
 
     def read(self) -> list[CardMemory]:
-        """All cards. Raises ResourceError if nvidia-smi is missing, fails, or does not say what is in use."""
+        """All cards. Raises ResourceError if nvidia-smi is missing, fails, or does not list the cards in use."""
         found = [self._card(line) for line in self._ask(_QUERY)]
         self._uuids = {card.number: card.uuid for card in found}
         return found

@@ -15,7 +15,7 @@ EPILOG = """examples:
   agentrl test tests/gpu --cards 0,1             only on these two
   agentrl test tests/gpu -- -k engine -x         what stands behind -- goes to pytest
   agentrl test tests/gpu/test_engine.py::test_sleep_frees_the_memory
-  agentrl test --failed                          what has failed, was interrupted or was not run last time
+  agentrl test --failed                          tests that failed, were interrupted or were not run last time
   agentrl test tests/gpu --simulate 4            with four made-up cards
   agentrl test tests/gpu --json > results.json   one JSON object; lines go to stderr
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat", type=_seconds, default=30.0, metavar="S", help="between two lines on what runs (default 30)"
     )
-    parser.add_argument("--failed", action="store_true", help="only what has not passed when it was last asked for")
+    parser.add_argument("--failed", action="store_true", help="only tests that did not pass last time")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="logs and records (default: .pytest_cache/agentrl)")
     parser.add_argument(
         "--junit-xml", type=Path, metavar="FILE", help="where to write the JUnit XML (default: junit.xml in --out)"

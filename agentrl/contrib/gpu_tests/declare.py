@@ -241,7 +241,7 @@ def _remaining_marks(result: FileResult, earlier: Earlier) -> tuple[str, ...] | 
 
 
 def failed_before(found: Mapping[str, tuple[str, ...]], known: Mapping[str, Earlier]) -> dict[str, tuple[str, ...]]:
-    """Of the files found, what has not passed when it was last run. Raises UserError if there is nothing."""
+    """Tests of the found files that did not pass last time. Raises UserError if there is nothing."""
     left = {file: known[file].left for file in found if file in known and known[file].left != ()}
     if not left:
         raise UserError("--failed: nothing of this has failed, was interrupted or was not run when it was last asked for")

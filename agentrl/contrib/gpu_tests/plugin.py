@@ -111,7 +111,7 @@ class Teller:
 
 
 def _cut(text: str) -> str:
-    """The end of a long text, which says what went wrong."""
+    """The end of a long text, which names the fault."""
     return text if len(text) <= MOST_TEXT else f"[{len(text) - MOST_TEXT} characters left out]\n{text[-MOST_TEXT:]}"
 
 

@@ -158,7 +158,7 @@ def _eta(scheduler: Scheduler, now: float) -> list[str]:
     }
     slots = scheduler.limits.slots - sum(not cards for cards, _ in ends.values())
     left = time_left([waits(job) for job in scheduler.waiting.values()], ends, scheduler.pool.free(), slots)
-    beside = f", beside {unknown} of unknown length" if unknown else ""
+    beside = f", and {unknown} of unknown length" if unknown else ""
     return [f"about {clock(left)} left{beside}"]
 
 
@@ -181,7 +181,7 @@ def verdict(result: FileResult) -> str:
 
 def report(results: Sequence[FileResult], out: Mapping[int, str], seconds: float) -> str:
     """The end of a run: every test that did not pass, with why; every problem of a file and card; the totals."""
-    lines = ["", "== what did not pass =="] if any(_worth(result) for result in results) else [""]
+    lines = ["", "== did not pass =="] if any(_worth(result) for result in results) else [""]
     for result in sorted(results, key=lambda one: one.file):
         if not _worth(result):
             continue

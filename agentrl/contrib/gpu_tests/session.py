@@ -1,7 +1,7 @@
 """One test file's pytest session: its processes, its environment, its end.
 
 The session is started by `agentrl.utils.keeper`, which adopts everything that the session leaves behind, double forks
-included, and ends all of it when the session ends, when it is told to, and when the scheduler dies in whatever way.
+included, and ends all of it when the session ends, on request, and when the scheduler dies in whatever way.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def own_path(folder: Path, kind: Literal["logs", "journals", "caches"], file: st
 
 
 def child_env(outer: Mapping[str, str], added: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
-    """The environment of a file's session that has these cards, none of others."""
+    """The environment of a file's session that has these cards alone."""
     kept = {name: value for name, value in outer.items() if name not in NOT_FOR_CHILDREN}
     return {**kept, **added, VISIBLE: ",".join(map(str, cards)), "PYTHONUNBUFFERED": "1"}
 

@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class FileResult:
-    """One file. `problem`: what is wrong with the file as a whole, None for nothing. `at`: where that was, as text of all
+    """One file. `problem`: the fault of the file as a whole, or None. `at`: where that was, as text of all
     threads. `seconds`: from its start to the end of its last process; None if it was not started. `collected`: whether the cases
     are pytest's, else they are names read from the file. `part`: whether only some of its tests were asked for."""
 
@@ -84,7 +84,7 @@ class JournalReader:
         self.cases: dict[str, Case | None] = {}
 
     def read(self) -> None:
-        """Read what is new; a line that is not whole is left for later."""
+        """Read new lines; an incomplete line is left for later."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -149,7 +149,7 @@ class Stacks:
 def conclude(
     said: JournalReader, ending: Ending, listed: Sequence[str], stacks: Stacks, log_tail: str
 ) -> tuple[list[Case], str | None]:
-    """Every test of a file with its outcome, and what is wrong with the file as a whole (None: nothing).
+    """Every test of a file with its outcome, and the fault of the file as a whole (None: nothing).
 
     `listed`: the names of tests that were read from the file, for one that was never collected. `log_tail`: the last lines that
     the session wrote.

@@ -66,7 +66,7 @@ def only_data(config: TrainConfig) -> TrainConfig:
 
 
 def write_data(config: TrainConfig, folder: Path, display: Display) -> About:
-    """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
+    """Read the data of a config into a store in `folder`, and describe it. Raises ConfigError if it cannot be used."""
     tokenizer = tokenizer_of(config)
     made = Preparation(data_of(config), renderer_of(config.model, tokenizer), tokenizer, longest_row(config))
     display.phase("data", 1)
@@ -280,7 +280,7 @@ def summary_of_data(config: TrainConfig, rows: list[dict[str, Any]]) -> dict[str
 
 
 def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
-    """Raise a UserError for a config that cannot be trained on its data; returns what is worth a warning. `prepared`: the run has
+    """Raise a UserError for a config that cannot be trained on its data; returns warnings. `prepared`: the run has
     all of its data already, wherever that came from.
 
     Reads: data, model, optim, cluster, trackers, out.

@@ -45,7 +45,7 @@ from agentrl.utils.threads import after_fork
 
 T = TypeVar("T")
 Watching = Callable[[list[dict[str, Json]] | str], None]
-"""Told which tool calls are in progress on the server, or why it does not answer."""
+"""Hears which tool calls are in progress on the server, or why it does not answer."""
 
 PATIENCE = 30.0
 """Seconds without any answer after which a server is given up. A request may be sent again: none is ever done twice."""
@@ -210,7 +210,7 @@ def _message(answer: httpx.Response) -> str:
 log = logging.getLogger(__name__)
 
 CHECK_PATIENCE = 5.0
-"""Seconds without an answer after which a server is given up of which no episode is running."""
+"""Seconds without an answer after which a server without a running episode is given up."""
 
 _cards: dict[tuple[str, str], dict[str, Json]] = {}
 _tables: dict[str, Mapping[str, Tool]] = {}
@@ -317,7 +317,7 @@ class RemoteEnv(ToolEnv):
         return self._link.ask_now("/v1/ask", {"what": what, "env": self._asked.row(), **body}, CHECK_PATIENCE)["result"]
 
     def teacher(self, task: Task, rng: Any, **params: Any) -> Teacher:
-        """The server's teacher, for the running episode; `rng` is a random.Random, of which the server gets the state."""
+        """The server's teacher, for the running episode; `rng` is a random.Random; the server gets its state."""
         if not isinstance(rng, random.Random):
             raise TypeError(f"{self.id}: over a server, a teacher's rng is a random.Random")
         if not self._open or task != self.task:
@@ -486,7 +486,7 @@ class RemoteEnv(ToolEnv):
         return RemoteEnvError(str(lost))
 
     def _watch(self, seen: list[dict[str, Json]] | str) -> None:
-        """Show what is in progress there as if it were here, for stalls and for who is to blame for the time."""
+        """Show its work in progress as if it were here, for stalls and for the blame of the time."""
         if isinstance(seen, str):
             calls = {"": self._calls_there.get("") or Waiting(_LINK, f"{self._link.url}: {seen}", running=True)}
         else:

@@ -68,7 +68,7 @@ class EnvOffer:
             for name in sorted(self._host_params & asked.params.keys()):
                 if asked.params[name] != self.ref.params.get(name):
                     raise CatalogError(
-                        f"params.{name} names what is on the server's machine, and is the server's to set: agentrl env serve "
+                        f"params.{name} names a thing on the server's machine, and is the server's to set: agentrl env serve "
                         f"{entry.name} {name}=..."
                     )
             for place, text in references({"params": asked.params, "wrappers": asked.wrappers}):

@@ -223,7 +223,7 @@ class HttpServer:
 
 
 def serve_http(app: EnvApp, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `say` is told how to reach it. Raises ConfigError if the port is taken."""
+    """Serve until Ctrl-C; `say` shows how to reach it. Raises ConfigError if the port is taken."""
 
     async def serve() -> None:
         async with HttpServer(app, host, port) as server:

@@ -317,7 +317,7 @@ class EnvSessions:
         return sum(session.active for session in self._open.values())
 
     def find(self, key: str) -> EnvSession:
-        """Raises RefusedError without one with that id, and says what became of it."""
+        """Raises RefusedError without one with that id; its text names the session's end."""
         if key in self._open:
             return self._open[key]
         if key in self._closed:
@@ -342,7 +342,7 @@ class EnvSessions:
         return self._open[key]
 
     async def close(self, key: str, why: str) -> None:
-        """End a session, with what its client is told if it comes back."""
+        """End a session, with the answer to a client that comes back."""
         session = self._open.pop(key, None)
         if session is None:
             return

@@ -36,7 +36,7 @@ _LOCK = fork_safe(threading.RLock())
 
 def import_in_place(module: str, folder: Path, *, extra: str | None = None) -> ModuleType:
     """The module of a package whose folder is `folder` ("toy.rules" of .../src/toy), without running the package's own
-    `__init__`. What is installed next to it (`pip install --target`) is found while it is imported. `extra`: the extra of agentrl
+    `__init__`. Packages next to it (`pip install --target`) are found while it is imported. `extra`: the extra of agentrl
     that installs what the module imports, if one does, for errors.
 
     Raises ConfigError if the package was imported from elsewhere in this process, or does not load on this Python;
@@ -162,7 +162,7 @@ def public_state(value: Any) -> Json:
     """A value as JSON, for states that are compared as Python compares them: true and 1 and 1.0 are the same.
 
     Of an object: its attributes without those whose name begins with "_", and without those that hold another object of its class
-    (a directory's parent, say, which would lead in a circle). Keys that are not strings are told apart from strings that look
+    (a directory's parent, say, which would lead in a circle). Keys that are not strings differ from strings that look
     like them.
     """
     kind = type(value)
@@ -309,7 +309,7 @@ class MeansTable:
     over_tasks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def rows(self, found: Mapping[str, Sequence[Played]]) -> list[OfficialRow]:
-        """A row for each category (`found` has its episodes), for each mean of which something was played, and "overall"."""
+        """A row for each category (`found` has its episodes), for each mean with some played task, and "overall"."""
         rows = [mean_row(name, played) for name, played in found.items()]
         known: dict[str, _Known] = {row.name: (row.value, row.n, True) for row in rows if row.value is not None}
         for name, parts in self.means.items():

@@ -86,7 +86,7 @@ class ForeignProcess:
 
     def ask(self, function: str, values: dict[str, Json]) -> Json:
         """Call a function of the script; blocks, at most `ANSWERS_S`. Raises EnvError for what it raises, and if the process ends
-        instead, writes what is no answer or gives none, after which it is killed."""
+        instead, writes no valid answer, after which it is killed."""
         late = threading.Timer(ANSWERS_S, self.kill)
         late.daemon = True
         late.start()
@@ -265,7 +265,7 @@ def foreign(python: str, script: Path, arguments: Sequence[str] = (), most: int 
 class ForeignSuite(SuiteEnv):
     """A suite over processes of the benchmark's own Python, which serve the functions of `script`, a file of the suite.
 
-    `inside`: the processes. A subclass that adds to `beside` or `shared` keeps what is here (`ForeignSuite.next to | {...}`)."""
+    `inside`: the processes. A subclass that adds to `beside` or `shared` keeps these (`ForeignSuite.beside | {...}`)."""
 
     script: ClassVar[Path]
     beside = frozenset({"python", "processes"})
@@ -274,7 +274,7 @@ class ForeignSuite(SuiteEnv):
 
     def __init__(self, *, python: str | None = None, processes: int = 2, **base: Any) -> None:
         """`python`: the interpreter that has the benchmark's packages, by default that of SOURCE/.venv, else this one.
-        `processes` (1..256): how many of them answer at the same time; what is more waits.
+        `processes` (1..256): how many of them answer at the same time; the rest waits.
 
         Raises ConfigError for a number outside this range, and for an interpreter that does not exist."""
         super().__init__(**base)

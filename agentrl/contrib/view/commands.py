@@ -96,7 +96,7 @@ def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     compare.set_defaults(run=run_compare)
     failures = actions.add_parser("failures", help="why episodes did not succeed, by reason")
     failures.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
-    failures.add_argument("--step", type=int, help="of the episodes after so many updates")
+    failures.add_argument("--step", type=int, help="of the episodes after this many updates")
     failures.set_defaults(run=run_failures)
     for action in (listing, compare, failures):
         # Suppressed: its default would otherwise replace what stands before the action.
@@ -195,14 +195,14 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = SHOW_EPILOG
     parser.add_argument("folder", metavar="RUN", help="a run folder, or an evaluation's")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, help="the episodes after so many updates")
+    what.add_argument("--step", type=int, help="the episodes after this many updates")
     what.add_argument("--episode", metavar="ID", help="one episode, as --step and the viewer name it: FILE.ROW")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run_show)
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Show; returns 0. Raises RunFolderError or NotFoundError for what is not there."""
+    """Show; returns 0. Raises RunFolderError or NotFoundError if it is missing."""
     from pathlib import Path
 
     from agentrl.contrib.view.api import Api

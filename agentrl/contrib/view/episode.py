@@ -87,7 +87,7 @@ def _lines(path: Path, inode: int, size: int) -> list[int]:
 
 
 def _texts(run: RunRecord, ids: Sequence[int]) -> tuple[list[str | None], str | None]:
-    """The text of each token, and why there is none. Tokens that are parts of one character have it at the last of them."""
+    """The text of each token, or why it is unknown. Tokens that are parts of one character have it at the last of them."""
     path = tokenizer_file(run)
     if path is None:
         return [None] * len(ids), "no tokenizer of the run's model is on this machine"

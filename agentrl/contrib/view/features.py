@@ -21,7 +21,7 @@ from agentrl.utils.parsing import read_json
 
 Json = Any
 MOST_TEXT = 20_000
-"""Characters of an episode that the search for words knows: of what was asked, said and answered, from the start."""
+"""Characters of an episode that the search for words knows: of questions, messages and answers, from the start."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`")
 _HEX = re.compile(r"\b(?:0x[0-9a-f]+|(?=[0-9a-f-]*[0-9])[0-9a-f]{8}[0-9a-f-]*)\b", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")

@@ -151,7 +151,7 @@ class Index:
                 raise
 
     def refresh(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Read what is new in the run's files; whether anything was. Ends early, between files and parts of them, if `stop`
+        """Read new lines of the run's files; True if there were any. Ends early, between files and parts of them, if `stop`
         says so. What another process indexes at the same time is not read twice."""
         with self._lock:
             try:

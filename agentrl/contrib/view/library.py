@@ -26,7 +26,7 @@ POLL_S = 2.0
 
 
 class Metrics:
-    """The rows of a metrics.jsonl, of which each call reads only what is new. A file that was written anew is read again, and
+    """The rows of a metrics.jsonl, each call reads only its new rows. A file that was written anew is read again, and
     `edition` is then another."""
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ def _row(line: bytes) -> dict[str, Json]:
 
 @dataclass(slots=True)
 class Shelved:
-    """A run with what is known of it. `wanted`: when a user last asked about its episodes."""
+    """A run and its known figures. `wanted`: when a user last asked about its episodes."""
 
     ident: str
     run: RunRecord

@@ -143,7 +143,7 @@ def _order(sort: str, order: str) -> str:
 
 
 def whole(asked: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    """A whole number from an address, cut to [low, high]. Raises UserError if it is none."""
+    """A whole number from an address, cut to [low, high]. Raises UserError if it is not one."""
     return min(max(_int(name, asked[name]), low), high) if asked.get(name) else default
 
 

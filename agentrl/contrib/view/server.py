@@ -163,7 +163,7 @@ def _asset(request: Request) -> Response:
 
 
 def assets() -> dict[str, bytes]:
-    """The page's files by name. Only what is in this list is ever served, so that no path leads out of it."""
+    """The page's files by name. Only files of this list are ever served, so that no path leads out of it."""
     found: dict[str, bytes] = {}
     open_folders = [("", files("agentrl.contrib.view") / "assets")]
     while open_folders:
@@ -177,7 +177,7 @@ def assets() -> dict[str, bytes]:
 
 
 def serve(library: Library, port: int, say: Callable[[str], None], envs: bool = True) -> None:
-    """Serve until Ctrl-C; `say` is told the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
+    """Serve until Ctrl-C; `say` shows the address. `port` 0 picks a free one. Raises ConfigError if the port is taken."""
     import uvicorn
 
     listener = _open_socket(port)

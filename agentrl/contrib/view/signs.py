@@ -1,7 +1,7 @@
 """Signs of reward hacking in one episode, as numbers: how far it is from the gold, how much it repeats itself, and how far a
 judge is from the other terms. They are hints for whoever looks, never part of a reward.
 
-All of it reads a row of a trajectory file as plain JSON, and takes any shape: what is not there gives None."""
+All of it reads a row of a trajectory file as plain JSON, and takes any shape: a missing part gives None."""
 
 from __future__ import annotations
 

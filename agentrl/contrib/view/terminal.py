@@ -112,7 +112,7 @@ def print_json(value: Json) -> None:
 
 
 def console() -> Console:
-    """Markup and highlighting are off: what is printed is `Text` or this file's own."""
+    """Markup and highlighting are off: all output is `Text` or this file's own."""
     return safe_console(markup=False, highlight=False)
 
 

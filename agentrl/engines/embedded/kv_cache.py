@@ -542,7 +542,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`query` [1, heads, T, dim], `key` [1, kv heads, T, dim], `value` [1, kv heads, T, value dim] -> ([1, T, heads, value dim],
-    None), by the plan that the model runs under (`planned`). Raises ModelError for what is not in the form."""
+    None), by the plan that the model runs under (`planned`). Raises ModelError for anything outside the form."""
     form = attention_form(
         module, query, attention_mask, scaling=scaling, dropout=dropout, sliding_window=sliding_window, others=others
     )

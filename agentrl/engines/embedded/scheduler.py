@@ -84,7 +84,7 @@ def kept_set(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One `generate` call in progress. `tokens` are the prompt and what was sampled so far; `uniforms` the
+    """One `generate` call in progress. `tokens` are the prompt and the sampled tokens so far; `uniforms` the
     request's random numbers, one for each token it may sample. `experts`: of tokens whose cache was dropped since, as they were
     computed first. `told`: gets each token as it is sampled; `stops`, `constraint`: what the text of its tokens decides."""
 
@@ -121,7 +121,7 @@ class Request:
         return "length" if len(self.logprobs) == len(self.uniforms) else None
 
     def keep_experts(self) -> None:
-        """Before the cache of the sequence is dropped: what is computed again may go elsewhere, and tokens were sampled
+        """Before the cache of the sequence is dropped: recomputed tokens may go elsewhere, and tokens were sampled
         with these."""
         if self.sequence is not None:
             self.experts += self.sequence.experts[len(self.experts) :]

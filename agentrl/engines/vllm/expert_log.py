@@ -1,6 +1,6 @@
 """Experts of each token of a request, as the steps of an engine report them.
 
-A request keeps the choices of each of its tokens as they were computed *first*: what is computed again, after a publish or a
+A request keeps the choices of each of its tokens as they were computed *first*: a recomputation, after a publish or a
 preemption, may go elsewhere, and later tokens were sampled with the first. Tokens that the prefix cache gave were computed for an
 earlier request; theirs are found by the cache's slots, where they lie next to the keys and values.
 """

@@ -3,7 +3,7 @@
 Of vLLM's own preparation only what it asks at the start is left: how large an image may be, and one of that size, by which it
 measures what it needs. Whoever imports this file makes its classes known to the vLLM of the process.
 
-vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, of which there is no build
+vLLM's module of Qwen2-VL takes one function of transformers' image processor that needs torchvision, which has no build
 for every torch; the processor without it has the same function."""
 
 from __future__ import annotations

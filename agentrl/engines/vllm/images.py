@@ -16,7 +16,7 @@ ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL
 """vLLM's names of the models' classes here (image_model.py), by the model's type."""
 RECEIVER = "agentrl.engines.vllm.image_model.VisionReceiver"
 OLDEST = (0, 32)
-"""The first vLLM that takes what is made here."""
+"""The first vLLM that takes these inputs."""
 OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
 """Arguments of vLLM, next to those that begin with `mm_`, of its own preparation of images, which has no part in it."""
 
@@ -35,7 +35,7 @@ def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def check_images(vllm: VllmConfig, version: str | None) -> None:
-    """Raise ConfigError for what does not go with a model that takes images, DependencyError for a vLLM that is not given any."""
+    """Raise ConfigError for keys that do not go with a model that takes images, DependencyError for a vLLM without them."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         raise DependencyError(

@@ -358,7 +358,7 @@ def engine_options(
     sleeps: bool = False,
     router_replay: bool = False,
 ) -> dict[str, Any]:
-    """The arguments for vLLM's AsyncEngineArgs, but for the model; what is left out has vLLM's own default.
+    """The arguments for vLLM's AsyncEngineArgs, but for the model; a missing one has vLLM's own default.
 
     `cuda`: whether the replicas run on GPUs; `sleeps`: whether their memory must be such that it can be freed; `router_replay`:
     whether they note which experts tokens go to. Raises

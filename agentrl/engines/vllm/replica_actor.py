@@ -115,7 +115,7 @@ class TurnWatch:
 # computed again, the prefix, a vLLM with spans computes again too, since no cache outlives an update.
 
 RETRY_S = 0.01
-"""Between two attempts to end what is on its way into the engine."""
+"""Between two attempts to end requests on their way into the engine."""
 
 
 @dataclass(slots=True)
@@ -308,7 +308,7 @@ class VllmActor:
         self.died("a process of its engine is gone")
 
     async def _call(self, method: str, *args: Any, **keywords: Any) -> Any:
-        """A method of the engine. Raises ReplicaDeadError if the engine is dead or dies, of which vLLM tells no call."""
+        """A method of the engine. Raises ReplicaDeadError if the engine is dead or dies, which vLLM reports to no call."""
         call = asyncio.ensure_future(getattr(self._engine, method)(*args, **keywords))
         dead = asyncio.create_task(self._dead.wait())
         try:

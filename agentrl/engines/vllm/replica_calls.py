@@ -214,7 +214,7 @@ class Paces:
 # The replica of this process
 
 LOOK = 0.1
-"""Seconds for which what was read of all requests is used again."""
+"""Seconds for which figures of all requests are used again."""
 
 _HERE: list[Any] = []
 """The VllmActor of this process, once it has started."""

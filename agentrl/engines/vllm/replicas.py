@@ -498,7 +498,7 @@ class Elastic:
 # Rollout workers in replicas
 
 PATIENCE = 10.0
-"""Seconds in which a worker that was told to end must have left its replica."""
+"""Seconds in which a worker that was asked to end must have left its replica."""
 ENDINGS = 3
 """After this many workers that ended by themselves, a live replica gets no more."""
 

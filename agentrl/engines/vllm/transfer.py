@@ -118,7 +118,7 @@ TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, Ncc
 
 def takes_buckets() -> bool:
     """Return True if the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and
-    are told otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
+    learn otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
     from vllm.distributed.weight_transfer import packed_tensor
 
     return hasattr(packed_tensor, "PackedBufferImporter")

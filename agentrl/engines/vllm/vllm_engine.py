@@ -221,7 +221,7 @@ class VllmEngine(Engine, WeightTarget):
         return await self._answer(token_ids, sampling, request_key, None)
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
-        """As `generate`, but if the replica dies after tokens were told, the turn fails: what was told cannot be taken back.
+        """As `generate`, but if the replica dies after tokens were told, the turn fails: reported tokens cannot be taken back.
         Raises EngineError then."""
         begun = False
 

@@ -131,7 +131,7 @@ def check_fraction(config: TrainConfig, fraction: float, device: int, taken: Eng
     if taken.cache < need:
         gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, taken.weights, taken.cache, need)]
         raise ConfigError(
-            f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, beside {gib[1]} of weights, {gib[2]} "
+            f"vllm.args.gpu_memory_utilization = {fraction:g} of a GPU of {gib[0]} leaves, after {gib[1]} of weights, {gib[2]} "
             f"for the KV cache, and a sequence of {length:,} tokens takes {gib[3]}: raise it or vllm.tensor_parallel, or lower "
             "vllm.max_model_len"
         )

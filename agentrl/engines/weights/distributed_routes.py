@@ -345,7 +345,7 @@ class NcclSender(GroupSender):
 
 
 class NcclReceiver(Receiver):
-    """The end in a process that is not vLLM's: there is none."""
+    """The end in a process other than vLLM's: it has none."""
 
     def open(self) -> None:
         raise ConfigError("weights.route = nccl: only the processes of a vLLM engine (0.32) on GPUs join its group")

@@ -417,7 +417,7 @@ TOKEN = "token"
 HEAD = 64
 """Bytes before a bucket's own, a multiple of what its tensors are aligned to: its number, as text."""
 STALE_S = 60.0
-"""For how long a receiver looks again if a file does not have the bucket that it was told of."""
+"""Time for which a receiver looks again if a file does not have the announced bucket."""
 
 
 class DiskSender(Sender):

@@ -24,7 +24,7 @@ from agentrl.utils.errors import EngineError, ModelError
 @dataclass(slots=True)
 class Conversion:
     """Recipe for a tensor, or for several that come from the same ones. `name` is that of the (first) result; `sources` are the
-    names of what goes in, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
+    names of its inputs, in order, by the pattern that they match. Without a converter it is one tensor, renamed."""
 
     name: str
     converter: Any = None

@@ -49,7 +49,7 @@ def wanted_texts(value: Json) -> list[str]:
 
 @LEAVES.register("text.contains")
 class TextContains(Leaf):
-    """Return True if the text contains what was expected."""
+    """Return True if the text contains the expected text."""
 
     kind: ClassVar[str] = "text.contains"
     formula: ClassVar[str] = "share of the expected texts that occur (credit=partial), or 1 if all / any do (mode)"

@@ -93,7 +93,7 @@ def _user_side(rounds: Sequence[RoundTexts], repeats: bool) -> list[Any]:
 
 
 def _gold_rounds(rounds: Sequence[Json], texts: Sequence[RoundTexts]) -> tuple[list[RoundTurns], UnscorableError | None]:
-    """The rounds to play; and what is wrong with the gold after them, if it is. What was said inside of a round is said after its
+    """The rounds to play; and the fault of the gold after them, if any. What was said inside of a round is said after its
     gold calls, because nothing tells between which of them."""
     found: list[RoundTurns] = []
     numbers = count()
@@ -284,7 +284,7 @@ class StateAssert(Leaf):
     """Return True if one value in the final state satisfies the comparisons."""
 
     kind: ClassVar[str] = "state.assert"
-    formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` if there is none"
+    formula: ClassVar[str] = "1 if every comparison holds for the value at `path`, else 0; `absent` without a value"
     schema: ClassVar[dict[str, Any]] = {
         **object_schema(
             {
@@ -327,7 +327,7 @@ class StateNumber(Leaf):
     """A number in the final state, such as the verdict of a task's tests."""
 
     kind: ClassVar[str] = "state.number"
-    formula: ClassVar[str] = "(x - low) / (high - low), cut to [0, 1], of the number x at `path`; `absent` if there is none"
+    formula: ClassVar[str] = "(x - low) / (high - low), cut to [0, 1], of the number x at `path`; `absent` without one"
     schema: ClassVar[dict[str, Any]] = object_schema(
         {"path": _POINTER, "low": {"type": "number"}, "high": {"type": "number"}, "absent": {"enum": [0, None]}}, ("path",)
     )
@@ -358,7 +358,7 @@ class StateNumber(Leaf):
 
 @LEAVES.register("results.contains")
 class ResultsContains(Leaf):
-    """Return True if the tools' answers contain what was expected: texts, or the answers to the gold calls."""
+    """Return True if the tools' answers contain the expected: texts, or the answers to the gold calls."""
 
     kind: ClassVar[str] = "results.contains"
     formula: ClassVar[str] = (

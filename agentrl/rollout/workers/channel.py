@@ -76,7 +76,7 @@ class Channel(asyncio.Protocol):
         self._unsent += (_HEAD.pack(len(head), len(blob)), head, blob)
 
     def close(self) -> None:
-        """Send what is waiting, and end the connection."""
+        """Send all waiting messages, and end the connection."""
         self._flush()
         if self._transport is not None:
             self._transport.close()

@@ -227,7 +227,7 @@ class StoredRow:
 
 
 class Rows:
-    """The driver's side, one for each worker: `row` for what its spool told."""
+    """The driver's side, one for each worker: `row` for its spool's figures."""
 
     def __init__(self) -> None:
         self._part: PartFile | None = None
@@ -265,7 +265,7 @@ class WorkerCore:
     """Made in the process that hosts it; `run` is all that it is asked.
 
     `build(channel)` makes the parts in this process, in a thread. `spool`: the folder for rows of trajectory files that the
-    driver asks to keep. `slow_loop`: as in the rollout section; the driver is told what a watchdog finds.
+    driver asks to keep. `slow_loop`: as in the rollout section; the driver gets the finds of a watchdog.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class WorkerCore:
         self._watching: Counter[int] = Counter()
 
     async def run(self, door: Door) -> None:
-        """Connect, play what is asked, and return once the driver says so or is gone. What cannot be built is told to the
+        """Connect, play requested episodes, and return once the driver says so or is gone. An error of construction goes to the
         driver, which raises it."""
         on: dict[str, Handler] = {"play": self._play, "cancel": self._cancel, "heard": self._heard, "end": self._end}
         self._channel = channel = await dial(door, self.name, on)
@@ -307,7 +307,7 @@ class WorkerCore:
         await self._close()
 
     async def _built(self, channel: Channel, over: asyncio.Task[Any]) -> bool:
-        """Make and start the parts. False if they cannot be, or nobody needs them any more: what is started may wait for an
+        """Make and start the parts. False if they cannot be, or nobody needs them any more: a started part may wait for an
         answer of the driver, which is gone then."""
         building = asyncio.create_task(self._begin(channel), name=f"start of {self.name}")
         await asyncio.wait({building, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -338,7 +338,7 @@ class WorkerCore:
         self._channel.close()
 
     def abandon(self) -> None:
-        """Nothing that plays here can go on: the driver is told by the end of the connection, and plays all of it elsewhere."""
+        """Nothing that plays here can go on: the driver sees the end of the connection, and plays all of it elsewhere."""
         self._channel.abort()
 
     def _end(self, fields: Fields, _: memoryview) -> None:
@@ -574,7 +574,7 @@ class DriverEngine(Engine):
         return next((self._refused[name] for name in ASKED if getattr(sampling, name)), "")
 
     def progress(self, request_key: str) -> int | None:
-        """As old as LOOK_S. None until the driver has told it, and always if its engine never tells."""
+        """As old as LOOK_S. None until the driver has sent it, and always if its engine never reports it."""
         if request_key not in self._under_way:
             return None
         if self._looking is None or self._looking.done():

@@ -77,7 +77,7 @@ class Seats(ABC):
 # A worker as the driver sees it
 
 RECENT = 64
-"""Episodes of which a worker's speed is the median."""
+"""A worker's speed is the median over this many episodes."""
 
 
 class GoneError(Exception):
@@ -105,7 +105,7 @@ class Watches:
         return list(self._of.values())
 
     def keep(self, used: set[int]) -> None:
-        """Forget the watches of which no episode runs: evaluations have one of their own each."""
+        """Forget the watches without a running episode: evaluations have one of their own each."""
         self._of = {number: watch for number, watch in self._of.items() if number in used}
 
 
@@ -145,7 +145,7 @@ class RemoteWorker:
         channel.on_lost = lambda: self.end("its process ended")
 
     def end(self, cause: str) -> None:
-        """It plays no more, for that reason; idempotent. Its episodes are told."""
+        """It plays no more, for that reason; idempotent. Its episodes hear of it."""
         if self.gone is not None:
             return
         self.gone = cause
@@ -272,7 +272,7 @@ SLOW_S = 0.005
 LEAVE_S = 10.0
 """Seconds that a worker has to end by itself."""
 OPENING, GROUPS = 512, 256
-"""Tokens of a task's prompt before one is known, and the tasks of which it is known where their prompts are cached."""
+"""Tokens of a task's prompt before one is known, and the tasks whose prompts are cached in a known place."""
 
 
 class WorkerPool(Player):
@@ -283,7 +283,7 @@ class WorkerPool(Player):
     for its start. `respawns`: how many dead ones are replaced, in total (seats that renew processes decide that themselves); then
     the run goes on with fewer, and with none left `play` raises WorkerDiedError. `engine`: the driver's engine, for workers that
     reach it through their channels. `rows`: where workers write rows of trajectory files, of the episodes that one `keeps`.
-    `say`: told what a user should see.
+    `say`: shows a message to the user.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class WorkerPool(Player):
         self._say(f"warning: {line}")
 
     def _places(self, free: int) -> None:
-        """This many processes came for which no worker was begun; what is waited for may have changed too."""
+        """This many processes came for which no worker was begun; the awaited ones may have changed too."""
         for _ in range(0 if self._closing else free):
             dead = next((worker.number for worker in self._workers if worker.gone is not None), None)
             self.respawned += dead is not None
@@ -473,7 +473,7 @@ class WorkerPool(Player):
         await self._news.wait()
 
     async def _watch_silence(self) -> None:
-        """End a worker of which nothing is heard for `timeout` seconds in which this process listened."""
+        """End a worker that was silent for `timeout` seconds in which this process listened."""
         every = min(self._timeout / 8, 1.0)
         last = time.monotonic()
         while True:
@@ -525,7 +525,7 @@ class WorkerPool(Player):
         return Need(job.spec.key, self._opening, self._router.expected(most), lambda: [task], self._opening)
 
     def _computed(self, trajectory: Trajectory) -> int:
-        """The tokens of an episode after its first prompt, of which it tells how long such prompts are."""
+        """The tokens of an episode after its first prompt, which notes how long such prompts are."""
         if trajectory.parent is not None:
             return sum(int((ledger.turns >= trajectory.branch_turn).sum()) for ledger in trajectory.ledgers)
         if not trajectory.turns:
@@ -540,7 +540,7 @@ class WorkerPool(Player):
             starting = any(not worker.settled.done() for worker in self.workers)
             if self._closing or not (self._coming or starting or self._seats.hopeful()):
                 raise WorkerDiedError("no rollout worker is left: " + ("; ".join(self._deaths) or "the pool is closed"))
-            with watch.waits(key, lambda: "a rollout worker, of which none is up"):
+            with watch.waits(key, lambda: "a rollout worker; none is up"):
                 await self._next_news()
         return able
 

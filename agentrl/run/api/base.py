@@ -192,7 +192,7 @@ def env_table(env: Any, params: Mapping[str, Any] | None = None, reward: Any = N
 
 
 def _table(given: Mapping[str, Any]) -> Table:
-    """Nested and plain: dotted keys taken apart, what was given in Python by its name."""
+    """Nested and plain: dotted keys taken apart, Python objects by name."""
     nested: Table = {}
     for key, value in given.items():
         *path, last = str(key).split(".")

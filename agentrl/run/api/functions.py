@@ -85,7 +85,7 @@ async def _evaluate(
     model (`checkpoint`: "last", "best" or a step) then plays as the run evaluates, in its environment, or the one of several
     that `env` names. `env`: an id, a class, or a
     function that makes one, with `params`; `reward`: another spec or function. `overrides`: any keys of a config. `out`: keeps
-    the episodes there, and continues what is missing; by default nothing is kept.
+    the episodes there, and plays the missing ones; by default nothing is kept.
 
     Raises a UserError for what cannot work, CallbackError if the policy raised.
     """
@@ -152,9 +152,9 @@ def _eval_config(
     if not is_given(name) and (Path(name) / "config.toml").is_file():
         return _config_of_run(run_folder(name), checkpoint, env, params, reward, overrides)
     if checkpoint != "last":
-        raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is none")
+        raise ConfigError(f"{purpose}: checkpoint = {checkpoint!r} is of a run's folder, and {name} is not one")
     if env is None:
-        raise ConfigError(f"{purpose}: an environment is needed beside the model: its id or its class; a run's folder has one")
+        raise ConfigError(f"{purpose}: an environment is needed with the model: its id or its class; a run's folder has one")
     table: Table = {"name": purpose, "env": env_table(env, params, reward), "model": {"path": name}}
     return config_of(table, overrides), name
 
@@ -233,7 +233,7 @@ async def _train(
     run = load_run(folder.path)
     if code == 1:
         summary = run.summary or {}
-        why = summary.get("cause") or "what was said is in its log.txt"
+        why = summary.get("cause") or "see its log.txt"
         raise AgentrlError(f"{folder.path}: the run ended as {summary.get('status')!r}: {why}")
     return run
 

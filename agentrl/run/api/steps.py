@@ -353,7 +353,7 @@ async def _session(
     for name in ("experience", "demonstrations"):
         if getattr(made.algorithm, name) is not None:
             raise ConfigError(
-                f"algorithm.{name}: a step-wise loop chooses itself what is in a batch, and nothing is added to it; leave it out "
+                f"algorithm.{name}: a step-wise loop chooses its batches itself, and nothing is added to it; leave it out "
                 f"(overrides={{'algorithm.{name}': False}})"
             )
     one_temperature(made.rollout, "a step-wise loop")

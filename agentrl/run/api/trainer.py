@@ -41,7 +41,7 @@ class TrainBatch:
     """Scored episodes with their advantages, ready for `Trainer.forward_backward`.
 
     `view`: the columns, one row a ledger. `episodes`: as they came. `version`: the weights when it was made. `parts`: how many
-    minibatches `algorithm.minibatch` cuts it into, of which `part` is one (None: all rows are one). `metrics`: of the forward
+    minibatches `algorithm.minibatch` cuts it into; `part` is one of them (None: all rows are one). `metrics`: of the forward
     passes that made it.
     """
 

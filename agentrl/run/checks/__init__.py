@@ -1,6 +1,6 @@
 """All checks before a run, in the order in which they run. Each says which config keys it reads.
 
-A check raises a UserError that names the key, its value and what was expected; no folder is created and no process started
+A check raises a UserError that names the key, its value and the expected one; no folder is created and no process started
 before the last check. The checks are in the files of this folder (`agent`, `branch`, `model`, `capacity`, `data`, `judges`,
 `named`, `parts`, `plugins`, `remote`, `rollout`, `harder`, `held_out`, `routing`, `sizes`, `solvable`, `start`, `demonstrations`,
 `placement`, `workers`, `reward`, `preflight`, `suite`, `lint`, `warm_start`); what only the trainer can know is checked in

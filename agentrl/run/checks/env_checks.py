@@ -95,12 +95,12 @@ def _with_key(
 # Starts
 
 TASKS = 4
-"""Tasks of each set of parameters of which the gold solution is asked for."""
+"""Tasks per set of parameters whose gold solution is tried."""
 NO_GOLD = "its tasks have no gold solution"
 
 
 def check_start(one: TrainConfig, ref: EnvRef) -> None:
-    """Raise ConfigError, naming what is in the way, if gold calls cannot be made before the policy begins.
+    """Raise ConfigError, naming the obstacle, if gold calls cannot be made before the policy begins.
 
     Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
     """
@@ -151,7 +151,7 @@ BRANCHES = "branches"
 
 
 def check_branch(one: TrainConfig, ref: EnvRef) -> None:
-    """Raise ConfigError, naming what is in the way, if members of a group cannot branch off others.
+    """Raise ConfigError, naming the obstacle, if members of a group cannot branch off others.
 
     Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
@@ -252,7 +252,7 @@ async def _check_forked(env: ToolEnv, seed: int) -> None:
 
 
 def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
-    """Raise ConfigError, naming what is in the way, if there is no gold solution that an update could show.
+    """Raise ConfigError, naming the obstacle, if there is no gold solution that an update could show.
 
     Reads: algorithm.demonstrations, rollout.context, rollout.sampler, env, tools.sets, tools.mcp, agent, seed.
     """

@@ -167,7 +167,7 @@ def check_tokenizer(model: ModelConfig) -> None:
         )
     if not tokenizer.chat_template:
         raise ModelError(
-            f"its tokenizer has no chat template, as of a base model: {advice(tokenizer)}, and train the model to follow it "
+            f"its tokenizer has no chat template, like a base model's: {advice(tokenizer)}, and train the model to follow it "
             "([sft]); or take the model's instruction-tuned form"
         )
 
@@ -276,7 +276,7 @@ PAGE = "docs/howto/images.md"
 
 
 def check_vision(config: TrainConfig, trains: bool = True) -> None:
-    """Raise ConfigError, naming the key, if the policy's model takes images and the config asks for what is not right with them,
+    """Raise ConfigError, naming the key, if the policy's model takes images and the config does not fit them,
     or if a model next to it takes images.
 
     Reads: model, engine, engine_args, cluster, critic, reward_model, agent, data, algorithm, rollout.workers, rollout.branch,
@@ -353,7 +353,7 @@ def check_router_replay(config: TrainConfig) -> None:
             f"{ENGINES.that_are('experts')}"
         )
     if config.model.compile:
-        raise ConfigError("rollout.router_replay: routers of compiled layers cannot be told what to choose; unset model.compile")
+        raise ConfigError("rollout.router_replay: routers of compiled layers cannot repeat choices; unset model.compile")
     routers, model = Routers(meta_model(config.model)), config.model.path or "[model.init]"
     if not len(routers) and not routers.problem:
         raise ConfigError(f"rollout.router_replay: {model} is a dense model, which has no routers; set it to false")

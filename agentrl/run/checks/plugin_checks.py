@@ -34,7 +34,7 @@ SAMPLED = [False, True, True, False, False, True]
 
 
 class TrialError(Exception):
-    """An answer that a run could not use: says what it is and what is expected."""
+    """An answer that a run could not use: names it and the expected form."""
 
 
 def check_plugins(config: TrainConfig, planned: bool) -> None:

@@ -364,7 +364,7 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     """Findings about the reward spec, a line each. Raises ConfigError, with the places in the spec, for faults.
 
     Environments elsewhere and agents with tools of their own are linted without episodes, and that is said. Judges are not asked:
-    what is found holds whatever they say, and their leaves are named.
+    the findings hold whatever they say, and their leaves are named.
 
     Reads: health.lint, env, tools, agent, rollout.env_timeout, rollout.episode_timeout.
     """

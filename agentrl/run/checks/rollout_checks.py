@@ -524,7 +524,7 @@ SOLVED = 0.95
 
 
 def check_next(config: TrainConfig) -> None:
-    """Raise ConfigError if no config has this name, or if it is none.
+    """Raise ConfigError if no config has this name.
 
     Reads: next.
     """

@@ -248,7 +248,7 @@ def check_cache(config: TrainConfig) -> None:
 
 
 def advice(config: TrainConfig) -> list[str]:
-    """Warnings (key, value, recommendation) for learning rates that are far from those usual for what is trained."""
+    """Warnings (key, value, recommendation) for learning rates that are far from the usual ones of this training."""
     model, scratch = config.model, config.model.init is not None
     if not scratch and model.path is None:
         return []
@@ -502,7 +502,7 @@ def check_workers(config: TrainConfig, trains: bool) -> None:
     """Raise ConfigError if all of the run is to be in one process, or API models may be called less often at once than there are
     workers, ResourceError if the nodes have too few CPU slots. `trains`: whether actors take some of them.
 
-    Raises ConfigError too for what was given in Python and cannot be sent to the processes that need it.
+    Raises ConfigError too for Python objects that cannot be sent to the processes that need them.
 
     Reads: rollout.workers, rollout.summary_model, cluster, engine, api.concurrency, algorithm.
     """
@@ -533,7 +533,7 @@ def check_judges(config: TrainConfig, scorers: Mapping[str, Scorer], trains: boo
     """Raise ConfigError for a leaf whose judge is not in the config, for a judge that no leaf asks (if `trains`: an evaluation
     may be of other environments), for an engine that cannot be a judge's, and for a prompt that leaves no room for a verdict;
     ModelError for a model that cannot be used. `scorers`: of each environment; `planned`: a folder may lack its weights. Returns
-    what is worth a warning.
+    the warnings.
 
     Reads: reward.judge.engines, env.reward, model.trust_remote_code, cluster.
     """

@@ -122,7 +122,7 @@ def test_the_report_names_every_test_that_did_not_pass_once() -> None:
     assert (
         text
         == """
-== what did not pass ==
+== did not pass ==
 tests/a/test_x.py on cards 0,3: 1 passed, 2 failed, 1 skipped, 1 interrupted, 1 not run  (out/x.log)
     failed  TestY::test_bad[a::b]: assert 1 == 2
     failed in setup  test_setup: boom
@@ -147,7 +147,7 @@ def test_the_heartbeat_says_what_runs_where_since_when_what_waits_and_how_long()
     world.noted.each = lambda scheduler, now: lines.setdefault(now, heartbeat(scheduler, now))
     world.run()
     told = "running: a.py on cards 0,1 for 0:30, d.py for 0:29; waiting: 1 (1 for cards); not free: "
-    told += "card 2: 900 MiB in use (free: at most 256), held by pid 77 (other); about 2:00 left, beside 1 of unknown length"
+    told += "card 2: 900 MiB in use (free: at most 256), held by pid 77 (other); about 2:00 left, and 1 of unknown length"
     assert lines[30.0] == told
 
 

@@ -369,7 +369,7 @@ async def test_what_the_server_does_not_have_is_refused_there(
 @pytest.mark.parametrize(
     ("name", "params", "why"),
     [
-        ("mcp", {"command": ["/bin/false"]}, r"params.command names what is on the server's machine.*env serve mcp command="),
+        ("mcp", {"command": ["/bin/false"]}, r"params.command names a thing on the server's machine.*env serve mcp command="),
         ("harbor", {"source": "/"}, r"params.source names .* env serve harbor source="),
         ("python", {"sandbox": {"name": "local"}}, r"params.sandbox names"),
     ],

@@ -44,7 +44,7 @@ PARTS = {
 }  # fmt: skip
 OWN = ("talk", "runner")
 GRACE = 30.0
-"""Seconds for what is no test: to start, to import pytest, to report."""
+"""Seconds outside of tests: to start, to import pytest, to report."""
 REPORT = 1 << 20
 
 
@@ -60,7 +60,7 @@ class GradeLimits:
 @dataclass(frozen=True, slots=True)
 class Graded:
     """`passed` of `count` tests; `why`: what each that failed says, by name; `ended`: why there is no report, or why no test
-    could be collected because of the code; `fault`: why there is none because of the tests."""
+    could be collected because of the code; `fault`: the tests' own reason for no result."""
 
     passed: int = 0
     count: int = 0
@@ -290,7 +290,7 @@ def last_block(text: str) -> str | None:
 
 
 def _fault(tests: Json) -> str | None:
-    """Why these are no tests, as far as that is told without running them."""
+    """Why these are no tests, as far as that shows without running them."""
     if not isinstance(tests, str):
         return f"the tests must be Python code, not {brief(tests, 80)!r}"
     if len(tests) > MOST:

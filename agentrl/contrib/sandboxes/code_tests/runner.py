@@ -25,7 +25,7 @@ PR_SET_DUMPABLE = 4
 BEGUN = b"begun\n"
 """What stands before a report: without it the sandbox failed, and no code has run."""
 TOLD = 20
-"""Failed tests of which it is told what they said."""
+"""Failed tests whose output is reported."""
 
 
 class CodeEndedError(BaseException):
@@ -96,7 +96,7 @@ class Code:
         return self.sound(lambda: self.decode(reply["value"]))
 
     def sound(self, decode: Callable[[], Any]) -> Any:
-        """Check a message and return its content. Raises CodeEndedError for what is no data."""
+        """Check a message and return its content. Raises CodeEndedError for anything but data."""
         try:
             return decode()
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ArithmeticError) as fault:
@@ -163,7 +163,7 @@ class Code:
         return {"local": len(self.locals) - 1}
 
     def number(self, held: CodeObject) -> int:
-        """Its number in the process that runs now; what has a name in the module is looked up again in a new one. Raises
+        """Its number in the process that runs now; an object with a name in the module is looked up again in a new one. Raises
         CodeEndedError for another object of a process that has ended."""
         state = held.__dict__
         if state[" start"] != self.starts and state[" number"]:

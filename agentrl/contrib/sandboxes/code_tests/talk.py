@@ -36,7 +36,7 @@ class Talk:
             left = left[os.write(self.writes, left) :]
 
     def receive(self, until: float | None = None) -> dict[str, Any]:
-        """Raises EOFError if the other side has ended, TimeoutError at `until` (time.monotonic), ValueError for what is none."""
+        """Raises EOFError if the other side has ended, TimeoutError at `until` (time.monotonic), ValueError for anything else."""
         size = int.from_bytes(self._bytes(4, until), "big")
         if size > MOST:
             raise ValueError("a message that is too long")
@@ -58,7 +58,7 @@ class Talk:
 
     @staticmethod
     def encode(value: Any, other: Callable[[Any], Any], deep: int = 0) -> Any:
-        """`other`: for what is no plain data. Subclasses of containers and numbers pass as what they are derived from."""
+        """`other`: for anything but plain data. Subclasses of containers and numbers pass as their base class."""
         if deep > DEEPEST:
             raise ValueError("data that is nested too deep")
         if value is None or isinstance(value, bool | str):
@@ -80,7 +80,7 @@ class Talk:
 
     @staticmethod
     def decode(value: Any, others: Mapping[str, Callable[[Any], Any]]) -> Any:
-        """`others`: what the other tags become. Raises ValueError, TypeError, KeyError or RecursionError for what is no data."""
+        """`others`: values of the other tags. Raises ValueError, TypeError, KeyError or RecursionError for anything but data."""
         if not isinstance(value, dict):
             if isinstance(value, list):
                 raise ValueError("no data")
