@@ -302,7 +302,7 @@ class RayPending(Pending):
             values = ray.get(list(self.refs.values()), timeout=self.backend.call_timeout)
         except RayError as error:
             raise self.backend.explain(self.method, self.refs, error) from None
-        return self._deserialized(values)
+        return self._deserialize(values)
 
     async def await_(self) -> dict[int, Any]:
         try:
@@ -312,9 +312,9 @@ class RayPending(Pending):
             # In a thread: it waits for ranks that may be about to be reported dead.
             raise await in_thread("batch", self.backend.explain, self.method, self.refs, error) from None
         # Copying rows out of shared memory takes long enough to block the event loop.
-        return await in_thread("batch", self._deserialized, values)
+        return await in_thread("batch", self._deserialize, values)
 
-    def _deserialized(self, values: list[Any]) -> dict[int, Any]:
+    def _deserialize(self, values: list[Any]) -> dict[int, Any]:
         return {rank: from_wire(value) for rank, value in zip(self.refs, values, strict=True)}
 
 
@@ -326,7 +326,7 @@ class RayBackend(Backend):
 
     def submit(self, method: str, shipment: Shipment) -> Pending:
         if self.hosts.lost:
-            raise WorkerDiedError(self._lost(method))
+            raise WorkerDiedError(self._loss_of(method))
         common = pack_arguments(shipment.args, shipment.kwargs)
         parts = [] if shipment.batch is None else COLUMNS.put(shipment.batch)
         handles, name, rows = self.hosts.handles, shipment.parameter, shipment.rows
@@ -338,7 +338,7 @@ class RayBackend(Backend):
     def in_processes(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Pending:
         name = getattr(function, "func", function).__name__
         if self.hosts.lost:
-            raise WorkerDiedError(self._lost(name))
+            raise WorkerDiedError(self._loss_of(name))
         refs = {rank: handle.apply.remote(function, *args) for rank, handle in enumerate(self.hosts.handles)}
         return RayPending(self, name, refs)
 
@@ -353,14 +353,14 @@ class RayBackend(Backend):
         if isinstance(error, RayTaskError) and isinstance(error.cause, RemoteFailure):
             # The peers of a rank that is killed see their connection close before Ray reports the death.
             self.hosts.note_lost(refs, within=REPORT_S)
-            return WorkerDiedError(self._lost(method)) if self.hosts.lost else error.cause.as_error()
+            return WorkerDiedError(self._loss_of(method)) if self.hosts.lost else error.cause.as_error()
         if isinstance(error, TimeoutError):  # Ray's GetTimeoutError is one
             done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
             late = [rank for rank, ref in refs.items() if ref not in done]
             return StalledError(f"{self._label(method)}: no answer from ranks {late} within {self.call_timeout:g} s")
         self.hosts.note_lost(refs)
         if self.hosts.lost:
-            return WorkerDiedError(self._lost(method))
+            return WorkerDiedError(self._loss_of(method))
         if isinstance(error, RayTaskError):
             return WorkerError(f"{self._label(method)}: {error}")
         # None of this group's processes is gone, so it was an argument's: the worker that made it died.
@@ -369,7 +369,7 @@ class RayBackend(Backend):
     def _label(self, method: str) -> str:
         return f"group {self.role!r}: {self.cls.__name__}.{method}"
 
-    def _lost(self, method: str) -> str:
+    def _loss_of(self, method: str) -> str:
         return f"{self._label(method)}: worker process gone: {self.hosts.describe_lost()}"
 
 

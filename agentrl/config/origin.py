@@ -214,9 +214,9 @@ class ConfigText:
                 lines = list(self.section(part, inside, (*keys, name, *([] if place is None else [place]))))
                 # A section that is off unless it is there says something without a key, too: [model.init].
                 kept = isinstance(place, int) or type(section).model_fields[name].default is None
-                yield from self._titled(part, ".".join(map(bare, inside)), isinstance(place, int), lines, kept)
+                yield from self._title_lines(part, ".".join(map(bare, inside)), isinstance(place, int), lines, kept)
 
-    def _titled(self, section: BaseModel, title: str, listed: bool, lines: list[str], kept: bool) -> Iterator[str]:
+    def _title_lines(self, section: BaseModel, title: str, listed: bool, lines: list[str], kept: bool) -> Iterator[str]:
         if not lines and not kept:
             return
         yield ""

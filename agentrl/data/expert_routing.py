@@ -97,13 +97,13 @@ class _Router:
         self._choices += 1
         indices = own.indices
         if self.dictated is not None:
-            indices = self._repeated(own.indices)
+            indices = self._repeat(own.indices)
             own = torch.return_types.topk((scores.gather(-1, indices), indices))  # type: ignore[attr-defined]
         if self.told is not None:
             self.told(indices)
         return own
 
-    def _repeated(self, own: Tensor) -> Tensor:
+    def _repeat(self, own: Tensor) -> Tensor:
         assert self.dictated is not None
         if self.dictated.shape != own.shape:
             raise ModelError(f"{self.name} chooses {tuple(own.shape)} experts, and {tuple(self.dictated.shape)} are dictated")

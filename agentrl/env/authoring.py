@@ -336,7 +336,7 @@ class Forkable(ToolSide):
 
     def snapshot(self) -> Snapshot:
         """The current episode, detached from this environment. Picklable if its attributes are."""
-        return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared()))
+        return Snapshot(type(self).__name__, copy_parts(self, self, self._unshared_parts()))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of an environment of the same class; the snapshot stays usable.
@@ -345,7 +345,7 @@ class Forkable(ToolSide):
         """
         if snapshot.owner != type(self).__name__:
             raise ValueError(f"a snapshot of {snapshot.owner} does not fit {type(self).__name__}")
-        for name in set(self._unshared()) - set(snapshot.parts):
+        for name in set(self._unshared_parts()) - set(snapshot.parts):
             del self.__dict__[name]
         self.__dict__.update(snapshot.thaw(self))
 
@@ -357,7 +357,7 @@ class Forkable(ToolSide):
         # Spaces are left out: the cached action space refers to this environment's toolbox.
         forked = type(self).__new__(type(self))
         forked.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _SPACES})
-        forked.__dict__.update(copy_parts(self, forked, self._unshared()))
+        forked.__dict__.update(copy_parts(self, forked, self._unshared_parts()))
         return forked
 
     @property
@@ -367,7 +367,7 @@ class Forkable(ToolSide):
         frees = any(type(item).close is not ToolSet.close for item in self._sets.values())
         return frees or bool(self._sessions) or type(self).teardown is not EnvHooks.teardown
 
-    def _unshared(self) -> list[str]:
+    def _unshared_parts(self) -> list[str]:
         kept = _SHARED | self.shared
         return [name for name in self.__dict__ if name not in kept]
 

@@ -199,7 +199,7 @@ class ModelUser:
         answer = await self._complete(await self.shown(conversation))
         said = answer if isinstance(answer, Message) else Message("user", answer)
         if self.leaves(said):
-            return self._left(said.content)
+            return self._parting_of(said.content)
         if said.tool_calls:
             return said
         if not said.content.strip():
@@ -215,7 +215,7 @@ class ModelUser:
         """Return True if a message ends the conversation."""
         return not said.tool_calls and any(stop in said.content for stop in self.stops)
 
-    def _left(self, text: str) -> Parting | None:
+    def _parting_of(self, text: str) -> Parting | None:
         for stop in self.stops:
             text = text.replace(stop, "")
         return Parting(text.strip()) if text.strip() else None

@@ -137,7 +137,7 @@ class TemplateText:
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._row(message) for message in messages],
-                tools=[self._hidden(tool) for tool in tools] or (None if self.form.no_list else []),
+                tools=[self._hide(tool) for tool in tools] or (None if self.form.no_list else []),
                 add_generation_prompt=generate,
                 tokenize=False,
                 **self._dates,
@@ -176,7 +176,7 @@ class TemplateText:
                 continue
             # After a control token, so that a tokenizer that strips the start of a text strips nothing here.
             ordinary = self.codec.decode(run).removeprefix(parts[-1] if parts else "")
-            parts.append(self._hidden(ordinary))
+            parts.append(self._hide(ordinary))
             if number is not None:
                 parts.append(self.codec.decode([number]))
                 run = [number]
@@ -192,24 +192,24 @@ class TemplateText:
 
     def shown(self, value: Any) -> Any:
         """The value with every placeholder in its strings replaced by what it stands for."""
-        return self._mapped(value, lambda text: _HIDDEN.sub(self._name, text))
+        return self._map(value, lambda text: _HIDDEN.sub(self._name, text))
 
-    def _hidden(self, value: Any) -> Any:
+    def _hide(self, value: Any) -> Any:
         """The value with every control token in its strings replaced by a placeholder, which the template
         copies like any other text."""
-        return self._mapped(value, self.hide)
+        return self._map(value, self.hide)
 
     def hide(self, text: str) -> str:
         """The text with placeholders for control tokens."""
         return self._pattern.sub(lambda match: f"{_HIDE}{self._number(match.group())}{_SHOW}", text)
 
-    def _mapped(self, value: Any, change: Any) -> Any:
+    def _map(self, value: Any, change: Any) -> Any:
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
-            return {self._mapped(key, change): self._mapped(item, change) for key, item in value.items()}
+            return {self._map(key, change): self._map(item, change) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._mapped(item, change) for item in value]
+            return [self._map(item, change) for item in value]
         return value
 
     def _number(self, text: str) -> int:
@@ -225,9 +225,9 @@ class TemplateText:
         form = self.form
         calls = [call for call in message.tool_calls if call.arguments is not None or form.malformed_as_calls]
         aside = [call.raw for call in message.tool_calls if call.arguments is None and not form.malformed_as_calls]
-        content = self._pictured(message) or (form.nothing if message.role == "assistant" and not calls else "")
+        content = self._place_images(message) or (form.nothing if message.role == "assistant" and not calls else "")
         if aside:  # no template can render a malformed call; as text it stays exactly as sampled
-            content = self._hidden("\n".join([message.content, *aside]).strip())
+            content = self._hide("\n".join([message.content, *aside]).strip())
         syntax = form.calls_in_content or (form.one_call if len(calls) > 1 else None)
         if calls and syntax is not None and syntax.write is not None:
             content, calls = content + syntax.write([self._quiet(call) for call in calls]), []
@@ -236,15 +236,15 @@ class TemplateText:
             row["tool_calls"] = [self._call(call) for call in calls]
         if message.role == "tool":
             row["tool_call_id"] = nine(message.tool_call_id or "")
-            row["name"] = self._hidden(message.name or "")
-        reasoning = self._hidden(message.reasoning)
+            row["name"] = self._hide(message.name or "")
+        reasoning = self._hide(message.reasoning)
         if calls and content and form.content_as_reasoning:
             row["content"], reasoning = "", "\n".join(filter(None, (reasoning, content)))
         if reasoning is not None:
             self._reason(row, reasoning)
         return row
 
-    def _pictured(self, message: Message) -> str:
+    def _place_images(self, message: Message) -> str:
         """The content, hidden, with placeholders for the images that the model is shown."""
         if self.pictures is None or not message.images:
             return self.hide(message.content)
@@ -253,16 +253,16 @@ class TemplateText:
         return "".join(self.hide(p) if isinstance(p, str) else f"{_HIDE}{_PICTURE + count(p)}{_SHOW}" for p in parts)
 
     def _quiet(self, call: ToolCall) -> ToolCall:
-        return ToolCall(self._hidden(call.name), self._hidden(call.arguments), id=call.id)
+        return ToolCall(self._hide(call.name), self._hide(call.arguments), id=call.id)
 
     def _call(self, call: ToolCall) -> dict[str, Json]:
-        arguments: Json = self._hidden(call.arguments or {})
+        arguments: Json = self._hide(call.arguments or {})
         if self.form.arguments_as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
         return {
             "type": "function",
             "id": nine(call.id),
-            "function": {"name": self._hidden(call.name or "unknown"), "arguments": arguments},
+            "function": {"name": self._hide(call.name or "unknown"), "arguments": arguments},
         }
 
     def _reason(self, row: dict[str, Json], reasoning: str) -> None:

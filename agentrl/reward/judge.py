@@ -487,14 +487,14 @@ class JudgeLeaf(Leaf):
     def request(self, view: View, args: Args) -> VerdictRequest:
         """The request for this part of an episode."""
         most = int(args.get("transcript_chars", 20_000))
-        values = {name: self._filled(name, value, most) for name, value in args.get("inputs", {}).items()}
+        values = {name: self._fill(name, value, most) for name, value in args.get("inputs", {}).items()}
         values |= {"answer": mark_text(view.answer() or "", most), "transcript": turns_as_lines(view, most)}
         # All in one pass: a {placeholder} that the policy wrote must not be filled.
         filled = _PLACE.sub(lambda found: values[found.group(1)], args["prompt"])
         messages = ({"role": "system", "content": self.system()}, {"role": "user", "content": filled})
         return VerdictRequest(args["model"], messages, self.verdict_schema, self.max_tokens)
 
-    def _filled(self, name: str, value: Json, most: int) -> str:
+    def _fill(self, name: str, value: Json, most: int) -> str:
         """An input as it stands in the prompt: the spec's and the task's own texts as they are, the policy's as data."""
         if _refers(self.args["inputs"][name]):
             return mark_text(value, most)

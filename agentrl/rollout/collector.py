@@ -254,11 +254,11 @@ class Collector:
             task.cancel()
             # Not awaited here, since a slow teardown would hold up the others; `rest` and `close` wait for it.
             self._ending.add(task)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._end_task)
         self.tasks.forget(index)
         self._drop(index, state, reason)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _end_task(self, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s failed while it was being cancelled", task.get_name(), exc_info=task.exception())
@@ -276,14 +276,14 @@ class Collector:
             self.tasks.forget(index)
             self._drop(index, GroupState.FAILED, "; ".join(faults) or "unscored by the reward spec")
             return
-        await self._scored(index, choice, group)
+        await self._end_group(index, choice, group)
 
-    async def _compared(self, group: Group) -> None:
+    async def _compare_members(self, group: Group) -> None:
         scorer = self.envs[group.env].scorer
         if scorer.compares:
             await score_group(group.trajectories, scorer)
 
-    async def _scored(self, index: int, choice: TaskChoice, group: Group) -> None:
+    async def _end_group(self, index: int, choice: TaskChoice, group: Group) -> None:
         """A group with enough scored members: it is shown, and filtered, refused, or complete."""
         if self._on_group is not None:
             await self._on_group(group)
@@ -308,17 +308,17 @@ class Collector:
             members = tasks.create_task(self._members(index, choice, numbers, size))
             greedy = tasks.create_task(self._member(index, choice, GREEDY)) if choice.env in self._greedy else None
         group = Group(index, choice.seed, members.result(), None if greedy is None else greedy.result(), choice.env)
-        await self._compared(group)
+        await self._compare_members(group)
         while numbers := growth(group, self.config):
             group.trajectories += await self._members(index, choice, numbers, len(numbers))
-            await self._compared(group)
+            await self._compare_members(group)
             self.stats.grown(len(numbers))
         return group
 
     async def _members(self, index: int, choice: TaskChoice, numbers: range, size: int) -> list[Trajectory]:
         """`size` finished members, by number; with oversampling the others are cancelled once there are enough."""
         if self.config.branch is not None:
-            told = partial(self._attempted, index), partial(self._is_over, index)
+            told = partial(self._count_attempt, index), partial(self._is_over, index)
             job = partial(self._job, index, choice)
             trees = Trees(self.player, self._slots, self.watch, self.config.retries, job, *told)
             return await forest(numbers, self.config.branch.roots, trees.play, partial(self._member, index, choice))
@@ -357,12 +357,12 @@ class Collector:
             # For the life of the environment, not of its requests alone: the limit also bounds its processes and files.
             async with self._slots.take():
                 trajectory = await self.player.play(job, self.watch)
-            if self._attempted(index, trajectory, attempt):
+            if self._count_attempt(index, trajectory, attempt):
                 break
         self._is_over(index, member)
         return trajectory
 
-    def _attempted(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
+    def _count_attempt(self, index: int, trajectory: Trajectory, attempt: int) -> bool:
         """Count an attempt at an episode; whether it is the last."""
         failed = trajectory.stop.infrastructure
         self.stats.attempt(index, trajectory, failed and attempt < self.config.retries, index in self._tasks)
@@ -390,7 +390,7 @@ class Collector:
         try:
             # As long as tokens or tool calls come back it is not a stall, however long the episodes are.
             if not await in_time(changed, lambda passed: self.config.stall_timeout - quiet.add(passed)):
-                raise StalledError(self._stalled(quiet.seconds))
+                raise StalledError(self._stall_text(quiet.seconds))
         finally:
             changed.cancel()
         self._raise_crashed()
@@ -404,7 +404,7 @@ class Collector:
                 except BaseExceptionGroup as several:
                     raise first_of(several) from several
 
-    def _stalled(self, idle: float) -> str:
+    def _stall_text(self, idle: float) -> str:
         stats: dict[str, Any] = self.ledger.counts()
         groups = ", ".join(sorted(task.get_name() for task in self._tasks.values())[:8])
         return (

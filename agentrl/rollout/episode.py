@@ -380,7 +380,7 @@ class _Episode:
         generation = await self._generate(room, turn)
         if generation.finish == "length" and room < self.limits.max_turn_tokens:
             # The budget of the episode cut this turn short, so the environment must not be given half of it.
-            await self._unanswered(generation, prompt_tokens)
+            await self._record_unanswered(generation, prompt_tokens)
             return reason
         message = await self.renderer.aparse(generation.token_ids, generation.finish)
         try:
@@ -401,7 +401,7 @@ class _Episode:
         await self._next_prompt(generation, message, observation)
         return None
 
-    async def _unanswered(self, generation: Generation, prompt_tokens: int) -> None:
+    async def _record_unanswered(self, generation: Generation, prompt_tokens: int) -> None:
         """Record a turn that was cut short; the environment never answers it."""
         assert self.record is not None
         if generation.token_ids:
@@ -467,7 +467,7 @@ class _Episode:
         assert self.record is not None
         renderer, turn = self.renderer, len(self.record.turns)
         if self.policy.writer is not None:
-            return await self._written(self.policy.writer, instruction, tokens)
+            return await self._write_summary(self.policy.writer, instruction, tokens)
         earlier = self.shown[: len(self.shown) - len(observation)]
         for fresh in (list(observation), elide_outputs(observation)):
             fork = not renderer.keeps(message, [*fresh, instruction], earlier[:-1], self.begun)
@@ -487,7 +487,7 @@ class _Episode:
         answer = await self._generate(room, turn, "summary")
         return (await renderer.aparse(answer.token_ids, answer.finish)).content
 
-    async def _written(self, writer: Policy, instruction: Message, tokens: int) -> str:
+    async def _write_summary(self, writer: Policy, instruction: Message, tokens: int) -> str:
         """The same, answered by another model: none of its tokens are this policy's."""
         ids = await writer.renderer.astart([*self.shown, instruction], self.env.toolbox.schemas())
         answer = await self._sample(writer, ids, tokens, "summary", f"{self.spec.key}.summary")

@@ -61,20 +61,20 @@ class GoldStart:
         if horizon is None:
             return choice
         whole = uniform(run_seed, index, "start") < self.config.whole
-        return replace(choice, horizon=horizon, given=0 if whole else self._given(horizon))
+        return replace(choice, horizon=horizon, given=0 if whole else self._given_turns(horizon))
 
     def observe(self, outcomes: Sequence[StartOutcome]) -> None:
         """Learn from the groups that finished since the last update, by ascending index."""
         for outcome in outcomes:
             horizon = outcome.horizon
-            if not outcome.given or outcome.given != self._given(horizon):  # begun before the place was another one
+            if not outcome.given or outcome.given != self._given_turns(horizon):  # begun before the place was another one
                 continue
             recent = self._recent.setdefault(horizon, deque(maxlen=self.config.window))
             recent.append(outcome.success)
             if len(recent) == self.config.window and fmean(recent) > self.config.threshold - 1e-9:
                 self._left[horizon] = self._left_of(horizon) + self.config.step
                 recent.clear()
-                log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given(horizon))
+                log.info("rollout.start: tasks of %d calls are begun after %d of them", horizon, self._given_turns(horizon))
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON; `load` is the inverse."""
@@ -94,7 +94,7 @@ class GoldStart:
     def _left_of(self, horizon: int) -> int:
         return self._left.get(horizon, self.config.left)
 
-    def _given(self, horizon: int) -> int:
+    def _given_turns(self, horizon: int) -> int:
         return max(0, horizon - self._left_of(horizon))
 
     def _horizon(self, choice: TaskChoice) -> int | None:

@@ -114,7 +114,7 @@ class RolloutStats:
         else:
             self._kept[index] += tokens
         if trajectory.stop.infrastructure:
-            self._unscored(trajectory)
+            self._count_unscored(trajectory)
         else:  # the engine is at work
             self._silent = 0
 
@@ -130,7 +130,7 @@ class RolloutStats:
         self._kept[group.index] = tokens
         for member in _members(group):
             if member.reward is None and not member.stop.infrastructure:  # the others were counted attempt by attempt
-                self._unscored(member)
+                self._count_unscored(member)
 
     def grown(self, members: int) -> None:
         """A group got this many members more (`rollout.grow`)."""
@@ -174,7 +174,7 @@ class RolloutStats:
                 f"{complete} of {self._config.groups} are accepted"
             )
 
-    def _unscored(self, trajectory: Trajectory) -> None:
+    def _count_unscored(self, trajectory: Trajectory) -> None:
         """An attempt at an episode came to no score."""
         cause = unscored_cause(trajectory)
         self._faults[cause] += 1

@@ -271,16 +271,16 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add a row to metrics.jsonl."""
-        with naming(self.metrics), self._appended() as file:
+        with naming(self.metrics), self._open_to_append() as file:
             file.write(json_text(row) + "\n")
 
     def sync_metrics(self) -> None:
         """Flush metrics.jsonl to the disk: a checkpoint vouches for the rows of its step and before."""
         if self.metrics.exists():
-            with self._appended() as file:
+            with self._open_to_append() as file:
                 os.fsync(file.fileno())
 
-    def _appended(self) -> TextIO:
+    def _open_to_append(self) -> TextIO:
         """Only a plain file: a pipe in its place would be waited for."""
         return open(self.metrics, "a", encoding="utf-8", opener=plain_file)
 

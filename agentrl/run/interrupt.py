@@ -24,12 +24,12 @@ BLOCKED = 1.0
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
     """Inside, every stop signal does what Ctrl-C does, KeyboardInterrupt, so that half-made files are removed."""
-    with _handled(signal.default_int_handler):
+    with _handling(signal.default_int_handler):
         yield
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Inside, `handler` gets the stop signals. Only in the main thread: others have none."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -69,7 +69,7 @@ def put_off(say: Callable[[str], None]) -> Iterator[None]:
         told = True
         say("interrupted: the run has stopped, its summary is being written (Ctrl-C again leaves that)")
 
-    with _handled(tell):
+    with _handling(tell):
         yield
 
 

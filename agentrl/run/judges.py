@@ -354,7 +354,7 @@ class Judges:
         self._loop = asyncio.get_running_loop()
         try:
             for name in self.names:
-                self._judges[name] = self._made(name)
+                self._judges[name] = self._make(name)
                 await self._judges[name].start()
         except BaseException:
             await self.close()
@@ -409,7 +409,7 @@ class Judges:
             row[f"throughput/judge/{name}_tokens_per_s"] = since["sampled_tokens"] / max(busy, 1e-9)
         return row
 
-    def _made(self, name: str) -> EngineJudge:
+    def _make(self, name: str) -> EngineJudge:
         config, judge = judge_config(self._config, name), self._config.reward.judge
         path, trust = judge.engines[name].path, config.model.trust_remote_code
         tokenizer = load_tokenizer(path, trust)

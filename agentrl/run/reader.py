@@ -163,7 +163,7 @@ class RunRecord:
             path = self.path / "trajectories.jsonl"
             return [EpisodeFile("trajectories", path, kind, 0)] if path.is_file() else []
         found = []
-        for path in self._listed(self.folder.trajectories):
+        for path in self._list_files(self.folder.trajectories):
             named = _NAME.fullmatch(path.stem)
             if path.suffix == ".jsonl" and named is not None and named[1] in PHASES:
                 found.append(EpisodeFile(path.stem, path, PHASES[named[1]], int(named[2])))
@@ -173,20 +173,20 @@ class RunRecord:
         """The episodes in order of their files' steps, one at a time in memory. Raises RunFolderError for a damaged row."""
         for file in self.files:
             if phase in (None, file.phase) and step in (None, file.step):
-                with self._opened(file.path) as lines:
+                with self._open_file(file.path) as lines:
                     for number, line in enumerate(lines, 1):
                         if line.endswith(b"\n"):
                             yield episode_of(line, f"{file.path}:{number}")
 
     @staticmethod
-    def _opened(path: Path) -> BinaryIO:
+    def _open_file(path: Path) -> BinaryIO:
         try:
             return open_plain(path)
         except OSError as problem:
             raise RunFolderError(f"{path}: damaged: {problem}") from None
 
     @staticmethod
-    def _listed(folder: Path) -> list[Path]:
+    def _list_files(folder: Path) -> list[Path]:
         try:
             return list(folder.iterdir())
         except FileNotFoundError:

@@ -428,10 +428,10 @@ class Health:
         return (
             unscored_finding(updates, self._config, self.fault)
             or (None if last is None else unscored_finding([last], self._config, self.fault))
-            or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
+            or (None if self._has_reached(rows) else idle(Updates(self._config, updates), self._config))
         )
 
-    def _reached(self, rows: Sequence[HealthRow]) -> bool:
+    def _has_reached(self, rows: Sequence[HealthRow]) -> bool:
         goal = self._config.stop_at_success
         found = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
         updates = [row for row in rows if row["phase"] == "train"]

@@ -351,7 +351,7 @@ class Traces:
         self._kinds, self._status, self._codes = SpanKind, Status, StatusCode
         self._scope = InstrumentationScope("agentrl")
         self._common = {"gen_ai.request.model": model, "gen_ai.provider.name": engine}
-        self._leave = add_listener(self._finished)
+        self._leave = add_listener(self._finish_span)
 
     def close(self) -> None:
         """Export what waits, for a few seconds at most."""
@@ -360,7 +360,7 @@ class Traces:
             self._processor.force_flush(FLUSH_MS)
             self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _finished(self, found: TraceSpan) -> None:
+    def _finish_span(self, found: TraceSpan) -> None:
         if not found.sampled or self._processor is None:
             return
         epoch = time.time_ns() - now()

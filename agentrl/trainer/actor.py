@@ -305,7 +305,7 @@ class Actor(TrainedRole):
 
     def show(self, name: str) -> None:
         """Let a reference in this process follow the policy, under `name`."""
-        POLICIES[name] = self._made()
+        POLICIES[name] = self._made_engine()
 
     def compute_logprob(self, batch: TensorDict, temperature: float = 1.0) -> TensorDict:
         """Ragged `logprobs` and `entropy` of the sampled tokens under the current weights."""

@@ -197,7 +197,7 @@ class Checkpoints:
 
     def best(self) -> tuple[int, float] | None:
         """Step and score of the whole checkpoint with the highest score, or None if none has a score."""
-        rated = self._rated()
+        rated = self._rated_steps()
         return (rated[0][1], rated[0][0]) if rated else None
 
     def at(self, step: int) -> Path:
@@ -226,19 +226,19 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         return self.root / f".writing_step_{step:06d}"
 
-    def _named(self, aside: bool) -> list[tuple[int, Path]]:
+    def _named_steps(self, aside: bool) -> list[tuple[int, Path]]:
         if not self.root.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir() if path.is_dir())
         return [(int(match[2]), path) for match, path in found if match and bool(match[1]) is aside]
 
     def _steps(self) -> list[tuple[int, Path]]:
-        return self._named(aside=False)
+        return self._named_steps(aside=False)
 
     def _begun(self) -> list[tuple[int, Path]]:
-        return self._named(aside=True)
+        return self._named_steps(aside=True)
 
-    def _rated(self) -> list[tuple[float, int]]:
+    def _rated_steps(self) -> list[tuple[float, int]]:
         """(score, step) of the whole checkpoints that have a score, the best first."""
         found = [(read_manifest(path).get("score"), step) for step, path in self._steps() if is_whole(path)]
         return sorted(((score, step) for score, step in found if score is not None), reverse=True)
@@ -262,7 +262,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         whole_ones = [(step, path) for step, path in sorted(self._steps(), reverse=True) if is_whole(path)]
-        best = {step for _, step in self._rated()[: self.keep_best]}
+        best = {step for _, step in self._rated_steps()[: self.keep_best]}
         for step, path in whole_ones[self.keep :]:
             if step not in best:
                 (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder must never look whole

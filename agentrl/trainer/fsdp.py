@@ -329,7 +329,7 @@ class FsdpEngine(BaseEngine):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.onload()
-        for name, full in self._adapted() if self.cfg.lora is not None else self._plain():
+        for name, full in self._weights_with_adapters() if self.cfg.lora is not None else self._plain():
             yield self.hf_name(name), self._cast(name, full)
 
     def resident(self) -> list[Tensor]:
@@ -387,7 +387,7 @@ class FsdpEngine(BaseEngine):
     def saving(self) -> Saving:
         return Saving(empty_like(self.config, self.compute_dtype))
 
-    def _adapted(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights_with_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The weights with the adapters added in float32, one tensor at a time."""
         held = {name: tensor for name, tensor in self.module.state_dict().items() if not self._left_out(name)}
         assert self.cfg.lora is not None
@@ -459,7 +459,7 @@ class FsdpEngine(BaseEngine):
         """As `tensors`, but gathered tensor by tensor: slower, and never more than one tensor is unsharded."""
         self.onload()
         if self.cfg.lora is not None:
-            found = self._adapted()
+            found = self._weights_with_adapters()
         else:
             held = self.module.state_dict()
             found = ((name, full_tensor(self._cast(name, held[name]))) for name in held if not self._left_out(name))

@@ -311,7 +311,7 @@ class Learner:
         not finite in it, in words ("" if all is). `algorithm`, `own`: instead of the run's and its environments' estimators;
         `estimator`: a function instead of them."""
         algorithm, own = algorithm or self.algorithm, self._own if own is None else own
-        view, metrics = await self._prepared(Ragged.of(batch), self._temperature(step))
+        view, metrics = await self._prepare(Ragged.of(batch), self._temperature(step))
         # Checked before the advantages too: whitening and group means would spread one NaN over all rows and hide its own.
         found = await in_thread("batch", broken_rows, view)
         if found:
@@ -337,7 +337,7 @@ class Learner:
         if self.experience is not None and self._policy_learns(step):
             await in_thread("batch", self.experience.keep, view)
         if keep:
-            self.tokens = await in_thread("batch", self._trained, view)
+            self.tokens = await in_thread("batch", self._trained_tokens, view)
         if self.algorithm.proximal == "recompute":
             metrics |= await in_thread("batch", mismatch, view)
         if self.config.algorithm.kl.coef > 0:
@@ -358,7 +358,7 @@ class Learner:
         self._skipped = 0
         return metrics | {"skipped_steps": 0.0}
 
-    def _trained(self, view: Ragged) -> TrainedTokens:
+    def _trained_tokens(self, view: Ragged) -> TrainedTokens:
         """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
         if self.algorithm.proximal == "recompute":
             return TrainedTokens.of(view, recomputed_ratios(view))
@@ -370,7 +370,7 @@ class Learner:
         no distribution to train: theirs is that of 1."""
         return temperature_at(self.config.rollout, step) or 1.0
 
-    async def _prepared(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
+    async def _prepare(self, view: Ragged, temperature: float) -> tuple[Ragged, dict[str, float]]:
         """The batch with the inputs of advantages: the reward model's scores, the logprobs of the proximal and the
         reference policy, and values, each only if the config asks for it."""
         # First, so that each of the forward passes below computes a shared prefix once.
@@ -411,10 +411,10 @@ class Learner:
         if self.experience is not None:
             kept, metrics = self.experience.draw(step, int(view.episode.max()) + 1)
             if kept is not None:
-                added.insert(0, await self._recalled(kept, self._temperature(step)))
+                added.insert(0, await self._recall(kept, self._temperature(step)))
         return (await in_thread("batch", join_rows, view, added, self.sharing) if added else view), metrics
 
-    async def _recalled(self, kept: TensorDict, temperature: float) -> TensorDict:
+    async def _recall(self, kept: TensorDict, temperature: float) -> TensorDict:
         """Kept episodes with the log probabilities of the proximal policy, if the loss is to recompute them."""
         if self.algorithm.proximal != "recompute":
             return kept
@@ -466,20 +466,20 @@ class Learner:
             raise NonFiniteError(f"{message}. The run ends; the weights are those of the last step that was not skipped")
         return {"skipped_steps": 1.0}
 
-    def _kept(self) -> dict[str, WorkerGroup[Any]]:
+    def _kept_roles(self) -> dict[str, WorkerGroup[Any]]:
         """The roles whose weights change, by the names of their folders in a checkpoint."""
         groups = {"actor": self.actors, "critic": self.critics, "reference": self._moving}
         return {name: group for name, group in groups.items() if group is not None}
 
     async def save(self, folder: Path) -> None:
         """Write the state of all roles to `folder`, for `Checkpoints.writing`."""
-        for name, group in self._kept().items():
+        for name, group in self._kept_roles().items():
             await group.arun(SavedRole.save, str(folder / name))
         await in_thread("files", self._save_own, folder)
 
     async def begin_save(self, folder: Path) -> None:
         """`save` in the background: returns when the state of all roles is copied. See `saved`."""
-        for name, group in self._kept().items():
+        for name, group in self._kept_roles().items():
             await group.arun(SavedRole.begin_save, str(folder / name))
         await in_thread("files", self._save_own, folder)
 
@@ -490,19 +490,19 @@ class Learner:
 
     async def saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises the error of a role whose part failed."""
-        for group in self._kept().values():
+        for group in self._kept_roles().values():
             if not await group.arun(SavedRole.saved):
                 return False
         return True
 
     async def check_saved(self, folder: Path) -> None:
         """Raise CheckpointError if a file that a rank wrote to `folder` is not there for the driver."""
-        for name, group in self._kept().items():
+        for name, group in self._kept_roles().items():
             await check_arrived(group, folder / name, f"the {name}'s checkpoint")
 
     async def load(self, folder: Path) -> None:
         """Load what `save` wrote. Raises CheckpointError if a role's part is missing or does not fit."""
-        for name, group in self._kept().items():
+        for name, group in self._kept_roles().items():
             await group.arun(SavedRole.load, str(folder / name))
         load_coefficients(self, folder)
         if self.experience is not None:

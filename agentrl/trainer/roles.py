@@ -66,11 +66,11 @@ class ModelRole(Worker):
 
     def offload(self) -> None:
         """Give the device's memory back until the next turn: parameters and optimizer state move to the host."""
-        self._made().offload()
+        self._made_engine().offload()
 
     def onload(self) -> None:
         """Take the memory again, before a turn rather than in it; idempotent."""
-        self._made().onload()
+        self._made_engine().onload()
 
     def free_cached(self) -> None:
         """Give the device what this process's allocator keeps of it without using it, for other processes."""
@@ -78,11 +78,11 @@ class ModelRole(Worker):
 
     def _ready(self) -> BaseEngine:
         """The engine, on its device."""
-        engine = self._made()
+        engine = self._made_engine()
         engine.onload()
         return engine
 
-    def _made(self) -> BaseEngine:
+    def _made_engine(self) -> BaseEngine:
         """The engine, wherever its memory is."""
         if self._engine is None:
             raise ConfigError("this worker has no model yet: call init_model first")
@@ -106,11 +106,11 @@ class SavedRole(ModelRole):
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and RNG to `folder`."""
-        save_state(self._made(), Path(folder), {"updates": self._updates})
+        save_state(self._made_engine(), Path(folder), {"updates": self._updates})
 
     def begin_save(self, folder: str) -> None:
         """`save`, in the background: returns when the state is copied. See `saved`."""
-        self._saving.begin(self._made(), Path(folder), {"updates": self._updates})
+        self._saving.begin(self._made_engine(), Path(folder), {"updates": self._updates})
 
     def saved(self) -> bool:
         """Return True if the save that `begin_save` started is complete; raises its error if it failed."""
@@ -118,7 +118,7 @@ class SavedRole(ModelRole):
 
     def load(self, folder: str) -> None:
         """Load what `save` wrote with any number of ranks. Raises CheckpointError."""
-        self._updates = int(load_state(self._made(), Path(folder))["updates"])
+        self._updates = int(load_state(self._made_engine(), Path(folder))["updates"])
 
 
 class TrainedRole(SavedRole):

@@ -269,7 +269,7 @@ async def nothing():
 
 async def _held(engine):
     """Bytes of weights and cache that the engine's tensors hold."""
-    batcher, model = engine._started()
+    batcher, model = engine._running_parts()
     weights = sum(p.untyped_storage().nbytes() for p in model.module.parameters())
     return weights + sum(pool.kv.untyped_storage().nbytes() for pool in batcher._slots.pools)
 
@@ -285,7 +285,7 @@ async def test_nothing_sleeps_while_requests_run(engine):
 async def test_memory_stays_under_its_limit(model_folder):
     engine = EmbeddedEngine(model_folder, device="cpu", kv_cache_mib=2, max_context=1024)
     await engine.start()
-    batcher, _ = engine._started()
+    batcher, _ = engine._running_parts()
     most = 0
 
     async def watch():

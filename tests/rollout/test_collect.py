@@ -563,6 +563,6 @@ async def test_a_task_s_outcome_counts_episodes_from_the_beginning_alone(
     index = collect.ledger.admit()
     assert index is not None
     [env] = collect.envs
-    await collect._scored(index, TaskChoice(0, env=env), Group(index, index, members, env=env))
+    await collect._end_group(index, TaskChoice(0, env=env), Group(index, index, members, env=env))
     await collect.close()
     assert told == [0.0]

@@ -132,7 +132,7 @@ def test_more_is_left_once_the_window_of_a_horizon_mostly_succeeds() -> None:
     start = GoldStart(StartConfig(left=2, step=3, threshold=0.5, window=2, whole=0.0), REF)
 
     def given() -> dict[int, int]:
-        return {horizon: start._given(horizon) for horizon in (1, 6, 10)}
+        return {horizon: start._given_turns(horizon) for horizon in (1, 6, 10)}
 
     assert given() == {1: 0, 6: 4, 10: 8}
     start.observe([StartOutcome(0, 6, 4, 1.0)])

@@ -222,7 +222,7 @@ def of_families(out: Path, mesh: dict[str, int]) -> Body:
                 continue
             actor, critic, algorithm = Actor(context), Critic(context), AlgorithmConfig(minibatch=7)
             actor.init_model(str(out / family), model, toy_optim(micro_tokens=400, max_grad_norm=1e9))
-            engine = actor._made()
+            engine = actor._made_engine()
             engine.optimizers = update_log = UpdateLog(engine.named())
             batch = mine(Actor, sharing(noisy(120), "on"), algorithm, context)
             metrics = actor.update(batch, algorithm, step=1, temperature=0.7)
@@ -331,7 +331,7 @@ def waiting(tiny: str, context: WorkerContext, engine: str, away: bool) -> tuple
         rows.append(actor.update(batch, algorithm, step=1))
         if away:
             actor.offload()
-            held = [*actor._made().module.parameters(), *actor._made().optimizers.tensors()]
+            held = [*actor._made_engine().module.parameters(), *actor._made_engine().optimizers.tensors()]
             left.append(sum(tensor.to_local().untyped_storage().nbytes() for tensor in held))
     return rows, weights_on(actor), left
 

@@ -124,7 +124,7 @@ def moved(actor: Actor) -> bool:
     before = weights_on(actor)
     agentrl.trainer.train_engine.HOST, kept = (), agentrl.trainer.train_engine.HOST
     actor.offload()
-    engine: Any = actor._made()
+    engine: Any = actor._made_engine()
     left = sum(p.to_local().untyped_storage().nbytes() for p in engine.module.parameters())
     actor.onload()
     agentrl.trainer.train_engine.HOST = kept
@@ -134,7 +134,7 @@ def moved(actor: Actor) -> bool:
 
 def broken(actor: Actor, context: WorkerContext) -> list[bool]:
     """What `finite` says as it is, and with one NaN on the last rank alone."""
-    engine: Any = actor._made()
+    engine: Any = actor._made_engine()
     found = [engine.finite()]
     parameter: Any = next(p for name, p in engine.named() if "q_proj" in name and p.ndim > 1)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -152,7 +152,7 @@ def measured(folder: Path, out: Path, name: str, context: WorkerContext) -> None
     path = str(folder / case.model)
     actor, found = updated(path, case, context)
     found["moved"], found["finite"] = moved(actor), broken(actor, context)
-    found["held"] = {key: tuple(whole_of(tensor)) for key, tensor in actor._made().state().items()}
+    found["held"] = {key: tuple(whole_of(tensor)) for key, tensor in actor._made_engine().state().items()}
     actor.save(str(out / f"{name} saved"))
     actor.export_hf(str(out / f"{name} exported"))
     found["goes on"] = step_of(actor, context)

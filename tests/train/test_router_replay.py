@@ -123,8 +123,8 @@ class Kept:
     """In an optimizer's place: the gradients of a step."""
 
     def __init__(self, actor: Actor) -> None:
-        self.named = actor._made().named()
-        actor._made().optimizers = self  # type: ignore[assignment]
+        self.named = actor._made_engine().named()
+        actor._made_engine().optimizers = self  # type: ignore[assignment]
 
     def set_rate(self, factor: float) -> None: ...
 

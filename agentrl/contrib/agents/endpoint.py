@@ -215,14 +215,14 @@ class Endpoint:
         from starlette.responses import JSONResponse
 
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentrl"}
-        return self._shown(request, lambda session: JSONResponse({"object": "list", "data": [model]}))
+        return self._show(request, lambda session: JSONResponse({"object": "list", "data": [model]}))
 
     async def _record(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        return self._shown(request, lambda session: JSONResponse(session.to_json()))
+        return self._show(request, lambda session: JSONResponse(session.to_json()))
 
-    def _shown(self, request: Request, show: Callable[[AgentSession], Response]) -> Response:
+    def _show(self, request: Request, show: Callable[[AgentSession], Response]) -> Response:
         try:
             return show(self._of(request))
         except RequestError as problem:

@@ -68,10 +68,10 @@ class EpisodeEngine(Engine):
 
     async def stream(self, token_ids: Sequence[int], sampling: Sampling, request_key: str, told: Told) -> Generation:
         ids = list(token_ids)
-        ask = partial(self._streamed, ids, request_key, told)
+        ask = partial(self._stream, ids, request_key, told)
         return await self._episode.sample(ask, ids, sampling, request_key)
 
-    async def _streamed(self, ids: Sequence[int], key: str, told: Told, sampling: Sampling) -> Generation:
+    async def _stream(self, ids: Sequence[int], key: str, told: Told, sampling: Sampling) -> Generation:
         return await self._engine.stream(ids, sampling, key, told)
 
     def refusal(self, sampling: Sampling) -> str:
@@ -307,7 +307,7 @@ class AgentEpisode:
         async with self._gate.hold(shared=not alone):
             self._check_open()
             work = self.env.acall(turn, call)
-            result = await self._noted(work, f"tool {name}", whose(self.env, Message("assistant", tool_calls=(call,))))
+            result = await self._note_answer(work, f"tool {name}", whose(self.env, Message("assistant", tool_calls=(call,))))
         turn.seconds += result.seconds
         if self.env.has_finished:
             self._stop(OverError(StopReason.DONE))
@@ -321,14 +321,14 @@ class AgentEpisode:
         assert self.record is not None
         self.record.catch_up()
         turn = self.record.said(text_of(text))
-        replies = await self._noted(self.env.areply(turn), "the user's reply", "infrastructure")
+        replies = await self._note_answer(self.env.areply(turn), "the user's reply", "infrastructure")
         if replies is None or self.env.has_finished:
             self._stop(OverError(StopReason.DONE))
             return None
         self.record.heard(replies)
         return [message.content for message in replies]
 
-    async def _noted(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
+    async def _note_answer(self, work: Awaitable[Answer], what: str, blame: Blame) -> Answer:
         """The environment's answer to the agent; if it has none, that ends the episode."""
         self._working += 1
         self._answered.clear()

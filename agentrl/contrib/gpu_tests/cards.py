@@ -316,7 +316,7 @@ class CardPool:
             if used is not None and used <= self._limit:
                 self._leave(card)
             elif now - since >= self._settle_s:
-                self._retire(card, f"{now - since:.0f} s after {who} ended: {self._told(card)}")
+                self._retire(card, f"{now - since:.0f} s after {who} ended: {self._card_facts(card)}")
 
     def free(self) -> list[int]:
         """Cards that can be given now, as in the last reading."""
@@ -326,7 +326,7 @@ class CardPool:
     def foreign(self) -> dict[int, str]:
         """Cards in service that others use, and how that is seen."""
         ours = {*self._taken, *self._settling, *self.out, *self.free()}
-        return {card: self._told(card) for card in self._numbers if card not in ours}
+        return {card: self._card_facts(card) for card in self._numbers if card not in ours}
 
     def take(self, cards: Sequence[int], who: str) -> bool:
         """Give cards to a file; False if another scheduler of this machine has just taken one."""
@@ -360,7 +360,7 @@ class CardPool:
         self._settling.pop(card, None)
         self._locks.drop(card)
 
-    def _told(self, card: int) -> str:
+    def _card_facts(self, card: int) -> str:
         """Facts about a card that is not free."""
         if card in self._locked_out:
             return "taken by another `agentrl test`"

@@ -137,7 +137,7 @@ class FileSession:
 
     def _stop(self, now: float, why: Literal["timeout", "collect timeout"], limit: float) -> None:
         self._why, self._limit = why, limit
-        self._stacks = self._dumped()
+        self._stacks = self._dump_stacks()
         self.end(now)
 
     def _signal(self, number: int) -> bool:
@@ -150,7 +150,7 @@ class FileSession:
             return True
         return False
 
-    def _dumped(self) -> Stacks:
+    def _dump_stacks(self) -> Stacks:
         """Ask the session where it is."""
         if not self._signal(DUMP):
             return Stacks()

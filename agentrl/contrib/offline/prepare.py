@@ -231,7 +231,7 @@ class Preparation:
         with RowWriter(folder, self.each) as writer:
             for place, row in self._rows():
                 self._attempt(place, partial(self._row, place, row, found, writer))
-            for episodes in self._chosen(found):
+            for episodes in self._choose(found):
                 self._attempt(episodes[0].place, partial(self._episodes, episodes, writer))
             self._check_share(writer.examples)
             return writer.finish(self.data.heldout, seed, self.rows, self.left_out, dict(self.passed), dict(self.unread))
@@ -268,7 +268,7 @@ class Preparation:
             self._chats(row, writer, table=place.offset < 0)
 
     def _episodes(self, episodes: Sequence[Scored], writer: RowWriter) -> None:
-        self._add(writer, str(episodes[0].task), self._recorded(episodes))
+        self._add(writer, str(episodes[0].task), self._record(episodes))
 
     def _chats(self, row: Mapping[str, Any], writer: RowWriter, *, table: bool) -> None:
         keys = {key for key, value in row.items() if value is not None}
@@ -288,13 +288,13 @@ class Preparation:
         # By what is said: a conversation that stands twice must not be trained on and held out.
         self._add(writer, sha256("\n".join(sorted(chat.content for chat in chats)).encode()).hexdigest(), ledgers)
 
-    def _chosen(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
+    def _choose(self, found: list[Scored]) -> Iterator[Sequence[Scored]]:
         if self.each == 2:
             yield from pairs(found, self.data, self.passed)
         else:
             yield from ((one,) for one in best(found, self.data, self.passed))
 
-    def _recorded(self, episodes: Sequence[Scored]) -> list[Ledgers]:
+    def _record(self, episodes: Sequence[Scored]) -> list[Ledgers]:
         return [self._ledgers(one.place, one.load()) for one in episodes]
 
     def _ledgers(self, place: RowPlace, episode: Trajectory) -> Ledgers:

@@ -368,7 +368,7 @@ class RemoteEnv(ToolEnv):
         try:
             answer = await self._call("reset", asked)
             self._take(answer)
-            return self._observed(answer), dict(answer["result"]["info"])
+            return self._observe(answer), dict(answer["result"]["info"])
         except BaseException as fault:
             await self._give_up(fault)
             raise
@@ -387,7 +387,7 @@ class RemoteEnv(ToolEnv):
         result, reward = answer["result"], 0.0
         if not self._open:
             reward = await super().aend(self._record.stop, self._record.error)
-        return self._observed(answer), reward, result["terminated"], result["truncated"], dict(result["info"])
+        return self._observe(answer), reward, result["terminated"], result["truncated"], dict(result["info"])
 
     async def aend(self, stop: StopReason, error: str | None = None) -> float:
         if self._open and not stop.infrastructure:
@@ -420,7 +420,7 @@ class RemoteEnv(ToolEnv):
         try:
             answer = await self._link.ask(f"/v1/sessions/{session}", {}, self._watch, "GET")
         except LostError as lost:
-            raise self._lost(lost) from None
+            raise self._lost_error(lost) from None
         self._number = answer["number"]
         self._take(answer)
         return self.trajectory
@@ -447,7 +447,7 @@ class RemoteEnv(ToolEnv):
             await self._fail(fault)
             self._record = None
 
-    def _observed(self, answer: Mapping[str, Json]) -> Observation:
+    def _observe(self, answer: Mapping[str, Json]) -> Observation:
         seen = answer["result"]["observation"]
         assert self._record is not None
         messages = self._record.messages
@@ -465,7 +465,7 @@ class RemoteEnv(ToolEnv):
         try:
             return await self._link.ask(*self._asking(kind, body), self._watch)  # type: ignore[no-any-return]
         except LostError as lost:
-            raise self._lost(lost) from None
+            raise self._lost_error(lost) from None
         finally:
             self._calls_there = {}
             self._box.elsewhere([])
@@ -474,11 +474,11 @@ class RemoteEnv(ToolEnv):
         try:
             answer: Mapping[str, Json] = self._link.ask_now(*self._asking(kind, body))
         except LostError as lost:
-            raise self._lost(lost) from None
+            raise self._lost_error(lost) from None
         self._have = answer["number"]
         return answer
 
-    def _lost(self, lost: LostError) -> RemoteEnvError:
+    def _lost_error(self, lost: LostError) -> RemoteEnvError:
         if self._boot and lost.boot not in (None, self._boot):
             return RemoteEnvError(
                 f"{self._link.url}: the server was restarted after this episode began, and episodes do not outlive it"

@@ -75,10 +75,10 @@ class EnvApp:
         return Starlette(
             routes=[
                 Route("/health", self._health),
-                Route("/v1/describe", self._guarded(self._describe), methods=["POST"]),
-                Route("/v1/ask", self._guarded(self._ask), methods=["POST"]),
-                Route("/v1/sessions/{key}", self._guarded(self._whole), methods=["GET"]),
-                Route("/v1/sessions/{key}/{kind}", self._guarded(self._call), methods=["POST"]),
+                Route("/v1/describe", self._guard(self._describe), methods=["POST"]),
+                Route("/v1/ask", self._guard(self._ask), methods=["POST"]),
+                Route("/v1/sessions/{key}", self._guard(self._whole), methods=["GET"]),
+                Route("/v1/sessions/{key}/{kind}", self._guard(self._call), methods=["POST"]),
                 *face.routes("/openenv/{player}"),
             ]
         )
@@ -86,7 +86,7 @@ class EnvApp:
     async def _health(self, request: Request) -> Response:
         return self._answer(200, wire.dumps({"status": "healthy"}))
 
-    def _guarded(self, handle: Callable[[Request, Mapping[str, Json]], Awaitable[Response]]) -> Any:
+    def _guard(self, handle: Callable[[Request, Mapping[str, Json]], Awaitable[Response]]) -> Any:
         from starlette.requests import ClientDisconnect
 
         async def handler(request: Request) -> Response:

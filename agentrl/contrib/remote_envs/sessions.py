@@ -173,7 +173,7 @@ class EnvSession:
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def _opened(self) -> ToolEnv:
+    def _open_env(self) -> ToolEnv:
         if self._env is None:
             raise EnvError("the episode is over")
         return self._env
@@ -193,14 +193,19 @@ class EnvSession:
             options["user"] = RecordedUser.of_row(options["user"])
         observation, info = await env.areset(seed=body["seed"], options=options)
         wire.check_plain(env.task)
-        return {"observation": self._seen(env, observation), "info": info}
+        return {"observation": self._observation_row(env, observation), "info": info}
 
     async def _step(self, body: Body) -> Json:
-        env = self._opened()
+        env = self._open_env()
         observation, _, terminated, truncated, info = await env.astep(wire.action_of(body["action"]))
-        return {"observation": self._seen(env, observation), "terminated": terminated, "truncated": truncated, "info": info}
+        return {
+            "observation": self._observation_row(env, observation),
+            "terminated": terminated,
+            "truncated": truncated,
+            "info": info,
+        }
 
-    def _seen(self, env: ToolEnv, observation: list[Message]) -> Json:
+    def _observation_row(self, env: ToolEnv, observation: list[Message]) -> Json:
         """The observation; if it is the end of the record, which is sent anyway, only its length."""
         size = len(observation)
         return size if env.trajectory.messages[-size or len(env.trajectory.messages) :] == observation else observation
@@ -212,12 +217,12 @@ class EnvSession:
         return None
 
     async def _user_call(self, body: Body) -> Json:
-        return as_row(await self._opened().auser_call(ToolCall(**body["call"])))
+        return as_row(await self._open_env().auser_call(ToolCall(**body["call"])))
 
     async def _snapshot(self, body: Body) -> Json:
         if len(self.snapshots) >= MOST_SNAPSHOTS:
             raise EnvError(f"a session may have {MOST_SNAPSHOTS} snapshots")
-        self.snapshots[body["snapshot"]] = self._opened().snapshot()
+        self.snapshots[body["snapshot"]] = self._open_env().snapshot()
         return None
 
     async def _restore(self, body: Body) -> Json:
@@ -229,11 +234,11 @@ class EnvSession:
         return None
 
     async def _fork(self, body: Body) -> Json:
-        self._home.adopt(body["session"], self._opened().fork())
+        self._home.adopt(body["session"], self._open_env().fork())
         return None
 
     async def _teach(self, body: Body) -> Json:
-        env, rng = self._opened(), random.Random()
+        env, rng = self._open_env(), random.Random()
         version, inner, spare = body["rng"]
         rng.setstate((version, tuple(inner), spare))
         self._teacher = env.teacher(env.task, rng, **body["params"])

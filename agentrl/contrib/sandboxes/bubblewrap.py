@@ -163,13 +163,13 @@ class BubblewrapProvider(FolderProvider):
     async def start(self, spec: SandboxSpec, snapshot: str | None = None) -> Sandbox:
         self.check(spec)
         try:
-            made = BubblewrapSandbox(spec, await in_thread("sandbox", self._made, spec, snapshot))
+            made = BubblewrapSandbox(spec, await in_thread("sandbox", self._make, spec, snapshot))
         except OSError as problem:
             raise SandboxError(f"no folder for a sandbox: {problem}") from problem
         made.packages = self.packages
         return made
 
-    def _made(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
+    def _make(self, spec: SandboxSpec, snapshot: str | None) -> Folder:
         if reason := self.unavailable():
             raise SandboxError(reason)
         return self.folder(spec, snapshot)

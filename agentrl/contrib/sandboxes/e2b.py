@@ -77,13 +77,13 @@ class E2bSandbox(Sandbox):
         except CommandExitException as ended:
             return ended.exit_code, False
         except TimeoutError:
-            await self._killed(handle)
+            await self._kill(handle)
             return -9, True
         except asyncio.CancelledError:
-            await asyncio.shield(self._killed(handle))
+            await asyncio.shield(self._kill(handle))
             raise
 
-    async def _killed(self, handle: Any) -> None:
+    async def _kill(self, handle: Any) -> None:
         await handle.kill()
         await handle.disconnect()
 

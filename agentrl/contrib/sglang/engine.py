@@ -346,7 +346,7 @@ class SglangEngine(Engine, WeightTarget):
                 try:
                     await asyncio.wait([task])
                 finally:
-                    self._left(key, entry)
+                    self._leave(key, entry)
                 if not task.cancelled():
                     task.result()
                 if turn.aborted:
@@ -355,7 +355,7 @@ class SglangEngine(Engine, WeightTarget):
             server.in_flight -= 1
         return turn.over(turn.finish)
 
-    def _left(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
+    def _leave(self, key: str, entry: tuple[TurnRequests, Server, asyncio.Task[None]]) -> None:
         turn, server, task = entry
         self._turns[key].remove(entry)
         if not self._turns[key]:
@@ -416,7 +416,7 @@ class SglangEngine(Engine, WeightTarget):
         return ("this process",)
 
     async def attach(self, offer: Offer) -> None:
-        expected, _ = self._started()
+        expected, _ = self._begin_update()
         check_names(await in_thread("files", weight_files, self._model), expected)
         receiver = await in_thread("weights", open_receiver, offer, 0)
         if self._receiver is not None:
@@ -425,7 +425,7 @@ class SglangEngine(Engine, WeightTarget):
 
     async def receive(self, version: int, buckets: AsyncIterator[Bucket]) -> None:
         async with self._lock:
-            expected, receiver = self._started()
+            expected, receiver = self._begin_update()
             if receiver is None:
                 raise EngineError("no route for weights is attached")
             self._unfit = f"weights version {version} were only partly published"
@@ -503,13 +503,13 @@ class SglangEngine(Engine, WeightTarget):
         """The server that each episode's requests go to, for users and tests."""
         return self._servers.homes()
 
-    def _started(self) -> tuple[Expected, Receiver | None]:
+    def _begin_update(self) -> tuple[Expected, Receiver | None]:
         if self._expected is None:
             raise EngineError("the engine is not started or already closed")
         return self._expected, self._receiver
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
-        expected, _ = self._started()
+        expected, _ = self._begin_update()
         if self._unfit is not None:
             raise EngineError(f"no generation until a publish succeeds: {self._unfit}")
         check_request(token_ids, sampling, self._context, expected.vocab)

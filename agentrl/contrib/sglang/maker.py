@@ -47,7 +47,7 @@ class SglangMaker(EngineMaker):
 
         if self.config.rollout.top_k and self.config.rollout.top_p < 1:
             raise ConfigError(BOTH)
-        self._asked  # noqa: B018 - raises
+        self._ask_context  # noqa: B018 - raises
 
     @cached_property
     def _key(self) -> str | None:
@@ -59,7 +59,7 @@ class SglangMaker(EngineMaker):
         return os.environ[name]
 
     @cached_property
-    def _asked(self) -> int:
+    def _ask_context(self) -> int:
         """The smallest context of the servers. Raises ConfigError if one cannot be reached or used."""
         from agentrl.contrib.sglang.servers import ask, check
 
@@ -73,7 +73,7 @@ class SglangMaker(EngineMaker):
         return min(one.context for one in facts)
 
     def context(self, positions: int) -> int:
-        return min(positions, self._asked)
+        return min(positions, self._ask_context)
 
     def make(self, model: str, positions: int, ray_options: Sequence[Mapping[str, Any]] = ()) -> Engine:
         from agentrl.contrib.sglang.engine import SglangEngine

@@ -193,16 +193,16 @@ class VerifiersEnv(ToolEnv):
         }
         state["trajectory"].append(step)
         if await self.theirs.is_completed(state):
-            return await self._scored([])
+            return await self._score([])
         answers = await self.theirs.env_response(step["full"], state)
         step["full"] = [*step["full"], *answers]
         ours = [_to_ours(message) for message in answers]
         turn.results = [ToolResult(m.tool_call_id or "", "", m.content) for m in ours if m.role == "tool"]
         if await self.theirs.is_completed(state):
-            return await self._scored(ours)
+            return await self._score(ours)
         return ours, False
 
-    async def _scored(self, observation: Observation) -> tuple[Observation, bool]:
+    async def _score(self, observation: Observation) -> tuple[Observation, bool]:
         state = self.theirs_state
         await self.theirs.cleanup(state)
         await self.theirs.rubric.score_rollout(state)

@@ -140,7 +140,7 @@ class MetricsEndpoint(LiveMetrics):
         session = self._session
         if session is None:
             return
-        played, stats = session.collector.stats, self._asked(session)
+        played, stats = session.collector.stats, self._ask_stats(session)
         for name, value in (("episodes", played.episodes), ("turns", played.turns), ("tokens", played.tokens)):
             yield CounterMetricFamily(f"agentrl_rollout_{name}", f"{name} of rollouts, also of the update in progress", value)
         yield GaugeMetricFamily("agentrl_weights_version", "updates done: the version of the weights", session.collector.version)
@@ -154,7 +154,7 @@ class MetricsEndpoint(LiveMetrics):
         yield requests
         yield groups
 
-    def _asked(self, session: Session) -> EngineStats | None:
+    def _ask_stats(self, session: Session) -> EngineStats | None:
         loop = self._loop
         if loop is not None and loop.is_running():
             asked: Future[EngineStats] = asyncio.run_coroutine_threadsafe(session.engine.stats(), loop)

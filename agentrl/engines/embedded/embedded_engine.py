@@ -111,7 +111,7 @@ class EmbeddedEngine(Engine, WeightTarget):
 
     async def stream(self, token_ids: Seq[int], sampling: Sampling, request_key: str, told: Told | None) -> Generation:
         self._ready()
-        _, model = self._started()
+        _, model = self._running_parts()
         check_request(token_ids, sampling, self._context, model.vocab)
         prompt = model.prompt(token_ids, images_in(token_ids))
         self._prompt_tokens += len(prompt)
@@ -201,7 +201,7 @@ class EmbeddedEngine(Engine, WeightTarget):
             batcher.version = version
 
     async def sleep(self) -> None:
-        batcher, model = self._started()
+        batcher, model = self._running_parts()
         async with self._turn:
             if batcher.busy:
                 raise EngineError("the engine cannot sleep while requests are under way")
@@ -210,26 +210,26 @@ class EmbeddedEngine(Engine, WeightTarget):
             self._asleep, self._unfit = True, "the engine sleeps"
 
     async def wake(self, stage: WakeStage) -> None:
-        _, model = self._started()
+        _, model = self._running_parts()
         if stage == "weights" and self._asleep:
             model.allocate()
             self._asleep, self._unfit = False, "the engine woke up and has no weights yet"
         # The cache grows as requests come, so its stage has nothing to do here.
 
     async def forget(self) -> None:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         async with self._turn:
             batcher.reset()
 
     async def abort(self, request_key: str) -> None:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         async with self._turn:
             for request in batcher.requests():
                 if request.key == request_key:
                     batcher.finish(request, "abort")
 
     async def stats(self) -> EngineStats:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         return EngineStats(
             running=len(batcher.running),
             waiting=len(batcher.waiting),
@@ -254,7 +254,7 @@ class EmbeddedEngine(Engine, WeightTarget):
         self._task = self._batcher = self._model = None
 
     async def _run(self) -> None:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         while True:
             async with self._turn:
                 runs = batcher.busy and not self._paused
@@ -283,13 +283,13 @@ class EmbeddedEngine(Engine, WeightTarget):
         return batcher.advance()
 
     def _fail_all(self, reason: str, cause: Exception | None = None) -> None:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         for request in batcher.requests():
             error = EngineError(reason)
             error.__cause__ = cause
             batcher.fail(request, error)
 
-    def _started(self) -> tuple[Batcher, EmbeddedModel]:
+    def _running_parts(self) -> tuple[Batcher, EmbeddedModel]:
         if self._batcher is None or self._model is None:
             raise EngineError("the engine is not started or already closed")
         return self._batcher, self._model
@@ -297,10 +297,10 @@ class EmbeddedEngine(Engine, WeightTarget):
     def _awake(self) -> tuple[Batcher, EmbeddedModel]:
         if self._asleep:
             raise EngineError("the engine is asleep; wake its weights before a publish")
-        return self._started()
+        return self._running_parts()
 
     def _ready(self) -> Batcher:
-        batcher, _ = self._started()
+        batcher, _ = self._running_parts()
         # While weights arrive, a new request waits for them like the running ones: an episode whose tool answers at that
         # moment has done nothing wrong. `_run` fails it if they do not all arrive.
         if self._unfit is not None and not self._arriving:

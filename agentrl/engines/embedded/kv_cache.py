@@ -447,7 +447,7 @@ class Span:
         self.cascade: Cascade | None = None
         if self.width == 1:
             self._lay_out_decode(slots)
-            self.cascade = self._shared([sequence for sequence, _ in parts], slots)
+            self.cascade = self._plan_sharing([sequence for sequence, _ in parts], slots)
         else:
             self._lay_out_prefill(counts)
 
@@ -463,7 +463,7 @@ class Span:
         if self.scatter is not None:
             self.starts = self.starts.new_zeros(reach).index_copy_(0, self.scatter, self.starts)
 
-    def _shared(self, sequences: list[CachedSequence], slots: list[int]) -> Cascade | None:
+    def _plan_sharing(self, sequences: list[CachedSequence], slots: list[int]) -> Cascade | None:
         """Plan for sharing the rows' prompts; made once for as long as they are the same."""
         found: Cascade | None
         held, at, found = self.pool.cascade

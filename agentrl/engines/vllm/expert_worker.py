@@ -54,7 +54,7 @@ class _Watched:
         self.log.end(sorted(scheduler_output.finished_req_ids))
         out = self.step(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
-            step = self._computed(scheduler_output.num_scheduled_tokens)
+            step = self._computed_requests(scheduler_output.num_scheduled_tokens)
             # Not waited for: the host would stand still until the step is computed. The next step comes after the copy.
             rows = self._capturer.snapshot_routing_data(sum(part.count for part in step))
             self._copied = (step, *_copy(rows))
@@ -70,7 +70,7 @@ class _Watched:
             done.synchronize()
         self.log.add(step, rows.numpy()[:, self._layers].astype(self._kind))
 
-    def _computed(self, counts: dict[str, int]) -> list[Computed]:
+    def _computed_requests(self, counts: dict[str, int]) -> list[Computed]:
         """The step's requests, in the order of their tokens in it."""
         batch, found = self._runner.input_batch, []
         for row, name in enumerate(batch.req_ids):

@@ -216,15 +216,15 @@ class Replicas:
         try:
             yield
         except RayActorError as problem:
-            raise self._died(replica, str(problem)) from problem
+            raise self._record_death(replica, str(problem)) from problem
         except RayTaskError as problem:
-            raise self._failed(replica, problem.cause) from problem
+            raise self._fault_of(replica, problem.cause) from problem
         except (EngineError, RayError) as problem:
-            raise self._failed(replica, problem) from problem
+            raise self._fault_of(replica, problem) from problem
 
-    def _failed(self, replica: Replica, cause: BaseException) -> EngineError:
+    def _fault_of(self, replica: Replica, cause: BaseException) -> EngineError:
         if isinstance(cause, ReplicaDeadError):
-            return self._died(replica, str(cause))
+            return self._record_death(replica, str(cause))
         return EngineError(f"{replica.name}: {cause}")
 
     async def control(self, replica: Replica, method: str, *args: Any) -> Any:
@@ -232,7 +232,7 @@ class Replicas:
         try:
             return await self._in_time(replica, method, *args)
         except TimeoutError:
-            raise self._died(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
+            raise self._record_death(replica, f"no answer to {method} within {self._cfg.call_timeout:g} s") from None
 
     async def _in_time(self, replica: Replica, method: str, *args: Any) -> Any:
         async with asyncio.timeout(self._cfg.call_timeout):
@@ -273,7 +273,7 @@ class Replicas:
     def lost(self, replica: Replica, cause: str) -> None:
         """Give up a replica that is of no use any more, as if it had died."""
         if replica in self._replicas:
-            self._died(replica, cause)
+            self._record_death(replica, cause)
 
     def _may_fail(self) -> bool:
         return self._respawns < self._cfg.max_respawns and ray.is_initialized()  # else the whole Ray has been given up
@@ -335,7 +335,7 @@ class Replicas:
         stages = Counter(replica.stage for replica in self._replicas if replica.stage and replica.cause is None)
         return ", ".join(stage if count == 1 else f"{count} x {stage}" for stage, count in stages.items())
 
-    def _died(self, replica: Replica, cause: str) -> ReplicaDeadError:
+    def _record_death(self, replica: Replica, cause: str) -> ReplicaDeadError:
         """Record a death once, however many requests report it, and start a new replica if that is still allowed."""
         if replica.cause is None:
             reason = " ".join(cause.split())  # Ray writes a paragraph
@@ -385,7 +385,7 @@ class Replicas:
                 self._respawns += 1
             elif self.watched:
                 self._replaced.discard(before)
-            self._died(fresh, str(problem))
+            self._record_death(fresh, str(problem))
         except asyncio.CancelledError:
             _kill(fresh)
             raise
@@ -576,10 +576,10 @@ class ReplicaSeats(Seats):
             self._vacated.discard(replica)
         seat = ReplicaSeat(self._replicas, replica, name, door, self._recipe, self._spool)
         self._seats = [one for one in self._seats if one.taken] + [seat]
-        seat.then(self._left)
+        seat.then(self._leave)
         return seat
 
-    def _left(self, seat: ReplicaSeat) -> None:
+    def _leave(self, seat: ReplicaSeat) -> None:
         replica = seat.replica
         if replica is not None and replica.cause is None:  # else its successor is another one
             self._endings[replica] += 1

@@ -40,7 +40,7 @@ class Transfer(ABC):
             "names": [entry.name for entry in own],
             "dtype_names": [entry.dtype for entry in own],
             "shapes": [list(entry.shape) for entry in own],
-            **self._told(bucket.slot, own),
+            **self._bucket_facts(bucket.slot, own),
         }
         engine = self._engines[bucket.slot % len(self._engines)]
         engine.receive_weights(engine.parse_update_info(update))
@@ -55,7 +55,7 @@ class Transfer(ABC):
     def _open(self) -> None:
         """Make and start the engines."""
 
-    def _told(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
+    def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
         """Facts that the engine must know of a bucket apart from names, types and shapes."""
         return {}
 
@@ -89,7 +89,7 @@ class IpcTransfer(Transfer):
             [(_, found)] = packed_ipc_consumer(handle, **one, device_index=device, importer=engine._packed_importer)
             check_token([found], token)
 
-    def _told(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
+    def _bucket_facts(self, slot: int, entries: list[TensorEntry]) -> dict[str, Any]:
         return {"ipc_handles": self._handles[slot], "tensor_sizes": [entry.nbytes for entry in entries]}
 
 

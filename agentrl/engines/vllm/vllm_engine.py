@@ -249,14 +249,14 @@ class VllmEngine(Engine, WeightTarget):
             try:
                 await self._weights_whole.wait()
                 self._check(token_ids, sampling)
-                return await self._asked((own(token_ids), sampling, request_key, request_id), told)
+                return await self._ask((own(token_ids), sampling, request_key, request_id), told)
             except ReplicaDeadError:
                 if not again():
                     raise
             finally:
                 self._paces.end(request_key, request_id)
 
-    async def _asked(self, request: Request, told: Told | None) -> Generation:
+    async def _ask(self, request: Request, told: Told | None) -> Generation:
         replica, answer = await self._replicas.route(request), None
         try:
             answer = await self._replicas.generate(replica, request, told)

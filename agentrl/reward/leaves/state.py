@@ -397,13 +397,13 @@ class ResultsContains(Leaf):
 
     def read(self, view: View, args: Args) -> Reading:
         if "replay" in args:
-            return self._replayed(view, args)
+            return self._replay(view, args)
         # Without errors, in which a tool may repeat the arguments: to ask with the expected text is not to find it.
         made = view.made(args.get("by", "assistant"))
         answers = [m.result.content for m in made if m.result is not None and m.result.error is None]
         return texts_found(answers, wanted_texts(args["expect"]), args)
 
-    def _replayed(self, view: View, args: Args) -> Reading:
+    def _replay(self, view: View, args: Args) -> Reading:
         fold = NORMALIZERS[args.get("strings", "exact")]
         wanted = [fold(text) for text in gold_end(self.context, view, args["replay"]).answers]
         upto = view.turns[-1].index if view.turns else -1

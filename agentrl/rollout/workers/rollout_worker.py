@@ -528,15 +528,15 @@ class DriverEngine(Engine):
         self._looking: asyncio.Task[None] | None = None
         self._refused: dict[str, str] = {}
         channel.on |= {
-            "engine.answer": self._answered,
-            "engine.fault": self._failed,
+            "engine.answer": self._take_answer,
+            "engine.fault": self._take_failure,
             "engine.part": self._part,
             "engine.progress": self._progress,
         }
 
     async def start(self) -> None:
         """The driver has started it; here it is asked what it cannot do."""
-        self._refused = (await self._asked("engine.can"))["refused"]
+        self._refused = (await self._call_driver("engine.can"))["refused"]
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_key: str) -> Generation:
         return await self._turn(token_ids, sampling, request_key, None)
@@ -582,11 +582,11 @@ class DriverEngine(Engine):
         return self._known.get(request_key)
 
     async def abort(self, request_key: str) -> None:
-        await self._asked("engine.abort", request_key)
+        await self._call_driver("engine.abort", request_key)
 
     async def stats(self) -> EngineStats:
         """Of the whole engine, not of this worker's requests."""
-        return EngineStats(**(await self._asked("engine.stats"))["stats"])
+        return EngineStats(**(await self._call_driver("engine.stats"))["stats"])
 
     async def close(self) -> None:
         """The driver's engine goes on."""
@@ -596,7 +596,7 @@ class DriverEngine(Engine):
             if not answer.done():
                 answer.set_exception(EngineError("the engine was closed"))
 
-    async def _asked(self, kind: str, key: str = "") -> Fields:
+    async def _call_driver(self, kind: str, key: str = "") -> Fields:
         number, answer = self._expect()
         self._channel.send(kind, id=number, key=key)
         try:
@@ -612,12 +612,12 @@ class DriverEngine(Engine):
         self._waiting[number] = answer
         return number, answer
 
-    def _answered(self, fields: Fields, blob: memoryview) -> None:
+    def _take_answer(self, fields: Fields, blob: memoryview) -> None:
         answer = self._waiting.get(fields["id"])
         if answer is not None and not answer.done():
             answer.set_result(generation_of(fields, blob) if "finish" in fields else fields)
 
-    def _failed(self, fields: Fields, _: memoryview) -> None:
+    def _take_failure(self, fields: Fields, _: memoryview) -> None:
         answer = self._waiting.get(fields["id"])
         if answer is not None and not answer.done():
             answer.set_exception(fault_of(fields, "the engine, in the driver"))

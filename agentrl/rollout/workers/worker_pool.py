@@ -141,7 +141,7 @@ class RemoteWorker:
         self._channel = channel
         channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "slow": self._slow}
         channel.on["spans"] = lambda fields, _: self._inbox.arrived(fields)
-        channel.on |= dict.fromkeys(("done", "failed", "cancelled"), self._answered)
+        channel.on |= dict.fromkeys(("done", "failed", "cancelled"), self._take_answer)
         channel.on_lost = lambda: self.end("its process ended")
 
     def end(self, cause: str) -> None:
@@ -198,12 +198,12 @@ class RemoteWorker:
                 answer.exception()  # it has been seen, also by who was cancelled
             del self._answers[number], self.running[number]
         if head["kind"] == "done":
-            return self._finished(head, blob)
+            return self._take_finished(head, blob)
         if head["kind"] == "cancelled":  # it was not asked to: it ends, and plays no more
             raise GoneError("the worker ended")
         raise fault_of(head, f"rollout {self.name}")
 
-    def _finished(self, head: Fields, blob: memoryview) -> list[Trajectory]:
+    def _take_finished(self, head: Fields, blob: memoryview) -> list[Trajectory]:
         found = trajectories_of(head, blob)
         for each, trajectory in zip(head["episodes"], found, strict=True):
             if "row" in each:
@@ -216,7 +216,7 @@ class RemoteWorker:
             self.turn_s.append(own / max(turns, 1))
         return found
 
-    def _answered(self, fields: Fields, blob: memoryview) -> None:
+    def _take_answer(self, fields: Fields, blob: memoryview) -> None:
         answer = self._answers.get(fields["id"])
         if answer is not None and not answer.done():
             answer.set_result((fields, blob))
@@ -328,7 +328,7 @@ class WorkerPool(Player):
     async def add(self, count: int = 1) -> list[str]:
         """Start this many more, and wait until they play; returns their names. Raises as `start`."""
         fresh = [self._begin(next(self._numbers)) for _ in range(count)]
-        await asyncio.gather(*(self._settled(worker) for worker in fresh))
+        await asyncio.gather(*(self._wait_until_ready(worker) for worker in fresh))
         return [worker.name for worker in fresh]
 
     async def remove(self, name: str) -> None:
@@ -398,7 +398,7 @@ class WorkerPool(Player):
 
         channel.on_lost = ended
 
-    async def _settled(self, worker: RemoteWorker) -> None:
+    async def _wait_until_ready(self, worker: RemoteWorker) -> None:
         """Wait until it plays. Raises what kept it from that."""
         try:
             async with OwnedTasks() as tasks:
@@ -457,7 +457,7 @@ class WorkerPool(Player):
 
     async def _came_up(self, fresh: RemoteWorker) -> None:
         try:
-            await self._settled(fresh)
+            await self._wait_until_ready(fresh)
         except asyncio.CancelledError:
             fresh.end("the pool was closed")
             raise
@@ -505,7 +505,7 @@ class WorkerPool(Player):
                 self.returned += 1
                 log.warning("episode %s was on rollout %s: it is played again elsewhere", job.spec.key, worker.name)
             finally:
-                self._router.end(placed, sum(map(self._computed, found)) if found else None)
+                self._router.end(placed, sum(map(self._count_computed, found)) if found else None)
                 self._router.over(job.spec.key)
                 self._tell()
         watch.moved()
@@ -524,7 +524,7 @@ class WorkerPool(Player):
         task = (job.env, job.spec.split, job.spec.task_seed)
         return Need(job.spec.key, self._opening, self._router.expected(most), lambda: [task], self._opening)
 
-    def _computed(self, trajectory: Trajectory) -> int:
+    def _count_computed(self, trajectory: Trajectory) -> int:
         """The tokens of an episode after its first prompt, which notes how long such prompts are."""
         if trajectory.parent is not None:
             return sum(int((ledger.turns >= trajectory.branch_turn).sum()) for ledger in trajectory.ledgers)

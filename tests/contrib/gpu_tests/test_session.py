@@ -74,7 +74,7 @@ def test_a_collection_that_hangs_is_an_error_by_name_with_its_line(start: Callab
     session = start("test_hangs_in_collection.py", (0,))
     until(lambda: session.said.pid is not None or session.tick(1.0) is not None)
     line = 1 + (ROOT / BAD / "test_hangs_in_collection.py").read_text().splitlines().index("time.sleep(100_000)")
-    until(lambda: session._dumped().where.endswith(f"hangs_in_collection.py:{line} in <module>"))
+    until(lambda: session._dump_stacks().where.endswith(f"hangs_in_collection.py:{line} in <module>"))
     session.tick(HOUR + 1)
     result = ended(session, HOUR + 2)
     told = f"was not collected within 3600 s, at tests/contrib/gpu_tests/bad/test_hangs_in_collection.py:{line} in <module>"

@@ -30,7 +30,7 @@ def updated(path: str, **model: Any) -> tuple[list[int], list[dict[str, torch.Te
     """Of an update of five episodes (13 ledgers) in two minibatches: rows of each micro-batch, the gradients, the metrics."""
     actor = Actor(WorkerContext("actor", 0, Mesh.of({"dp": 1}, 1)))
     actor.init_model(path, ModelConfig(**model), toy_optim(max_grad_norm=1e9))
-    engine = actor._made()
+    engine = actor._made_engine()
     engine.optimizers = log = UpdateLog(engine.named())
     rows, logprobs = [], engine.logprobs
 

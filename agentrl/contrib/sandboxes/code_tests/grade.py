@@ -249,7 +249,7 @@ class CodeTests(Leaf):
             return Reading(0.0, {"why": "no code"})
         if len(code) > MOST:
             return Reading(0.0, {"why": f"code of {len(code)} characters; at most {MOST} are run"})
-        found = self._graded(view, tests, code)
+        found = self._grade_once(view, tests, code)
         if found.fault is not None:
             raise UnscorableError(found.fault)
         if found.ended is not None:
@@ -258,7 +258,7 @@ class CodeTests(Leaf):
         value = share if args.get("credit", "all") == "share" else float(found.passed == found.count)
         return Reading(value, {"passed": found.passed, "tests": found.count, "failed": brief(found.why)})
 
-    def _graded(self, view: View, tests: str, code: str) -> Graded:
+    def _grade_once(self, view: View, tests: str, code: str) -> Graded:
         """The grading, which leaves of other `credit` share, and each pass over the tree while a judge is asked."""
         key = hashlib.sha256(repr((self.kind, tests, code, self.args.get("module"), self.limits)).encode()).hexdigest()
         if key not in view.answers:
