@@ -183,10 +183,10 @@ def test_commands_and_file_tools_see_one_folder(shell: ToolEnv, tmp_path: Path) 
     assert ask(env, "search_files", text="two") == "README.md:1: Two words\nnew.txt:1: two\nsrc/main.py:2: two"
     assert ask(env, "run_command", command="sleep 9").endswith("stopped: not done after 1.5 s")
     # Links that the policy makes lead nowhere for the file tools, and commands read nothing outside.
-    ask(env, "run_command", command=f"ln -s {tmp_path}/secret.txt l; ln -s {tmp_path} d")
+    ask(env, "run_command", command=f"ln -s '{tmp_path}/secret.txt' l; ln -s '{tmp_path}' d")
     assert "no file" in refused(env, "read_file", path="l") and "no file" in refused(env, "read_file", path="d/secret.txt")
     assert "in the way" in refused(env, "write_file", path="d/x", text="")
-    assert "hidden" not in ask(env, "run_command", command=f"cat l d/secret.txt {tmp_path}/secret.txt 2>&1")
+    assert "hidden" not in ask(env, "run_command", command=f"cat l d/secret.txt '{tmp_path}/secret.txt' 2>&1")
     assert not (tmp_path / "x").exists() and "l " not in ask(env, "list_files").split("\n")
     assert "bytes, and 50000 are allowed" in refused(env, "write_file", path="big", text="x" * 50_001)
     forked = env.fork()

@@ -153,7 +153,7 @@ def test_of_a_long_output_the_beginning_and_the_end_are_kept() -> None:
 def test_a_start_that_is_cancelled_leaves_nothing_whatever_had_begun(tmp_path: Path) -> None:
     note = tmp_path / "pids"
     # Away from the pipes, for whose end asyncio waits: one that is left is to be found below, and not to hang this test.
-    command = ["sh", "-c", f"sleep 600 >/dev/null 2>&1 & echo $! >> {note}; wait"]
+    command = ["sh", "-c", f"sleep 600 >/dev/null 2>&1 & echo $! >> '{note}'; wait"]
 
     def begun() -> list[int]:
         return [int(line) for line in note.read_text().split()] if note.exists() else []

@@ -27,8 +27,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program that prints the file `cards`, or `apps` if it is asked for processes."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
-        f"#!/bin/sh\ncase $1 in --query-gpu=index,uuid,name,memory.used,memory.total) cat {tmp_path}/cards;;"
-        f" --query-compute-apps=*) cat {tmp_path}/apps;; *) exit 9;; esac\n[ ! -e {tmp_path}/fails ]\n"
+        f"#!/bin/sh\ncase $1 in --query-gpu=index,uuid,name,memory.used,memory.total) cat '{tmp_path}/cards';;"
+        f" --query-compute-apps=*) cat '{tmp_path}/apps';; *) exit 9;; esac\n[ ! -e '{tmp_path}/fails' ]\n"
     )
     program.chmod(0o755)
     (tmp_path / "cards").write_text(TWO)

@@ -39,7 +39,7 @@ def asked_anew() -> Iterator[None]:
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
     """A `bwrap` at the head of the path, which writes down how often it is asked."""
     program = folder / "bwrap"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n{script}\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/asked"\n{script}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder / "asked"

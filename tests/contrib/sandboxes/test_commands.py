@@ -67,10 +67,11 @@ def test_nothing_outside_of_the_folder_is_read_or_changed(tmp_path: Path) -> Non
     secret = tmp_path / "secret"
     secret.write_text("gold")
     secret.chmod(0o640)
+    named = f'"{secret}"'
     said = commands(
-        f"cat {secret}; echo x > {secret}; rm {secret}; mv {secret} mine; ln {secret} mine; touch {tmp_path}/new; ls {tmp_path}",
-        f"ln -s {secret} link; cat link; echo x > link; cp /bin/sh sh; ./sh -c 'cat {secret}'",
-        f"chmod 777 {secret}; touch -d 2000-01-01 {secret}; chown 1:1 {secret}; true",
+        f"cat {named}; echo x > {named}; rm {named}; mv {named} mine; ln {named} mine; touch '{tmp_path}/new'; ls '{tmp_path}'",
+        f"ln -s {named} link; cat link; echo x > link; cp /bin/sh sh; ./sh -c 'cat {named}'",
+        f"chmod 777 {named}; touch -d 2000-01-01 {named}; chown 1:1 {named}; true",
         "cat /etc/shadow; ls /root /home /tmp /dev/shm; echo x > /usr/x; mkdir /x",
     )
     assert "gold" not in "".join(result.stdout for result in said)

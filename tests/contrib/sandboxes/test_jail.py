@@ -199,7 +199,7 @@ def test_a_crash_of_the_interpreter_is_an_answer() -> None:
 
 def test_leftover_children_die_with_their_group(tmp_path: Path) -> None:
     """A program that may have children (no jail here): none outlives it, and nothing waits for them."""
-    script = f"(trap '' HUP TERM; sleep 300) & sleep 300 & echo $! > {tmp_path}/pid; echo started"
+    script = f"(trap '' HUP TERM; sleep 300) & sleep 300 & echo $! > '{tmp_path}/pid'; echo started"
     ended = asyncio.run(run_group(["/bin/sh", "-c", script], b"", Watched(120.0, OUTPUT)))
     assert (ended.stdout, ended.end) == (b"started\n", "ok")
     child = int((tmp_path / "pid").read_text())

@@ -213,11 +213,11 @@ def test_nothing_is_left_if_the_run_is_killed_in_the_middle_of_a_call(tmp_path: 
     run = (
         "import os, sys, threading, time\nfrom pathlib import Path\nfrom agentrl.contrib.suites.foreign import foreign\n"
         f"process = foreign(sys.executable, Path({str(tmp_path / 'script.py')!r})).take()\n"
-        "print(*process.ask('holds', {}), process._process.pid, flush=True)\n"
+        "print(*process.ask('holds', {}), process._process.pid, sep='\\n', flush=True)\n"
         "threading.Thread(target=process.ask, args=('spin', {}), daemon=True).start()\n"
         "time.sleep(0.1)\nos.kill(os.getpid(), 9)\n"
     )
-    folder, *pids = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60).stdout.split()
+    folder, *pids = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60).stdout.splitlines()
     assert all(_gone(int(pid)) for pid in pids) and not Path(folder).parent.exists()
 
 
