@@ -123,7 +123,8 @@ def test_importing_agentrl_loads_nothing_heavy_and_changes_no_environment_variab
 
 
 HELPS = """
-import contextlib, io, json, os, sys
+import contextlib, importlib.metadata, io, json, os, sys
+importlib.metadata.entry_points = lambda **wanted: ()  # a command that an installed package brings may load torch
 from agentrl.cli.main import build_parser
 parser = build_parser()  # of every command, whichever is asked for
 for command in sys.argv[1:]:
