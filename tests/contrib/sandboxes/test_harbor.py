@@ -176,7 +176,7 @@ def test_a_solution_of_several_files_is_gold_if_the_sandbox_has_a_root_of_its_ow
     assert task.solved(images=False) is None
     command = task.solved(images=True)
     root = tmp_path / "root"
-    done = subprocess.run(["sh", "-c", str(command).replace("/solution", str(root))], capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", str(command).replace("/solution", f"'{root}'")], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("it is done\n", "")
 
 
