@@ -18,6 +18,11 @@ from agentrl.rollout.context import CONTEXTS, ContextPolicy
 from agentrl.rollout.mixtures import MIXTURES, FixedMixture
 from agentrl.run.callbacks import CALLBACKS, Callback
 from agentrl.rollout.samplers import SAMPLERS, UniformSampler
+from agentrl.rollout.collector import FILTERS
+from agentrl.rollout.engine import ENGINES, EngineMaker
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
+from agentrl.engines.weights.base import ROUTES, Route
+from agentrl.run.trackers import TRACKERS, Tracker
 """
 ADVANTAGE = "@ADVANTAGES.register('mine')\ndef mine(batch):\n    SEEN.append(1)\n    return "
 LOSS = "@POLICY_LOSSES.register('mine')\ndef mine(batch):\n    return "
@@ -28,6 +33,9 @@ CALLBACK = "@CALLBACKS.register('mine')\nclass Mine(Callback):\n    def __init__
 
 
 SAMPLER = "@SAMPLERS.register('mine')\nclass Mine(UniformSampler):\n    def __init__(self):\n        "
+CHOICE = "@SAMPLERS.register('mine')\nclass Mine(UniformSampler):\n    def choose(self, run_seed, index):\n        "
+FILTER = "@FILTERS.register('mine')\ndef mine(group):\n    return "
+TRACKER = "@TRACKERS.register('mine')\nclass Mine(Tracker):\n    def __init__(self, run): ...\n"
 
 
 def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "") -> int:
@@ -38,18 +46,19 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
     (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='key_value'}}\ncluster={{backend='inline'}}\n"
                                        f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    value = value or ("[{name='mine'}]" if key == "callbacks" else "{name='mine'}")
+    plain = key in ("engine", "model.engine", "weights.route")
+    value = value or ("mine" if plain else "[{name='mine'}]" if key in ("callbacks", "trackers") else "{name='mine'}")
     return main(["train", "run.toml", "--dry-run", "--json", f"{key}={value}"])
 
 
 @pytest.mark.parametrize(
     ("key", "body", "said"),
     [
-        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:13: 'mine' raised AttributeError: "),
+        ("algorithm.advantage", ADVANTAGE + "batch.rewards", "plugins/mine.py:18: 'mine' raised AttributeError: "),
         ("algorithm.advantage", ADVANTAGE + "batch.reward", "returned tensor("),
         ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.reward)", "advantages float32 [4], expected"),
         ("algorithm.advantage", ADVANTAGE + "AdvantageOutput(batch.mask * float('nan'))", "not finite"),
-        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:10: 'mine' raised TypeError"),
+        ("algorithm.advantage", ADVANTAGE.replace("batch", "") + "1", "plugins/mine.py:15: 'mine' raised TypeError"),
         ("algorithm.loss", LOSS + "LossOutput(-batch.advantages)", "without a gradient"),
         ("algorithm.loss", LOSS + "LossOutput((batch.logprobs * 0).sqrt())", "gradients that are not finite"),
         ("algorithm.loss", LOSS + "LossOutput(batch.logprobs, {'m': batch.offsets})", "the metric m int64"),
@@ -57,7 +66,17 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
         ("rollout.mixture", MIXTURE + "{}", "expected one >= 0 for each of"),
         ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
         ("rollout.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
-        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:13: 'mine' raised KeyError"),
+        ("rollout.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
+        ("rollout.sampler", CHOICE + "raise KeyError(index)", "plugins/mine.py:18: 'mine' raised KeyError: 0"),
+        ("rollout.accept", FILTER + "group.rewards", "plugins/mine.py:17: 'mine' raised AttributeError"),
+        ("rollout.accept", FILTER + "sum(m.reward for m in group.scored())", "returned 1.0, expected True or False"),
+        ("rollout.accept", FILTER.replace("def", "async def") + "3", "returned 3, expected True or False"),
+        ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
+        ("trackers", "TRACKERS.register('mine')(lambda run: 3)", "expected a subclass of Tracker"),
+        ("engine", "@ENGINES.register('mine')\nclass Mine(EngineMaker): ...", "lacks engine, make, which EngineMaker demands"),
+        ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
+        ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
+        ("callbacks", CALLBACK + "raise KeyError('token')", "plugins/mine.py:18: 'mine' raised KeyError"),
     ],
 )
 def test_a_plug_in_that_cannot_work_is_named_with_key_file_and_line(
@@ -106,3 +125,15 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
     assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 0
     assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
+
+
+def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "from agentrl.env.wrappers import WRAPPERS, ToolWrapper\n@WRAPPERS.register('mine')\nclass Mine(ToolWrapper):\n"
+        "    async def astep(self, action):\n        raise KeyError('token')"
+    )
+    assert dry_run(tmp_path, monkeypatch, "env.wrappers", body, "[{name='mine'}]") == 2
+    error = capsys.readouterr().err
+    assert "cannot be played: plugins/mine.py:19: KeyError: 'token'" in error and "Traceback" not in error

@@ -8,9 +8,8 @@ import json
 import math
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,26 @@ from torch import Tensor
 
 from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone
-from agentrl.data.trajectory import Message, ToolCall
+from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
+from agentrl.engines.weights.base import Route
 from agentrl.rollout.context import Moment
+from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
-from agentrl.run.checks.reward_checks import in_daemon_thread
+from agentrl.rollout.samplers import GroupOutcome, TaskChoice
+from agentrl.run.checks.reward_checks import in_daemon_thread, shown_path
 from agentrl.run.registries import registry_of
+from agentrl.run.trackers import Tracker
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
+from agentrl.trainer.train_engine import BaseEngine
 from agentrl.utils.errors import ConfigError, UserError
 from agentrl.utils.registry import Registry, second_load
 
 TURNS = [0, 0, 0, 0, 1, 1]
 SAMPLED = [False, True, True, False, False, True]
 """Tokens of each made-up episode: the turn of each, and whether the policy sampled it."""
+
+UNCALLED = ("engine", "model.engine", "weights.route", "trackers")
+"""Keys of classes that start processes or services: only their form is checked."""
 
 
 class TrialError(Exception):
@@ -57,10 +64,18 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
     yield "algorithm.advantage", algorithm.advantage, partial(_advantage, rollout.group_size)
     yield "algorithm.loss", algorithm.loss, _loss
     yield "algorithm.correction", algorithm.correction, _correction
-    yield "rollout.sampler", rollout.sampler, lambda make, choice: make()
+    yield "rollout.sampler", rollout.sampler, _sampler
+    yield "rollout.accept", rollout.accept, partial(_filter, rollout.group_size)
     yield "rollout.mixture", rollout.mixture, partial(_mixture, [env.called for env in config.envs])
     for choice in config.callbacks if planned else ():
         yield "callbacks", choice, _callback
+    for key, name, kind in (
+        ("engine", config.engine, EngineMaker),
+        ("model.engine", config.model.engine, BaseEngine),
+        ("weights.route", config.weights.route, Route),
+        *(("trackers", tracker.name, Tracker) for tracker in config.trackers),
+    ):
+        yield key, Choice(name=name), partial(_class, kind)
     for env in config.envs:
         one = alone(config, env)
         if env.advantage is not None:
@@ -70,12 +85,14 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
 
 def _try(key: str, registry: Registry[Any], choice: Choice, trial: Callable[[Any, Choice], Any], limit: float) -> None:
     make = registry.entry(choice.name).make
-    registry.bind(choice.name, choice.args)
+    if key not in UNCALLED:
+        registry.bind(choice.name, choice.args)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         with second_load(registry, choice.name) as again:
             make = again
-            in_daemon_thread(lambda: trial(registry.bind(choice.name, choice.args), choice), limit)
+            whole = again if key in UNCALLED else registry.bind(choice.name, choice.args)
+            in_daemon_thread(lambda: trial(whole, choice), limit)
     except UserError:
         raise
     except Exception as problem:
@@ -92,8 +109,7 @@ def _place(make: Callable[..., Any], problem: Exception) -> str:
     """FILE:LINE of the plug-in's code that raised, else of its definition."""
     file = inspect.getsourcefile(make) or "?"
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == file]
-    shown = Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file
-    return f"{shown}:{lines[-1] if lines else inspect.getsourcelines(make)[1]}"
+    return f"{shown_path(file)}:{lines[-1] if lines else inspect.getsourcelines(make)[1]}"
 
 
 # Answers
@@ -200,6 +216,43 @@ def _mixture(names: Sequence[str], make: Any, choice: Choice) -> None:
         mixture.observe([EnvOutcome(0, names[0], 0.5, 100), EnvOutcome(1, "other", None, 50)])
     make().load(json.loads(json.dumps(mixture.state())))
     _check_numbers("metrics", mixture.metrics())
+
+
+def _class(kind: type, made: Any, choice: Choice) -> None:
+    if not (isinstance(made, type) and issubclass(made, kind)):
+        raise TrialError(f"is {made!r:.60}, expected a subclass of {kind.__name__}")
+    if missing := sorted(made.__abstractmethods__):  # type: ignore[attr-defined]
+        raise TrialError(f"lacks {', '.join(missing)}, which {kind.__name__} demands")
+
+
+def _sampler(make: Any, choice: Choice) -> None:
+    sampler, again = make(), make()
+    for one in (sampler, again):
+        if one.wants() is not None:
+            one.use(range(8))
+    _expect(TaskChoice, chosen := sampler.choose(0, 0))
+    sampler.observe([GroupOutcome(0, chosen.bucket, 0.5)])
+    again.load(json.loads(json.dumps(sampler.state())))
+    _check_numbers("metrics", sampler.metrics())
+
+
+def _filter(group_size: int, ask: Any, choice: Choice) -> None:
+    """A group with one success, and one whose members all failed."""
+    for best in (1.0, 0.0):
+        task = Task("made-up", 0)
+        members = [
+            Trajectory("made-up", task, member=n, reward=best * (n == 0), success=bool(best) and n == 0, terminated=True)
+            for n in range(group_size)
+        ]
+        answer = ask(Group(0, 0, members))
+        if inspect.isawaitable(answer):
+            answer = asyncio.run(_wait_for(answer))
+        if not isinstance(answer, bool | np.bool_):
+            raise TrialError(f"returned {answer!r:.60}, expected True or False")
+
+
+async def _wait_for(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 def _callback(make: Any, choice: Choice) -> None:

@@ -7,10 +7,12 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from agentrl.config import TrainConfig
@@ -40,6 +42,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.search_path import shelves
 
 # Success of gold
 
@@ -101,13 +104,30 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     except BaseException as error:  # it comes from the environment's own code, which may even call sys.exit
         log.debug("the gold solution could not be played", exc_info=True)
         raise ConfigError(
-            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {type(error).__name__}: {error}; "
-            f"agentrl env check {env.id} shows more"
+            f"env.id: the gold solution of a task of {env.id!r} cannot be played: {users_line(error)}{type(error).__name__}: "
+            f"{error}; agentrl env check {env.id} shows more"
         ) from error
     if fault is not None:
         raise ConfigError(
             f"env.reward: {fault}; agentrl reward lint {spec_word(env, the_env(config).reward, scorer)} --env {env.id} shows more"
         )
+
+
+def users_line(fault: BaseException) -> str:
+    """The innermost line of a file of the shelves that raised, as "FILE:LINE: "; "" if none did."""
+    files = {
+        str(file.resolve())
+        for shelf in shelves()
+        for folder in ("plugins", "envs", "tools")
+        for file in shelf.glob(f"{folder}/**/*.py")
+    }
+    lines = [frame for frame in traceback.extract_tb(fault.__traceback__) if str(Path(frame.filename).resolve()) in files]
+    return f"{shown_path(lines[-1].filename)}:{lines[-1].lineno}: " if lines else ""
+
+
+def shown_path(file: str) -> str:
+    """A path as the user would write it: relative to the working folder if it is inside."""
+    return str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
 
 
 def _first_fault(tasks: Iterable[tuple[EnvRef, int]], split: str, scorer: Scorer, limit: float) -> str | None:
