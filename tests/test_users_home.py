@@ -26,6 +26,8 @@ PLANTED = {
     "RANK": "3",
     "MASTER_PORT": "1",
     "PYTHONHASHSEED": "7",
+    "NCCL_SOCKET_IFNAME": "eth9",
+    "TMPDIR": "/a folder",
     "PYTEST_ADDOPTS": "-v",
     "A_PROGRAM_THAT_IS_NEW": "1",
 }

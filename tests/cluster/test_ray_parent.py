@@ -261,7 +261,8 @@ def test_episodes_that_ray_ended_are_continued_by_the_same_command(command: str)
 
 
 ALONE = """
-import os, sys
+import importlib.metadata, os, sys
+importlib.metadata.entry_points = lambda **wanted: ()  # a command that an installed package brings may load torch
 from agentrl.cli import arguments
 from agentrl.cli.main import main
 
