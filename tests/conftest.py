@@ -87,19 +87,23 @@ CARDS = ",".join(str(number) for number in range(100, 164))
 """Cards that no machine has, enough for every cluster that a test makes up. CUDA finds none of them, hence no other either."""
 
 
-def cards_shown(args: tuple[str, ...], driver: bool) -> str | None:
-    """What CUDA_VISIBLE_DEVICES must be for a session of these arguments; None: as it is. `driver`: whether there are cards.
+def cards_shown(args: tuple[str, ...], driver: bool, given: str | None = None) -> str | None:
+    """What CUDA_VISIBLE_DEVICES must be for a session of these arguments; None: not set. `driver`: whether there are cards.
 
     The suite's numbers are those of a CPU, in float32: on a machine with cards all roles would compute in bfloat16 there.
-    Only tests/gpu is for them, and has a session of its own.
+    Only tests/gpu is for them, and has a session of its own, in which it is as `given`.
     """
-    return CARDS if driver and not any("gpu" in Path(arg.split("::")[0]).parts for arg in args) else None
+    if any("gpu" in Path(arg.split("::")[0]).parts for arg in args):
+        return given
+    return CARDS if driver else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    shown = cards_shown(config.invocation_params.args, Path("/dev/nvidiactl").exists())
-    if shown is not None and not hasattr(config, "workerinput"):  # workers inherit it
-        os.environ["CUDA_VISIBLE_DEVICES"] = shown
+    if not hasattr(config, "workerinput"):  # workers inherit it
+        given = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        shown = cards_shown(config.invocation_params.args, Path("/dev/nvidiactl").exists(), given)
+        if shown is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = shown
 
 
 @pytest.fixture(autouse=True)

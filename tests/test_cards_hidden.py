@@ -10,13 +10,13 @@ from tests.conftest import CARDS, cards_shown
 
 @pytest.mark.parametrize("args", [(), ("tests",), ("tests/train", "-x"), ("tests/run/test_gpu_placement.py",)])
 def test_the_suite_sees_no_card(args: tuple[str, ...]) -> None:
-    assert cards_shown(args, driver=True) == CARDS
-    assert cards_shown(args, driver=False) is None
+    assert cards_shown(args, driver=True, given="2") == CARDS
+    assert cards_shown(args, driver=False, given="") is None
 
 
 def test_a_session_of_the_cards_tests_sees_them() -> None:
     for args in (("tests/gpu",), ("-x", "tests/gpu/test_engine.py::test_sleep_frees_the_memory")):
-        assert cards_shown(args, driver=True) is None
+        assert [cards_shown(args, driver=True, given=given) for given in ("2", None)] == ["2", None]
 
 
 def test_torch_finds_none_of_the_cards_that_no_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
