@@ -65,17 +65,15 @@ class Generation:
     a grammar only restrict which tokens may be drawn. `versions`: the weights that sampled each token. If a stop token ended
     the turn, it is the last id.
 
-    `usage`: only from engines whose ids are not tokens (API models). `seconds`: only if the caller's own
-    clock would be wrong. `experts`: if the sampling asks for them,
-    [tokens, routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the engine
-    computed, as it computed them first, so all but the last one, or fewer if the request was cut short."""
+    `usage`: only from engines whose ids are not tokens (API models). `experts`: if the sampling asks for them, [tokens,
+    routers, k] uint8 or int16 for the tokens of prompt and answer from `experts_from` on: those that the engine computed, as
+    it computed them first, so all but the last one, or fewer if the request was cut short."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish: Finish
     usage: Usage | None = None
-    seconds: float | None = None
     experts: npt.NDArray[Any] | None = None
 
 

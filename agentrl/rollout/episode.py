@@ -567,8 +567,7 @@ class _Episode:
         turn.ledger, turn.end = len(self.ledgers) - 1, len(self.ledger) - 1
         turn.prompt_tokens, turn.sampled_tokens = prompt_tokens, len(generation.token_ids)
         turn.finish = generation.finish
-        sampling_s = self.turn_s if generation.seconds is None else generation.seconds
-        turn.seconds = sampling_s + sum(result.seconds for result in turn.results)
+        turn.seconds = self.turn_s + sum(result.seconds for result in turn.results)
         if generation.usage is not None:
             turn.prompt_tokens = generation.usage.prompt_tokens
             turn.sampled_tokens, turn.usd = generation.usage.sampled_tokens, generation.usage.usd

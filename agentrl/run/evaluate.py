@@ -369,7 +369,9 @@ async def run_rollout(
                 await session.close()
     elif session is not shared:
         await session.close()
-    _sort(request, outcome)
+    # In the order of tasks, so that equal runs leave equal files.
+    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
+    atomic_write(request.out / "trajectories.jsonl", "".join(rows))
     return outcome
 
 
@@ -463,12 +465,6 @@ def _identity(config: TrainConfig, request: RolloutRequest) -> Identity:
     """All that an episode depends on; `-n` and `-k` only say which episodes there are."""
     own = {"command": request.purpose, "--split": request.split}
     return {**identity_of(config, request.purpose), **own, **contents_of(config, request.purpose)}
-
-
-def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
-    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
-    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
-    atomic_write(request.out / "trajectories.jsonl", "".join(rows))
 
 
 # Evaluation

@@ -47,16 +47,12 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     "What episodes scored": (
         _episodes("success", "share", "share of successes among the episodes whose success is known; evaluations of several "
             "environments: the mean over them, by `env.eval.weight`"),
-        _episodes("reward", "reward", "mean reward of the episodes that have one; evaluations of several environments: as "
-            "`success`"),
-        _episodes("term/<id>", "reward", "mean value of the node with this `id` in the reward spec's `root` (or `success`), "
-            "before its weight, over the episodes in which it is known"),
-        _episodes("metric/<name>", "value", "mean value of the node with this `id` among the reward spec's `metrics`, over the "
-            "episodes in which it is known"),
+        _episodes("reward", "reward", "mean reward of the scored episodes; evaluations of several environments: as `success`"),
+        _episodes("term/<id>", "reward", "mean value, before its weight, of the root's node with this `id`"),
+        _episodes("metric/<name>", "value", "mean value of the node with this `id` among the reward spec's `metrics`"),
         _episodes("scored", "episodes", "episodes with a reward; in evaluations: with a reward or a known success"),
         _episodes("unscored", "episodes", "the other episodes: no mean counts them as 0"),
-        _episodes("unscored/<cause>", "episodes", "of these, by cause: the fault that ended them (`env_error`, `engine_error`, "
-            "`tool_timeout`, ...), or `reward_spec`: its root was null"),
+        _episodes("unscored/<cause>", "episodes", "of these, by cause: `env_error`, ... or `reward_spec`: a null root"),
         _episodes("n/<key>", "episodes", "over how many episodes the mean KEY is, if not over just the scored ones"),
     ),
     "By horizon, the number of calls in the gold solution of a task": (
@@ -72,47 +68,34 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     ),
     "How episodes went": (
         _episodes("tokens", "tokens", "sampled tokens of all episodes, over all their ledgers"),
-        _episodes("given", "calls", "gold calls that an episode was given at its start (`rollout.start`), mean over all "
-            "episodes; they count among its turns and tool calls, and the success is that of the whole task"),
+        _episodes("given", "calls", "gold calls given to an episode at its start (`rollout.start`), mean over all"),
         _episodes("turns", "turns", "turns per episode, mean over all episodes"),
         _episodes("turns_max", "turns", "most turns of an episode"),
         _episodes("response_length/mean", "tokens", "sampled tokens per episode, mean over all episodes"),
         _episodes("response_length/max", "tokens", "most sampled tokens of an episode"),
-        _episodes("response_length/cut", "share", "share of the turns that were cut by a token limit (`rollout.max_turn_tokens`, "
-            "or the rest of the episode)"),
+        _episodes("response_length/cut", "share", "share of the turns that a token limit cut"),
         _episodes("truncated", "share", "share of the episodes that a budget of turns, tokens or time ended"),
         _episodes("tool_calls", "calls", "tool calls per episode, mean over all episodes"),
-        _episodes("tool_error_rate", "share", "share of the answered tool calls whose answer is an error (a call that cannot be "
-            "parsed too), over all calls together"),
-        _episodes("repetition", "share", "share of the 4-grams of a turn's tokens that it had before, over all turns of 16 or "
-            "more together"),
-        _episodes("same_answer", "share", "share of the episodes whose last message (its text and calls) is the commonest one; "
-            "null if all are of one task"),
+        _episodes("tool_error_rate", "share", "share of the answered tool calls that were errors, over all calls together"),
+        _episodes("repetition", "share", "share of the 4-grams of a turn (16 tokens or more) that it had before"),
+        _episodes("same_answer", "share", "share of the episodes with the commonest last message; null if all are of one task"),
         _episodes("stop/<reason>", "share", "share of all episodes that ended for this reason (`StopReason`)"),
         MetricInfo("rewrites", "rewrites", "rewrites of the conversation by `rollout.context` per episode"),
     ),
     "What groups teach": (
-        MetricInfo("reward_std", "reward", "standard deviation (unbiased) of the rewards within a group, mean over the groups "
-            "with two or more scored members", per_env=True),
-        MetricInfo("zero_variance", "share", "share of the update's groups whose rewards are all equal: group-relative "
-            "advantages are 0 there, and nothing is learned", per_env=True),
+        MetricInfo("reward_std", "reward", "unbiased standard deviation of rewards within a group, mean", per_env=True),
+        MetricInfo("zero_variance", "share", "share of the groups whose rewards are all equal: they teach nothing", per_env=True),
         MetricInfo("groups_zero_variance", "groups", "how many these are"),
-        MetricInfo("thin_groups", "share", "share of the groups with fewer than 4 scored members, and as many unscored ones "
-            "or more: a member is compared with few others", per_env=True),
-        MetricInfo("groups_filtered", "groups", "groups without variance that were replaced for this update "
-            "(`rollout.filter_zero_variance`)"),
+        MetricInfo("thin_groups", "share", "share of groups with less than 4 scored members, mostly unscored", per_env=True),
+        MetricInfo("groups_filtered", "groups", "groups without variance that were replaced (`rollout.filter_zero_variance`)"),
         MetricInfo("groups_refused", "groups", "groups that `rollout.accept` refused for this update, which were replaced"),
-        MetricInfo("env/<name>/groups_<state>", "groups", "groups of this environment that were dropped for this update, by "
-            "state (`failed`, `filtered`, `refused`, `stale`)"),
-        MetricInfo("members_cancelled", "episodes", "members given up because their group had enough "
-            "(`rollout.oversample_members`), since the start"),
+        MetricInfo("env/<name>/groups_<state>", "groups", "groups of this environment dropped for this update, by state"),
+        MetricInfo("members_cancelled", "episodes", "members given up in full groups (`rollout.oversample_members`)"),
         MetricInfo("members_grown", "episodes", "members that groups were given besides, since the last row (`rollout.grow`)"),
         MetricInfo("episodes_played", "episodes", "episodes that ended since the last update, also those of dropped groups"),
         MetricInfo("episodes_unscored", "episodes", "how many of these have no reward (`health.max_unscored`)"),
-        MetricInfo("faults/<cause>", "attempts", "attempts at an episode since the last update that came to no score, by cause: "
-            "also those that were tried again, and those of groups that were dropped"),
-        MetricInfo("groups/<state>", "groups", "groups by state: `pending`, `running`, `complete` now; `trained`, `filtered`, "
-            "`refused`, `stale`, `failed`, `cancelled` since the start"),
+        MetricInfo("faults/<cause>", "attempts", "attempts since the last update without a score, by cause, retries included"),
+        MetricInfo("groups/<state>", "groups", "by state: `pending`, `running`, `complete` now; others since the start"),
         MetricInfo("advantage_abs", "advantage", "mean of |A| over the sampled tokens"),
         MetricInfo("advantage_zero", "share", "share of the sampled tokens with an advantage of exactly 0"),
     ),
@@ -123,22 +106,16 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "taken", ("train", "sft", "data")),
         MetricInfo("lr", "1", "learning rate of this update (`optim.lr` times its schedule)", ("train", "data")),
         MetricInfo("lr_factor", "1", "learning rate of the supervised step over `sft.lr`", ("sft",)),
-        MetricInfo("entropy", "nats", "entropy of the policy at the rollout's temperature, mean over the computed tokens that "
-            "are trained"),
+        MetricInfo("entropy", "nats", "of the policy at the rollout's temperature, mean over computed, trained tokens"),
         MetricInfo("temperature", "1", "with points in `rollout.temperature`: that of this update's episodes and policies"),
         MetricInfo("entropy_coef", "1", "with `algorithm.entropy_target`: the coefficient of the entropy bonus in this update"),
-        MetricInfo("ratio", "1", "importance ratio of trained to proximal policy, mean over the computed tokens that are "
-            "trained; gspo: of the row"),
+        MetricInfo("ratio", "1", "importance ratio of trained to proximal policy, mean over these tokens; gspo: of the row"),
         MetricInfo("clip_fraction", "share", "share of these tokens on which the loss's bound on the ratio is active"),
-        MetricInfo("dual_clip_fraction", "share", "share of them on which the dual clip (advantage < 0) is active (Ye et al. "
-            "2020, arXiv:1912.09729)"),
+        MetricInfo("dual_clip_fraction", "share", "share of them under the dual clip (Ye et al. 2020, arXiv:1912.09729)"),
         MetricInfo("picked", "share", "share of them that the loss picked by covariance (clip_cov, kl_cov)"),
-        MetricInfo("behaviour_weight", "1", "mean weight proximal / behaviour of decoupled_ppo (Hilton et al. 2022, "
-            "arXiv:2110.00641)"),
-        MetricInfo("kl_reference", "nats", "KL of the policy to the reference by the estimator `algorithm.kl.kind`, mean over "
-            "tokens"),
-        MetricInfo("kl_reward", "nats", "the same of the proximal policy, over all sampled tokens, if `algorithm.kl.where` is "
-            "\"reward\""),
+        MetricInfo("behaviour_weight", "1", "mean weight of decoupled_ppo (Hilton et al. 2022, arXiv:2110.00641)"),
+        MetricInfo("kl_reference", "nats", "KL of the policy to the reference by `algorithm.kl.kind`, mean over tokens"),
+        MetricInfo("kl_reward", "nats", "the same of the proximal policy, over all sampled tokens (`algorithm.kl.where`)"),
         MetricInfo("kl_coef", "1", "coefficient of the KL penalty (adaptive with `algorithm.kl.target`)"),
         MetricInfo("tokens_trained", "tokens", "tokens that the denominators count: sampled, and not rejected by a correction",
             ("train", "sft", "data")),
@@ -157,36 +134,29 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "sheets; not with shared prefixes", ("train", "sft", "data")),
         MetricInfo("skipped_steps", "0 or 1", "1: nothing was trained, as something in the batch was not finite"),
         MetricInfo("transcripts_skipped", "transcripts", "teacher transcripts that were too long, since the start", ("sft",)),
-        MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model "
-            "(`optim.prefix_sharing`)"),
+        MetricInfo("prefix_ratio", "1", "tokens of the computed rows per token that went through the model"),
         MetricInfo("prefix_ratio_possible", "1", "the same if each shared prefix of the whole batch were computed once"),
-        MetricInfo("experts_max_violation", "1", "largest load of an expert over the mean load, less 1, mean over layers "
-            "(MaxVio, Wang et al. 2024, arXiv:2408.15664); 0: even"),
+        MetricInfo("experts_max_violation", "1", "largest load of an expert over the mean, less 1 (arXiv:2408.15664)"),
         MetricInfo("experts_entropy", "1", "entropy of the experts' shares over that of even ones; 1: even"),
         MetricInfo("experts_unused", "share", "share of the experts to which no token went"),
-        MetricInfo("teacher/kl", "nats per token", "reverse KL to the teacher (`algorithm.distillation`): mean over the "
-            "sampled tokens of the policy's log probability less the teacher's"),
+        MetricInfo("teacher/kl", "nats per token", "reverse KL to the teacher, mean over the sampled tokens"),
         MetricInfo("reward_model/score", "reward", "mean score of the [reward_model]"),
         MetricInfo("experience/held", "episodes", "rare successes that are kept (`algorithm.experience`)"),
-        MetricInfo("experience/episodes", "episodes", "of these, added to the update; no other number of the row but `loss`, "
-            "`grad_norm` and `prefix_ratio` sees them"),
+        MetricInfo("experience/episodes", "episodes", "of these, added to the update; seen by `loss`, `grad_norm` alone"),
         MetricInfo("experience/tokens", "tokens", "their sampled tokens"),
         MetricInfo("experience/age_mean", "updates", "how many updates behind the oldest weights were that sampled them, mean"),
         MetricInfo("experience/age_max", "updates", "the same of the oldest: at most `algorithm.experience.max_age`"),
         MetricInfo("experience/kl_behaviour", "nats", "as `kl_behaviour`, of their tokens"),
         MetricInfo("experience/log_ratio_max", "nats", "largest |log pi(trained) - log pi(engine)| of their tokens"),
-        MetricInfo("experience/<metric>", "1", "what the loss measures (`ratio`, `clip_fraction`, ...), of their tokens that no "
-            "correction rejects"),
+        MetricInfo("experience/<metric>", "1", "the loss's metrics (`ratio`, `clip_fraction`, ...) on their tokens"),
         MetricInfo("experience/nll", "nats", "mean of -log pi over their tokens (`term = \"supervised\"`)"),
-        MetricInfo("demonstrations/episodes", "episodes", "gold solutions that were added to the update "
-            "(`algorithm.demonstrations`)"),
+        MetricInfo("demonstrations/episodes", "episodes", "gold solutions added to the update (`algorithm.demonstrations`)"),
         MetricInfo("demonstrations/skipped", "episodes", "those that were left out: too long for a row, or not to be played"),
         MetricInfo("demonstrations/tokens", "tokens", "their tokens as the policy would have sampled them"),
         MetricInfo("demonstrations/nll", "nats", "mean of -log pi over these"),
         MetricInfo("critic/loss", "loss", "value loss, mean over the critic's optimizer steps"),
         MetricInfo("critic/value", "reward", "mean value of the tokens"),
-        MetricInfo("critic/explained_variance", "1", "1 - mean (value - return)^2 / variance of the returns; 1: the values are "
-            "the returns, below 0: worse than their mean"),
+        MetricInfo("critic/explained_variance", "1", "1 - mean (value - return)^2 / variance of the returns; 1: exact"),
         MetricInfo("critic/grad_norm", "norm", "as `grad_norm`"),
         MetricInfo("critic/gpu/<figure>", "1", "as `gpu/memory_gib`, `gpu/tokens_per_s` and `gpu/mfu`"),
         MetricInfo("critic/optimizer_steps", "steps", "as `optimizer_steps`"),
@@ -200,8 +170,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
             "mean (Schulman 2020, Approximating KL Divergence), before any of them is trained on; if nothing is stale, it is "
             "how far trainer and engine disagree"),
         MetricInfo("mismatch_max", "nats", "largest |d|"),
-        MetricInfo("kl_behaviour", "nats", "k1 of the policy that sampled to the trained one, mean of log pi(engine) - log "
-            "pi(trained) over the computed tokens"),
+        MetricInfo("kl_behaviour", "nats", "k1: mean of log pi(engine) - log pi(trained) over the computed tokens"),
     ),
     "The engine and the rollouts": (
         MetricInfo("tokens_sampled", "tokens", "all tokens sampled for training since the last row: of every attempt at an "
@@ -226,11 +195,9 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("engine/servers", "servers", "servers of SGLang that are alive"),
         MetricInfo("engine/calls", "calls", "calls of a policy that is a Python function, since the start"),
         MetricInfo("engine/attempts", "requests", "requests to an API, retries included, since the start"),
-        MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still for longer than "
-            "`rollout.slow_loop`"),
+        MetricInfo("loop/blocked_s", "s", "seconds in which the driver's event loop stood still (`rollout.slow_loop`)"),
         MetricInfo("loop/longest_s", "s", "the longest such time"),
-        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine, in this update or "
-            "evaluation", _PLAYED),
+        MetricInfo("judge/<name>/verdicts", "verdicts", "asked of judge <name> on the run's own engine", _PLAYED),
         MetricInfo("judge/<name>/cached", "verdicts", "of these, known already, or being sampled for an equal question", _PLAYED),
         MetricInfo("judge/<name>/failed", "verdicts", "of these, failed: the engine did, or what it said was none", _PLAYED),
         MetricInfo("judge/<name>/prompt_tokens", "tokens", "of the prompts of the others; none is among the policy's", _PLAYED),
@@ -248,27 +215,22 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
     ),
     "Which tasks": (
         MetricInfo("mixture/<env>/share", "share", "share of the groups that go to this environment now"),
-        MetricInfo("mixture/<env>/group_tokens", "tokens", "sampled tokens of a group of this environment, as by_tokens "
-            "estimates it"),
+        MetricInfo("mixture/<env>/group_tokens", "tokens", "sampled tokens of a group here, as by_tokens estimates it"),
         MetricInfo("mixture/<env>/learnable", "1", "4 p (1 - p) of its success rate p, decayed mean, as by_success estimates it"),
         MetricInfo("sampler/epoch", "passes", "passes over the pool of tasks"),
         MetricInfo("sampler/pool", "tasks", "tasks in the pool"),
         MetricInfo("sampler/success", "share", "mean estimated success over the arms (success_weighted)"),
         MetricInfo("sampler/predicted", "share", "predicted success of the groups that it learned from last, mean (predicted)"),
         MetricInfo("sampler/observed", "share", "their success, mean"),
-        MetricInfo("sampler/calibration_error", "share", "how far predictions and successes are apart, by the predicted success: "
-            "expected calibration error, in which older groups fade"),
-        MetricInfo("sampler/effective_arms", "arms", "exp of the entropy of the arms' shares: how many equally likely ones that "
-            "would be"),
-        MetricInfo("sampler/<arm>/success", "share", "estimated success of an arm (predicted: at an end of a parameter's range, "
-            "the others at their middle)"),
+        MetricInfo("sampler/calibration_error", "share", "expected calibration error of predicted successes; older groups fade"),
+        MetricInfo("sampler/effective_arms", "arms", "exp of the entropy of the arms' shares"),
+        MetricInfo("sampler/<arm>/success", "share", "estimated success of an arm (predicted: at an end of a parameter's range)"),
         MetricInfo("sampler/<arm>/progress", "share", "how far it rose over the last groups, by a fitted line (by_progress)"),
         MetricInfo("sampler/<arm>/share", "share", "its share of the groups"),
         MetricInfo("sampler/stage", "stage", "stage of the curriculum, from 0 (staged)"),
         MetricInfo("sampler/stage_success", "share", "success of the last groups of this stage"),
         MetricInfo("sampler/ahead_success", "share", "of the last groups of the next stage (`ahead`)"),
-        MetricInfo("sampler/left/<calls>", "calls", "of a task with this many calls, those that are left to the policy "
-            "(`rollout.start`); there once the first of them were won"),
+        MetricInfo("sampler/left/<calls>", "calls", "calls left to the policy in a task with this many (`rollout.start`)"),
         MetricInfo("sampler/<env>/<key>", "value", "with several environments: the same of each one's sampler"),
     ),
     "Time": (
@@ -287,8 +249,7 @@ TABLE: dict[str, tuple[MetricInfo, ...]] = {
         MetricInfo("epoch", "passes", "how often the data was gone over", ("data",)),
         MetricInfo("examples", "examples", "held-out examples that were measured", ("heldout",)),
         MetricInfo("accuracy", "share", "pairs whose chosen episode has the higher reward", _DATA),
-        MetricInfo("reward_chosen", "reward", "of the chosen episodes: with `data.loss` \"dpo\" beta (log pi - log ref), with "
-            "\"reward\" the score", _DATA),
+        MetricInfo("reward_chosen", "reward", "of the chosen episodes: the score; of \"dpo\" beta (log pi - log ref)", _DATA),
         MetricInfo("reward_rejected", "reward", "the same of the rejected ones", _DATA),
         MetricInfo("reward_margin", "reward", "`reward_chosen` - `reward_rejected`", _DATA),
     ),

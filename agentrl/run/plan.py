@@ -278,9 +278,11 @@ def lines(plan: RunPlan) -> list[str]:
     if plan.transcripts is not None:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
+    # A checkpoint may be one of the newest and of the best, so it is "at most".
+    kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {_kept_text(plan)}, {_size(plan.checkpoint_bytes)} each"),
+        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.checkpoint_bytes)} each"),
         ("on disk", f"about {_size(plan.disk_bytes)}: checkpoints and the final model, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]
@@ -331,11 +333,6 @@ def _span(sizes: list[int]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _kept_text(plan: RunPlan) -> str:
-    """A checkpoint may be one of the newest and of the best, so it is "at most"."""
-    return "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
 
 
 def _schedule_text(updates: list[int]) -> str:

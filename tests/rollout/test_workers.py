@@ -499,7 +499,7 @@ def test_a_trajectory_arrives_as_it_was() -> None:
 
 def test_a_turn_and_a_fault_arrive_as_they_were() -> None:
     experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    sent = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), None, experts)
+    sent = Generation([5, 6], [-0.1, -1 / 3], [2, 3], "length", Usage(3, 4, 0.5), experts)
     head, blob = generation_frame(sent)
     got = generation_of(json.loads(json.dumps(head)), memoryview(blob))
     assert np.array_equal(got.experts, experts)  # type: ignore[arg-type]

@@ -311,7 +311,6 @@ def generation_frame(generation: Generation) -> tuple[Fields, bytes]:
         "tokens": len(generation.token_ids),
         "finish": generation.finish,
         "usage": None if generation.usage is None else asdict(generation.usage),
-        "seconds": generation.seconds,
     }
     if generation.experts is not None:
         fields["experts"] = _shape(generation.experts)
@@ -330,7 +329,6 @@ def generation_of(fields: Mapping[str, Any], blob: memoryview) -> Generation:
         versions,
         fields["finish"],
         None if usage is None else Usage(**usage),
-        fields["seconds"],
         None if experts is None else reader.shaped(experts),
     )
 

@@ -62,7 +62,8 @@ class TrainBatch:
     @property
     def advantages(self) -> list[float]:
         """The mean advantage of each episode's sampled tokens."""
-        episode = torch.from_numpy(self.view.episode)[_rows_of(self.view)][self.view.tokens("sampled")]
+        rows = torch.repeat_interleave(torch.arange(len(self.view)), self.view.offsets.diff())
+        episode = torch.from_numpy(self.view.episode)[rows][self.view.tokens("sampled")]
         values = self.view.tokens("advantages")[self.view.tokens("sampled")].double()
         count = torch.bincount(episode, minlength=len(self)).clamp(min=1)
         return (torch.zeros(len(self), dtype=torch.float64).index_add_(0, episode, values) / count).tolist()
@@ -362,10 +363,6 @@ def _choice(named: Named) -> Choice:
     if isinstance(named, Choice):
         return named
     return Choice(name=named) if isinstance(named, str) else Choice(**named)
-
-
-def _rows_of(view: Ragged) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(view)), view.offsets.diff())
 
 
 def _per_episode(values: Sequence[float] | torch.Tensor, given: AdvantageInput) -> AdvantageOutput:

@@ -8,7 +8,7 @@ import json
 import math
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -245,14 +245,10 @@ def _filter(group_size: int, ask: Any, choice: Choice) -> None:
             for n in range(group_size)
         ]
         answer = ask(Group(0, 0, members))
-        if inspect.isawaitable(answer):
-            answer = asyncio.run(_wait_for(answer))
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
         if not isinstance(answer, bool | np.bool_):
             raise TrialError(f"returned {answer!r:.60}, expected True or False")
-
-
-async def _wait_for(answer: Awaitable[Any]) -> Any:
-    return await answer
 
 
 def _callback(make: Any, choice: Choice) -> None:

@@ -428,17 +428,13 @@ def _probe_findings(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[Li
             found = lint_probes(one, probes, order_free, idle_share)
             return [
                 *lint_idle(one, probes, idle_share),
-                *(item for item in found if item.code not in unsaid and not _by_chance(item)),
+                *(item for item in found if item.code not in unsaid and (item.level, item.code) != ("note", "cheap-success")),
             ]
 
         return whatever_judged(scorer, probes, lint)
 
     limit = config.rollout.env_timeout + config.rollout.episode_timeout
     return in_daemon_thread(probe, limit)
-
-
-def _by_chance(item: LintFinding) -> bool:
-    return item.level == "note" and item.code == "cheap-success"
 
 
 def _refuse(scorer: Scorer, words: str, faults: Iterable[LintFinding]) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -394,15 +394,11 @@ def _skip_reason(one: TrainConfig) -> str | None:
         return f"the environment is at {one.envs[0].url}"
     if one.agent is not None:
         return "an agent plays, which renders its own prompts"
-    if one.model.path is not None and "messages" in _traits(one):
-        return "the engine takes messages, so nothing is known of its tokens"
-    return None
-
-
-def _traits(one: TrainConfig) -> Iterable[str]:
     from agentrl.run.engine_choice import engine_of
 
-    return engine_of(one).traits
+    if one.model.path is not None and "messages" in engine_of(one).traits:
+        return "the engine takes messages, so nothing is known of its tokens"
+    return None
 
 
 def limits_of(one: TrainConfig) -> dict[str, int]:
