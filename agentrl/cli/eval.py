@@ -90,7 +90,7 @@ def read_request(args: argparse.Namespace) -> tuple[TrainConfig, RolloutRequest]
     overrides = overrides_of(args, args.overrides)
     config = config_from(base, overrides)
     check_played(config, partial(typed_origins, base, overrides))
-    name = the_env(config).id.replace("/", "_")
+    name = the_env(config.envs).id.replace("/", "_")
     out = Path(args.out or f"{args.defaults['folder']}/{name}/{model_label(args.model)}")
     tasks, split = args.tasks or args.defaults["tasks"], args.split or args.defaults["split"]
     return config, RolloutRequest("rollout", args.model, tasks, args.samples or 1, split, out)

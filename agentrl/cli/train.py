@@ -130,7 +130,7 @@ def _check_place(args: argparse.Namespace, config: TrainConfig, before: TrainCon
     from agentrl.run.provenance import check_unchanged, run_folder
 
     if before is None:
-        check_folder(config, overwrite=args.overwrite)
+        check_folder(config.name, config.out, overwrite=args.overwrite)
         return
     folder = run_folder(args.resume)
     check_unchanged(before, config, folder)
@@ -149,7 +149,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, before: TrainConfig | 
         return check_train(made)
 
     if before is None:
-        check_folder(config, overwrite=args.overwrite)  # before the checks, which may start servers and ask judges that cost
+        check_folder(config.name, config.out, overwrite=args.overwrite)  # first: checks may start servers, ask judges that cost
         notes = check(config)
         folder = open_folder(config, overwrite=args.overwrite, origins=_origins(args))
         return execute(config, folder, resumed=False, notes=notes, restarts=restarts)
@@ -230,7 +230,7 @@ def _run_sft(args: argparse.Namespace, restarts: int) -> int:
     from agentrl.run.checks.env_checks import check_named
     from agentrl.run.driver import execute
 
-    check_folder(config, overwrite=args.overwrite)  # as in `agentrl train`
+    check_folder(config.name, config.out, overwrite=args.overwrite)  # as in `agentrl train`
     check_named(config, partial(read_config_origins, args))
     notes = check_train(config)
     folder = open_folder(config, overwrite=args.overwrite, origins=read_config_origins(args))
@@ -282,7 +282,7 @@ def _on_data(args: argparse.Namespace, config: TrainConfig, overrides: list[str]
     kind = RUN_KINDS[DATA]
     notes = kind.check(config)
     if not args.overwrite:
-        check_free(config)  # before the data is read, which may take long
+        check_free(config.name, config.out)  # before the data is read, which may take long
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     read = Path(tempfile.mkdtemp(prefix=f".{config.name}.data-", dir=out))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from agentrl.config.schema import Choice, EnvConfig, RolloutConfig, Steps, TrainConfig
+from agentrl.config.schema import Choice, EnvConfig, RewardConfig, RolloutConfig, SftConfig, Steps, TrainConfig
 from agentrl.utils.errors import ConfigError, UserError, hint_text
 
 Table = dict[str, Any]
@@ -44,9 +44,9 @@ def each(config: TrainConfig) -> list[TrainConfig]:
     return [alone(config, env) for env in config.envs]
 
 
-def trained_envs(config: TrainConfig) -> list[EnvConfig]:
+def trained_envs(envs: tuple[EnvConfig, ...]) -> list[EnvConfig]:
     """The environments that some update of a run draws tasks of; the others are only evaluated."""
-    return [env for env in config.envs if trained_at_all(env.weight)]
+    return [env for env in envs if trained_at_all(env.weight)]
 
 
 def widest(config: TrainConfig, of: Sequence[EnvConfig] | None = None) -> TrainConfig:
@@ -62,18 +62,18 @@ def widest(config: TrainConfig, of: Sequence[EnvConfig] | None = None) -> TrainC
 
 def longest_sample(config: TrainConfig) -> int:
     """The most tokens that an episode may sample in any of the environments that updates draw tasks of."""
-    rollouts = [alone(config, env).rollout for env in trained_envs(config)]
+    rollouts = [alone(config, env).rollout for env in trained_envs(config.envs)]
     return max(min(rollout.max_turns * rollout.max_turn_tokens, rollout.max_episode_tokens) for rollout in rollouts)
 
 
-def own_advantages(config: TrainConfig) -> dict[str, Choice]:
+def own_advantages(envs: tuple[EnvConfig, ...]) -> dict[str, Choice]:
     """The environments with an advantage estimator of their own, by name, of those that updates draw tasks of."""
-    return {env.called: env.advantage for env in trained_envs(config) if env.advantage is not None}
+    return {env.called: env.advantage for env in trained_envs(envs) if env.advantage is not None}
 
 
-def eval_weights(config: TrainConfig) -> dict[str, float]:
+def eval_weights(envs: tuple[EnvConfig, ...]) -> dict[str, float]:
     """The weight of each environment in the mean over them: 1, or its own `eval.weight`."""
-    return {env.called: 1.0 if env.eval is None or env.eval.weight is None else env.eval.weight for env in config.envs}
+    return {env.called: 1.0 if env.eval is None or env.eval.weight is None else env.eval.weight for env in envs}
 
 
 def warm_start_envs(config: TrainConfig) -> list[EnvConfig]:
@@ -92,42 +92,42 @@ def _with(section: Any, own: Any, but: str = "") -> Any:
     return section.model_copy(update=given)
 
 
-def the_env(config: TrainConfig) -> EnvConfig:
+def the_env(envs: tuple[EnvConfig, ...]) -> EnvConfig:
     """The only environment of a config. Raises ConfigError if it has several, or none."""
-    if not config.envs:
+    if not envs:
         raise ConfigError("env: this takes an environment, and the config has none; it trains on [data] (agentrl sft)")
-    if len(config.envs) > 1:
-        names = ", ".join(env.called for env in config.envs)
-        raise ConfigError(f"env: this takes one environment, and the config has {len(config.envs)}: {names}")
-    return config.envs[0]
+    if len(envs) > 1:
+        names = ", ".join(env.called for env in envs)
+        raise ConfigError(f"env: this takes one environment, and the config has {len(envs)}: {names}")
+    return envs[0]
 
 
-def check_envs(config: TrainConfig) -> None:
+def check_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> None:
     """Of a config with environments: raise ConfigError for two of one name, for weights that leave nothing to train on or to
     compare by, for a schedule whose steps do not ascend, and for names in `sft.envs` that there are not."""
-    if not config.envs:
+    if not envs:
         return
-    names = [env.called for env in config.envs]
+    names = [env.called for env in envs]
     for number, name in enumerate(names):
         if name in names[:number]:
             first = names.index(name)
             raise ConfigError(
                 f'{entry_name(number, name)}.name: env[{first}] is called {name!r} too; set name = "..." in one of them'
             )
-    for number, env in enumerate(config.envs):
+    for number, env in enumerate(envs):
         steps = [step for step, _ in env.weight] if isinstance(env.weight, list) else []
         if isinstance(env.weight, list) and (not steps or steps != sorted(set(steps))):
             raise ConfigError(
                 f"{entry_name(number, env.called)}.weight: expected points [step, weight] with ascending steps, got {steps}"
             )
     # Between two of these steps the sum of the weights is a straight line, so it is 0 nowhere if it is at none of them.
-    for step in sorted({0, *(step for env in config.envs if isinstance(env.weight, list) for step, _ in env.weight)}):
-        if not any(weight_at(env.weight, step) > 0 for env in config.envs):
+    for step in sorted({0, *(step for env in envs if isinstance(env.weight, list) for step, _ in env.weight)}):
+        if not any(weight_at(env.weight, step) > 0 for env in envs):
             at = f" at step {step}" if step else ""
             raise ConfigError(f"env: every weight is 0{at}, so a group could be of no environment; set env.NAME.weight")
-    if all(env.eval is not None and env.eval.weight == 0 for env in config.envs):
+    if all(env.eval is not None and env.eval.weight == 0 for env in envs):
         raise ConfigError("env: every eval.weight is 0, so evaluations have no mean; leave one out")
-    for name in (config.sft.envs or []) if config.sft is not None else []:
+    for name in (sft.envs or []) if sft is not None else []:
         if name not in names:
             raise ConfigError(f"sft.envs: there is no environment {name!r}{hint_text(name, names)}; there are {', '.join(names)}")
 
@@ -201,9 +201,9 @@ def as_list(table: Mapping[str, Any]) -> list[Any]:
 # Models besides the policy
 
 
-def judge_models(config: TrainConfig) -> dict[str, str]:
+def judge_models(reward: RewardConfig) -> dict[str, str]:
     """By key, the models of the judges on the run's own engines, each with a tokenizer of its own."""
-    return {f"reward.judge.engines.{name}.path": one.path for name, one in config.reward.judge.engines.items()}
+    return {f"reward.judge.engines.{name}.path": one.path for name, one in reward.judge.engines.items()}
 
 
 def other_models(config: TrainConfig) -> dict[str, str]:

@@ -449,7 +449,7 @@ def config_from(table: Table, overrides: Sequence[str] = (), layers: Layers = ()
         config = TrainConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_explain(error, as_list(table), layers, overrides)) from None
-    check_envs(config)
+    check_envs(config.envs, config.sft)
     learn(config.model_dump(mode="json", exclude_none=True))
     return config
 

@@ -219,7 +219,7 @@ class EnvRef:
     def of(cls, config: TrainConfig) -> EnvRef:
         """The environment of a config that has one (see `config.envs.alone`): its id and parameters, with its tools or those
         of the config's `tools` section. Raises ConfigError if there are several."""
-        env = the_env(config)
+        env = the_env(config.envs)
         system = [] if env.system is None else [Choice(name="system_prompt", args={"text": env.system})]
         sandbox = {} if env.sandbox is None else {"sandbox": env.sandbox.model_dump()}
         wrappers, tools = (*env.wrappers, *system), env.tools or config.tools

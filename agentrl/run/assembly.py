@@ -119,7 +119,7 @@ def read_inputs(config: TrainConfig, model: str | None = None) -> Inputs:
     entry = engine_of(config)
     if "messages" in entry.traits:
         return Inputs(tuple(specs), None, maker_of(entry.name, config).context(0))
-    return Inputs(tuple(specs), tokenizer_of(config, model), context_length(config, entry.name, model))
+    return Inputs(tuple(specs), tokenizer_of(config.model, model), context_length(config, entry.name, model))
 
 
 def assemble(
@@ -170,7 +170,7 @@ def scorer_of(config: TrainConfig, spec: dict[str, Any] | None = None, judges: J
     """The scorer of the episodes of a config's only environment, by `spec` or else by the spec that the config names. `judges`:
     the run's own, if it may ask them."""
     env = EnvRef.of(config)
-    spec = spec or find_spec(env, the_env(config).reward)
+    spec = spec or find_spec(env, the_env(config.envs).reward)
 
     through = (lambda context: context) if judges is None else judges.beside
     return make_scorer(spec, config.reward, env, timeout=config.rollout.env_timeout, through=through)
@@ -241,30 +241,30 @@ def _api_model(config: TrainConfig, path: str) -> tuple[Engine, Renderer]:
     return make_api_engine(config, transcript), ApiRenderer(transcript)
 
 
-def tokenizer_of(config: TrainConfig, model: str | None = None) -> Any:
+def tokenizer_of(model_config: ModelConfig, model: str | None = None) -> Any:
     """The tokenizer of `model`, of `model.path`, or of the one that [model.init] builds. Raises ModelError without one."""
-    path, init = model or config.model.path, config.model.init
+    path, init = model or model_config.path, model_config.init
     if path is not None:
-        return load_tokenizer(path, config.model.trust_remote_code, config.model.chat_template)
+        return load_tokenizer(path, model_config.trust_remote_code, model_config.chat_template)
     assert init is not None
-    return packaged_tokenizer(init.context, init.vision, config.model.chat_template)
+    return packaged_tokenizer(init.context, init.vision, model_config.chat_template)
 
 
-def model_length(config: TrainConfig, model: str | None = None) -> int:
+def model_length(model_config: ModelConfig, model: str | None = None) -> int:
     """The most tokens that the model takes: `model`, the one at `model.path`, or the one that [model.init] builds."""
-    path, init = model or config.model.path, config.model.init
+    path, init = model or model_config.path, model_config.init
     if path is not None:
-        return model_context(path, config.model.trust_remote_code)
+        return model_context(path, model_config.trust_remote_code)
     assert init is not None
     return init.context
 
 
 def context_length(config: TrainConfig, engine: str, model: str | None = None) -> int:
     """The most tokens of a prompt together with its turn: the model's limit or the engine's, whichever is lower."""
-    context = model_length(config, model)
+    context = model_length(config.model, model)
     return maker_of(engine, config).context(context)
 
 
 def longest_row(config: TrainConfig) -> int:
     """The most tokens of a transcript: what a micro-batch holds, but not more than the model takes."""
-    return min(config.optim.micro_tokens, model_length(config))
+    return min(config.optim.micro_tokens, model_length(config.model))

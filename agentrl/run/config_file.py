@@ -95,15 +95,15 @@ def find_config_file(name: str) -> Path:
         raise
 
 
-def check_folder(config: TrainConfig, *, overwrite: bool) -> None:
+def check_folder(name: str, out: str, *, overwrite: bool) -> None:
     """Raise what `open_folder` would raise of the place of the run's folder. Makes and removes nothing."""
     from agentrl.run.folder import check_free, check_unlocked
 
-    target = Path(config.out) / config.name
+    target = Path(out) / name
     if overwrite and (target / "config.toml").is_file():
         check_unlocked(target)
     else:
-        check_free(config)
+        check_free(name, out)
 
 
 def open_folder(config: TrainConfig, *, overwrite: bool, origins: Origins | None = None) -> RunFolder:

@@ -29,7 +29,7 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
     models = {
         "model.path": _files(config.model.path),
         **{key: _files(path) for key, path in other_models(config).items() if key != "critic.path"},
-        **{key: _files(path) for key, path in judge_models(config).items()},
+        **{key: _files(path) for key, path in judge_models(config.reward).items()},
     }
     digests = _digests({key: paths for key, paths in models.items() if not cannot_matter(key, purpose)})
     for own in config.envs:

@@ -16,9 +16,8 @@ from typing import Any
 from agentrl.cluster.group import check_arrived
 from agentrl.cluster.ray_cluster import last_words, while_ray_lives
 from agentrl.cluster.ray_parent import LOSSES, error_told, restarting, tell, unsaid
-from agentrl.config import TrainConfig
 from agentrl.config.origin import Origins
-from agentrl.config.schema import KeepConfig
+from agentrl.config.schema import DataConfig, EnvConfig, KeepConfig, TrainConfig
 from agentrl.run.callbacks import Callback
 from agentrl.run.checks.rollout_checks import harder, survey_lines
 from agentrl.run.checks.size_checks import start_notes
@@ -133,7 +132,7 @@ def execute(
     outcome = RunOutcome(only_warm_start=only_warm_start, restarts=restarts)
     log_file = _log_to(folder, config.keep)
     with (
-        full_disk_said(folder.path, f"continue with: {_resume_command(config, folder)}"),
+        full_disk_said(folder.path, f"continue with: {_resume_command(config.data, folder)}"),
         lock_folder(folder.path),
         log_file,
         Display() as display,
@@ -142,7 +141,7 @@ def execute(
         config = folder.dated(config)
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
-        display.say(f"agentrl {_command(config)}: {folder.path} ({'resumed' if resumed else 'new'})")
+        display.say(f"agentrl {_command(config.data)}: {folder.path} ({'resumed' if resumed else 'new'})")
         if resumed and (restored := folder.restore()) is not None:
             display.say(restored)
         if resumed and (old := folder.keep_config(config, origins or Origins(), updates_done(folder))) is not None:
@@ -158,7 +157,7 @@ def execute(
         for line in (*notes, *_packing_notes(packing), *start_notes(shown)):
             display.warn(line)
         try:
-            with last_words(unsaid(f"continue with: {_resume_command(config, folder)}")):
+            with last_words(unsaid(f"continue with: {_resume_command(config.data, folder)}")):
                 run_loop(_train(config, folder, display, run_log, outcome, interrupt or Interrupt(display.say), callbacks))
         except (asyncio.CancelledError, KeyboardInterrupt):
             outcome.status = "interrupted"
@@ -169,7 +168,7 @@ def execute(
             outcome.error = f"{type(error).__name__}: {error}"
             if isinstance(error, (WorkerDiedError, NoRoomLeftError, EngineError, StalledError)):  # no fault of the run's
                 then = "\n" if "\n" in str(error) else "; "  # below a table
-                raise type(error)(f"{error}{then}continue with: {_resume_command(config, folder)}") from error
+                raise type(error)(f"{error}{then}continue with: {_resume_command(config.data, folder)}") from error
             raise
         except OSError as error:
             outcome.error = f"{type(error).__name__}: {error}"
@@ -238,7 +237,7 @@ async def _attempt(
     interrupt: Interrupt,
     callbacks: Sequence[Callback],
 ) -> None:
-    then = f"continue with: {_resume_command(config, folder)}"
+    then = f"continue with: {_resume_command(config.data, folder)}"
     tell(folder=str(folder.path), restarts=outcome.restarts, max_restarts=config.cluster.max_restarts, then=then)
     if outcome.restarts:
         check_contents(config, folder)  # the files are read again
@@ -293,7 +292,7 @@ async def _phases(session: Session, run_log: RunLog, outcome: RunOutcome, interr
     except JudgeBudgetError as error:
         step = await session.saver.save_missing()
         raise JudgeBudgetError(
-            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(config, folder)} reward.judge..."
+            f"{error}, and continue from the checkpoint of step {step}: {_resume_command(config.data, folder)} reward.judge..."
         ) from error
     if session.collector.ledger.version >= config.steps or not interrupt.requested:
         session.display.phase("finish", 1)
@@ -385,7 +384,7 @@ def _of_env(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: RunOutcome, looks: list[str]) -> None:
     if outcome.status == "interrupted":
         display.say(f"newest checkpoint           {newest_checkpoint(folder.path)}")
-        display.say(f"interrupted. Continue with: {_resume_command(config, folder)}")
+        display.say(f"interrupted. Continue with: {_resume_command(config.data, folder)}")
         return
     if config.data is not None:
         where = shlex.quote(str(folder.final))
@@ -419,7 +418,7 @@ def _say_end(config: TrainConfig, display: Display, folder: RunFolder, outcome: 
         display.say(f"look at it                  {look}")
     for finding in outcome.findings:
         display.say(f"but                         {finding_text(finding)}")
-    for line in _next(config, folder, outcome):
+    for line in _next(config.steps, config.next, config.envs, folder, outcome):
         display.say(line)
 
 
@@ -430,11 +429,11 @@ def _say_horizons(display: Display, horizons: dict[str, dict[str, Any]]) -> None
         display.say(f"  {label + (' call' if label == '1' else ' calls'):<26}{ends}   of {one['tasks']} tasks")
 
 
-def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[str]:
+def _next(steps: int, next_config: str | None, envs: tuple[EnvConfig, ...], folder: RunFolder, outcome: RunOutcome) -> list[str]:
     """Suggestions after a run: evaluate and go on, or find out why it did not learn. Every command works from any folder."""
     run, rows = shlex.quote(str(folder.path)), folder.read_metrics()
     # A run that is over may have more updates than its config has steps, if it was resumed with fewer.
-    more = 2 * max([config.steps, *(row["step"] for row in rows if row["phase"] == "train")])
+    more = 2 * max([steps, *(row["step"] for row in rows if row["phase"] == "train")])
     solved = [row["success"] for row in rows if row["phase"] == "after"]
     if outcome.status != "done":
         return [
@@ -443,7 +442,7 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
             f"look at its episodes        agentrl view {run};  agentrl runs failures {run}",
             f"after fixing it             agentrl train --resume {run} steps={more}   (or start over: --overwrite)",
         ]
-    better = harder(config, solved[-1] if solved else None)
+    better = harder(next_config, envs, solved[-1] if solved else None)
     return [
         *([f"but                         {outcome.cause}"] if outcome.cause is not None else []),
         f"look at it                  agentrl view {run};  agentrl show {run}",
@@ -454,12 +453,12 @@ def _next(config: TrainConfig, folder: RunFolder, outcome: RunOutcome) -> list[s
     ]
 
 
-def _command(config: TrainConfig) -> str:
-    return "train" if config.data is None else "sft"
+def _command(data: DataConfig | None) -> str:
+    return "train" if data is None else "sft"
 
 
-def _resume_command(config: TrainConfig, folder: RunFolder) -> str:
-    return f"agentrl {_command(config)} --resume {shlex.quote(str(folder.path))}"
+def _resume_command(data: DataConfig | None, folder: RunFolder) -> str:
+    return f"agentrl {_command(data)} --resume {shlex.quote(str(folder.path))}"
 
 
 @contextmanager

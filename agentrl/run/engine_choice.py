@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.placement import has_gpus, is_planned, node_need, nodes_of
-from agentrl.config import TrainConfig
+from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import widest
 from agentrl.engines.makers import API, api_name
 from agentrl.rollout.engine import ENGINES, Engine, EngineMaker
@@ -33,7 +33,7 @@ def resolve_engine(config: TrainConfig) -> str:
     ResourceError if the cluster's nodes do not answer.
     """
     if config.engine == AUTO:
-        return _best_for(engine_gpus(config))
+        return _best_for(engine_gpus(config.rollout, config.cluster))
     maker = ENGINES.entry(config.engine).make
     if not is_planned():
         maker.check_installed()
@@ -47,15 +47,15 @@ def _best_for(gpus: float) -> str:
 def without_trainer(config: TrainConfig) -> TrainConfig:
     """The config of a command that trains nothing: for it `auto` is the engine that suits all GPUs that there are, as no trainer
     takes any of them. Raises ResourceError if the nodes cannot be asked."""
-    if config.engine != AUTO or _claiming(config):
+    if config.engine != AUTO or _claiming(config.model):
         return config
     gpus = sum(node.gpus for node in nodes_of(config.cluster, "actor"))
     return config.model_copy(update={"engine": _best_for(gpus)})
 
 
-def _claiming(config: TrainConfig) -> list[str]:
+def _claiming(model: ModelConfig) -> list[str]:
     """The engines that claim the config's model."""
-    return [entry.name for entry in ENGINES.own() if entry.make.claims(config.model.path)]
+    return [entry.name for entry in ENGINES.own() if entry.make.claims(model.path)]
 
 
 def talks_in_messages(model: str | None) -> bool:
@@ -63,17 +63,16 @@ def talks_in_messages(model: str | None) -> bool:
     return any("messages" in entry.traits for entry in ENGINES.own() if entry.make.claims(model))
 
 
-def engine_gpus(config: TrainConfig) -> float:
+def engine_gpus(rollout: RolloutConfig, cluster: ClusterConfig) -> float:
     """The number of GPUs available to an engine's own processes: those of its pool, or those that the trainer leaves free.
 
     With `rollout.colocate` engine and trainer use the same GPUs; else there are none with backend "inline", since Ray does
     not know which one the driver uses.
     """
-    cluster = config.cluster
     if cluster.backend == "ray" and (pool := cluster.pools.get(cluster.roles.get("rollout", ""))) is not None:
         return node_need(pool)[1] * pool.nodes
     available = sum(node.gpus for node in nodes_of(cluster, "actor"))
-    if config.rollout.colocate:
+    if rollout.colocate:
         return available
     if cluster.backend == "inline":
         return 0.0
@@ -85,7 +84,7 @@ def engine_gpus(config: TrainConfig) -> float:
 
 def engine_name(config: TrainConfig) -> str:
     """The engine of a run: the one that claims its model (`api:NAME`), else that of `engine`. Raises as `resolve_engine`."""
-    claiming = _claiming(config)
+    claiming = _claiming(config.model)
     return claiming[0] if claiming else resolve_engine(config)
 
 

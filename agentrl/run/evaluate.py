@@ -427,7 +427,7 @@ async def _play(
         with watch_loop(config.rollout.slow_loop, display.warn), display.doing("episodes", waits=watch.waiting):
             await run_tasks(
                 parts.player,
-                the_env(config).called,
+                the_env(config.envs).called,
                 missing,
                 seed=config.seed,
                 max_episodes=config.rollout.max_episodes,
@@ -518,7 +518,7 @@ async def run_evals(
         await shared.close()
     found = official(config, episodes, request.split)
     own = {"official": found} if found else {}
-    whole = {"success": mean_success(reports, eval_weights(config)), "model": request.model, **about, **own, "envs": reports}
+    whole = {"success": mean_success(reports, eval_weights(config.envs)), "model": request.model, **about, **own, "envs": reports}
     atomic_write(request.out.parent / "report.json", json_text(redact_json(whole, said=True), indent=2) + "\n")
     return whole, outcome, request
 

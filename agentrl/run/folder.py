@@ -155,10 +155,10 @@ class NameTakenError(ConfigError):
     """There is a run of that name already."""
 
 
-def check_free(config: TrainConfig) -> None:
+def check_free(name: str, out: str) -> None:
     """Raise ConfigError if there is something where the run's folder would be (NameTakenError: a run), ResourceError if it cannot
     be made there. Makes and changes nothing."""
-    path = Path(config.out) / config.name
+    path = Path(out) / name
     try:
         _try_path(path.absolute())
     except OSError as error:
@@ -166,11 +166,11 @@ def check_free(config: TrainConfig) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not (path / "config.toml").is_file():
-        raise ConfigError(f"{path}: it exists and is no run; choose another name: name={config.name}-2, or another folder: out=")
+        raise ConfigError(f"{path}: it exists and is no run; choose another name: name={name}-2, or another folder: out=")
     command = "sft" if (path / "data" / "data.json").is_file() else "train"
     raise NameTakenError(
         f"{path}: there is a run of that name. Continue it: agentrl {command} --resume {shlex.quote(str(path))}; or choose "
-        f"another name: name={config.name}-2; or start over: --overwrite"
+        f"another name: name={name}-2; or start over: --overwrite"
     )
 
 
@@ -232,7 +232,7 @@ class RunFolder:
         it cannot be written.
         """
         folder, text = cls(Path(config.out) / config.name), to_toml(with_date(config), origins)
-        check_free(config)
+        check_free(config.name, config.out)
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # what a run writes may hold what is private
             folder.trajectories.mkdir(parents=True)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from tensordict import TensorDict
 
-from agentrl.config import Choice, TrainConfig
+from agentrl.config import Choice, EvalConfig
 from agentrl.config.envs import alone, eval_weights, own_advantages
 from agentrl.data.rows import collate
 from agentrl.data.trajectory import Group
@@ -48,7 +48,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     resumed_at = collector.ledger.version
     evaluated = _evaluation_of(resumed_at, run_log) if resumed_at else None
     done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
-    if not done and evaluated is None and _is_due(config, resumed_at):
+    if not done and evaluated is None and _is_due(config.steps, config.eval, resumed_at):
         # An unbroken run has it: this one was interrupted, or to end, here.
         owed, done = await _evaluate_step(session, run_log)
         await session.saver.rate(owed)
@@ -62,13 +62,13 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         with clock.part("batch"):
             kept = config.algorithm.experience
             rare = None if kept is None else kept.rare
-            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, own_advantages(config), rare)
+            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, own_advantages(config.envs), rare)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
             shown, told = (None, {}) if session.demonstrations is None else await session.demonstrations.take()
         with clock.part("update"):
             if config.rollout.colocate:
                 await session.rest()  # until the publish
-            keep = writes_trajectories(config, collector.ledger.version + 1)
+            keep = writes_trajectories(config.steps, config.trajectories_every, collector.ledger.version + 1)
             update: Row = await session.learner.step(batch, collector.ledger.version, keep, shown) | ages | told
         del batch, shown  # also frees its part in the object store, which the next episodes need
         with clock.part("publish"):
@@ -80,7 +80,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         row = await log_step(session, run_log, step, groups, update, clock)
         await session.callbacks.step(row, session)
         found, reached = None, False
-        if _is_due(config, step) and not interrupt.requested:
+        if _is_due(config.steps, config.eval, step) and not interrupt.requested:
             found, reached = await _evaluate_step(session, run_log)
         # Each step: what cannot be written must end the run at once, not after all its steps.
         await session.saver.check()
@@ -97,9 +97,9 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     interrupt.in_step = False
 
 
-def _is_due(config: TrainConfig, step: int) -> bool:
+def _is_due(steps: int, evaluation: EvalConfig, step: int) -> bool:
     """Return True if these weights are evaluated on the way; the last ones are after the loop."""
-    return bool(config.eval.every) and 0 < step < config.steps and step % config.eval.every == 0
+    return bool(evaluation.every) and 0 < step < steps and step % evaluation.every == 0
 
 
 def _evaluation_of(step: int, run_log: RunLog) -> Row | None:
@@ -152,7 +152,7 @@ async def evaluate_now(session: Session, run_log: RunLog, phase: str) -> Evaluat
                 watch=watch,
             )
             found[env.called] = summarize(await republish_to_new_replicas(session, playing))
-    result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config))
+    result = next(iter(found.values())) if len(found) == 1 else together(found, eval_weights(config.envs))
     if config.rollout.max_staleness == 0:
         # A resumed run does not repeat this evaluation, and its rollouts must not differ because of what one left in the cache.
         await session.engine.forget()
@@ -193,15 +193,15 @@ async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Gr
     played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several, session.horizons)
     row = train_row(session, played, update, clock.laps)
     run_log.row("train", step, row)
-    if writes_trajectories(session.config, step):
+    if writes_trajectories(session.config.steps, session.config.trajectories_every, step):
         await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
     session.display.step(step, *shown_of(row, [env.called for env in session.config.envs]))
     return {"step": step, "phase": "train", **row}
 
 
-def writes_trajectories(config: TrainConfig, step: int) -> bool:
+def writes_trajectories(steps: int, trajectories_every: int, step: int) -> bool:
     """Return True if the episodes of the update that makes version `step` are written."""
-    return step % config.trajectories_every == 0 or step == config.steps
+    return step % trajectories_every == 0 or step == steps
 
 
 class Clock:

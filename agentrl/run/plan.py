@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from agentrl.cluster.placement import Location, card_bytes, has_gpus, is_planned, joins, planned_elsewhere
-from agentrl.config import TrainConfig
 from agentrl.config.envs import each, longest_sample, widest
 from agentrl.config.envs import trained_envs as trained
 from agentrl.config.keys import inline
-from agentrl.config.schema import InitModelConfig
+from agentrl.config.schema import CriticConfig, EvalConfig, InitModelConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.schedule import shuffle_parts
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.rollout.collector import largest
@@ -175,7 +174,7 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
     batches = batches_of(config)
     every = config.eval.every
     evaluated = [0, *(step for step in range(1, steps) if every and step % every == 0), steps]
-    assert len(evaluated) == evaluations_of(config)
+    assert len(evaluated) == evaluations_of(config.steps, config.eval)
     tasks = sum(one.eval.tasks for one in each(config))
     sft = config.sft
     return RunPlan(
@@ -187,12 +186,12 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         model=config.model.path or "a tiny model of random weights ([model.init])",
         dtype=config.model.computes_in(cuda),
         threads=None if cuda else with_threads(config).model.threads,
-        parameters=_parameters(config),
+        parameters=_parameters(config.model, config.critic),
         updates=steps,
         stops_at=config.stop_at_success if every else None,
         batches=batches,
         evaluations=Evaluations(
-            evaluated, tasks, {env.called: _how(one) for env, one in zip(config.envs, each(config), strict=True)}
+            evaluated, tasks, {env.called: _how(one.eval) for env, one in zip(config.envs, each(config), strict=True)}
         ),
         episodes=steps * batches.episodes,
         evaluation_episodes=len(evaluated) * tasks,
@@ -202,10 +201,10 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         trajectories=sorted({*range(config.trajectories_every, steps + 1, config.trajectories_every), steps}),
         trackers=[tracker.name for tracker in config.trackers],
         rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
-        temperature=_temperature(config),
+        temperature=_temperature(config.rollout),
         top_p=config.rollout.top_p,
-        checkpoint_bytes=sum(12 * one.trained for one in _parameters(config)),
-        model_bytes=sum(4 * one.all for one in _parameters(config) if one.role == "actor"),
+        checkpoint_bytes=sum(12 * one.trained for one in _parameters(config.model, config.critic)),
+        model_bytes=sum(4 * one.all for one in _parameters(config.model, config.critic) if one.role == "actor"),
     )
 
 
@@ -217,8 +216,8 @@ def batches_of(config: TrainConfig) -> Batches:
     parts = [len(part) for part in shuffle_parts(episodes, algorithm.minibatch, config.seed, 0, members)]
     greedy = needs_greedy(algorithm.advantage)  # an episode a group that is no member
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
-    ranks = mesh_of(config, None if pool is None else pool.nodes * pool.per_node)["dp"]
-    wide = widest(config, trained(config)).rollout
+    ranks = mesh_of(config.model, config.cluster, None if pool is None else pool.nodes * pool.per_node)["dp"]
+    wide = widest(config, trained(config.envs)).rollout
     longest = min(wide.max_episode_tokens, config.optim.micro_tokens)
     at_once = config.optim.micro_tokens // longest if config.model.packing == "packed" else 1
     again, gold = algorithm.experience, algorithm.demonstrations
@@ -290,8 +289,8 @@ def lines(plan: RunPlan) -> list[str]:
     return [f"{name:{width}}  {text}" for name, text in rows]
 
 
-def _temperature(config: TrainConfig) -> str:
-    points = config.rollout.temperature
+def _temperature(rollout: RolloutConfig) -> str:
+    points = rollout.temperature
     return ", ".join(f"{heat:g} after {step} updates" for step, heat in points) if isinstance(points, list) else f"{points:g}"
 
 
@@ -306,17 +305,17 @@ def _environment(one: TrainConfig) -> str:
     return f"{one.envs[0].called} ({ref.entry.id}), reward {reward}, {turns}"
 
 
-def _how(one: TrainConfig) -> str:
-    kind = "greedily" if one.eval.temperature == 0 else f"at temperature {one.eval.temperature:g}"
-    return f"{one.eval.tasks:,} tasks of {one.eval.split} {kind}"
+def _how(evaluation: EvalConfig) -> str:
+    kind = "greedily" if evaluation.temperature == 0 else f"at temperature {evaluation.temperature:g}"
+    return f"{evaluation.tasks:,} tasks of {evaluation.split} {kind}"
 
 
-def _parameters(config: TrainConfig) -> list[Parameters]:
+def _parameters(model: ModelConfig, critic: CriticConfig | None) -> list[Parameters]:
     found = []
     for name, role in TRAINED.items():
-        if name == "actor" or config.critic is not None:
-            path = config.critic.path if name == "critic" and config.critic is not None else None
-            parameters = list(shell(config.model, role, path).parameters())
+        if name == "actor" or critic is not None:
+            path = critic.path if name == "critic" and critic is not None else None
+            parameters = list(shell(model, role, path).parameters())
             found.append(Parameters(name, numbers(parameters), numbers(p for p in parameters if p.requires_grad)))
     return found
 
@@ -478,4 +477,4 @@ def check_architecture(config: TrainConfig) -> None:
     """The checks that depend on what `checked` may have put in the model's place: its routers, heads, experts and plans."""
     check_router_replay(config)
     check_train_engine(config)
-    mesh_of(config)
+    mesh_of(config.model, config.cluster)

@@ -16,6 +16,7 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.envs import alone
 from agentrl.config.identity import Identity, changes, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
+from agentrl.config.schema import DataConfig
 from agentrl.env.catalog import find_env
 from agentrl.run.checks import check_train
 from agentrl.run.digests import code_of, contents_of
@@ -138,17 +139,15 @@ def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -
     """Notes on keys that steer later updates, and on the end of the run."""
     after = f"from update {updates_done(folder) + 1} on"
     later = (f"{change} {after}" for change in later_changes(before, config))
-    return (*later, *_steps_note(config, folder), *_schedule_note(before, config, folder))
+    return (*later, *_steps_note(config.steps, config.data, folder), *_schedule_note(before, config, folder))
 
 
-def _steps_note(config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
+def _steps_note(steps: int, data: DataConfig | None, folder: RunFolder) -> tuple[str, ...]:
     """A note if the run is to end before where it is: then it only ends again, and trains nothing."""
     done = updates_done(folder)
-    if config.steps >= done or config.data is not None:
+    if steps >= done or data is not None:
         return ()
-    return (
-        f"steps = {config.steps}, and the run has done {done} updates: it is over; to go on give more, such as steps={done + 10}",
-    )
+    return (f"steps = {steps}, and the run has done {done} updates: it is over; to go on give more, such as steps={done + 10}",)
 
 
 def _schedule_note(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
@@ -246,7 +245,7 @@ def _model_of(folder: RunFolder, which: str) -> RunModel:
         check_model(folder.final)
         return RunModel(label, str(folder.final), step)
     if step == 0 and not (folder.checkpoints / "step_000000").is_dir():
-        return RunModel("start", start_model(folder.path, load_config(folder.config)), 0)
+        return RunModel("start", start_model(folder.path, load_config(folder.config).model), 0)
     return RunModel(label, str(_export_path(folder, step)), step)
 
 

@@ -25,7 +25,7 @@ from agentrl.cluster.placement import (
     pools_of_roles,
 )
 from agentrl.cluster.ray_cluster import ray_of
-from agentrl.config import TrainConfig
+from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
 from agentrl.config.schema import OptimConfig
 from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
@@ -155,15 +155,15 @@ def open_pools(config: TrainConfig, engine_name: str) -> Pools | None:
     return Pools(config.cluster, roles, config.cluster.call_timeout, unpooled, beside(config, engine_name))
 
 
-def start_actors(config: TrainConfig, pools: Pools | None, role: type[Any] | None = None) -> WorkerGroup[Any]:
+def start_actors(
+    model: ModelConfig, cluster: ClusterConfig, pools: Pools | None, role: type[Any] | None = None
+) -> WorkerGroup[Any]:
     """The actor's processes, in its pool if it has one; `role`: what learns in them, if it is no actor."""
     role = role or Actor
-    mesh = mesh_of(config)
+    mesh = mesh_of(model, cluster)
     if pools is None or "actor" not in pools:
         # Without `cluster.roles`: the pools that this run uses are reserved already, and none of them is the actor's.
-        groups = launch_roles(
-            config.cluster.model_copy(update={"roles": {}}), {"actor": role}, {"actor": mesh}, config.cluster.call_timeout
-        )
+        groups = launch_roles(cluster.model_copy(update={"roles": {}}), {"actor": role}, {"actor": mesh}, cluster.call_timeout)
         return groups["actor"]
     try:
         return pools.launch("actor", role, mesh)
@@ -310,7 +310,7 @@ def memory_of(config: TrainConfig, card: int | None) -> list[RolePlacement]:
         memory = RoleMemory(weights=taken.weights, cache=taken.cache)
         own = processes is not None and not config.rollout.colocate
         found.append(
-            RolePlacement("rollout", _device(config, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
+            RolePlacement("rollout", _device(config.cluster, "rollout", own), ranks, memory, config.rollout.colocate, taken.lower)
         )
     return found
 
@@ -326,7 +326,7 @@ def engine_memory(config: TrainConfig, card: int | None) -> EngineMemory | None:
 def _engine(config: TrainConfig, others: list[RolePlacement], card: int | None) -> tuple[EngineMaker, EngineMemory | None]:
     """The engine's maker, and the memory that it takes in addition to the roles `others`."""
     maker, dtype = maker_of(engine_name(config), config), config.model.dtype
-    maker.room = _bytes_for_engine(config, others, _card_of_engine(config, card))
+    maker.room = _bytes_for_engine(config.rollout, config.cluster, others, _card_of_engine(config, card))
     model = shell(config.model.model_copy(update={"lora": None}))
     assert dtype is not None
     return maker, maker.memory(numbers(model.parameters()) * width(dtype), token_bytes(model, dtype), card)
@@ -340,7 +340,7 @@ def engine_room(config: TrainConfig, *, trains: bool) -> int | None:
     if "kv_cache_mib" in config.engine_args or (card := _card_of_engine(config, None)) is None:
         return None
     config = _with_dtype(config, card)
-    return _bytes_for_engine(config, _count_others(config, card, trains=trains), card)
+    return _bytes_for_engine(config.rollout, config.cluster, _count_others(config, card, trains=trains), card)
 
 
 def _count_others(config: TrainConfig, card: int | None, *, trains: bool) -> list[RolePlacement]:
@@ -374,18 +374,18 @@ def _others(config: TrainConfig, card: int | None, trains: bool) -> list[RolePla
     return found + [_judge(config, name, card) for name in config.reward.judge.engines]
 
 
-def _bytes_for_engine(config: TrainConfig, found: list[RolePlacement], card: int | None) -> int | None:
+def _bytes_for_engine(rollout: RolloutConfig, cluster: ClusterConfig, found: list[RolePlacement], card: int | None) -> int | None:
     """Bytes of a card that the roles `found` leave to the engine: during its turn if it sleeps in theirs, else always."""
     if card is None:
         return None
-    beside = [one for one in found if one.device == _device(config, "rollout")]
+    beside = [one for one in found if one.device == _device(cluster, "rollout")]
     held = sum(one.memory.held for one in beside if not one.rests)
-    turns = [] if config.rollout.colocate else [turn_of(one, beside) for one in beside]
+    turns = [] if rollout.colocate else [turn_of(one, beside) for one in beside]
     return int(FILL * card) - max([held, *turns])
 
 
 def _trained_role(config: TrainConfig, role: str, grouped: bool) -> RolePlacement:
-    device = _device(config, role)
+    device = _device(config.cluster, role)
     pool = config.cluster.pools.get(device)
     ranks = config.cluster.actors if pool is None else pool.nodes * pool.per_node
     paths = {"critic": "critic.path", "reward_model": "reward_model.path", "teacher": "algorithm.distillation.path"}
@@ -409,7 +409,7 @@ def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
     memory = RoleMemory() if taken is None else RoleMemory(weights=taken.weights, cache=taken.cache)
     ranks = 1 if processes is None else processes.count * max(processes.gpus, 1)
     # A pool is all judges'; without one each that has processes has places of its own.
-    device = _device(config, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
+    device = _device(config.cluster, JUDGE) if processes is None or JUDGE in config.cluster.roles else place_of(name)
     lower = f"reward.judge.engines.{name}.concurrency = {own.rollout.max_episodes}"
     if processes is not None and taken is not None:
         lower = f"reward.judge.engines.{name}.{taken.lower}"
@@ -427,14 +427,14 @@ def _tokens(config: TrainConfig) -> int:
     # A warm start's transcripts, and demonstrations, may be as long as a micro-batch.
     if config.model.packing == "packed" or config.sft is not None or config.algorithm.demonstrations is not None:
         return config.optim.micro_tokens
-    return min(config.optim.micro_tokens, widest(config, trained_envs(config)).rollout.max_episode_tokens)
+    return min(config.optim.micro_tokens, widest(config, trained_envs(config.envs)).rollout.max_episode_tokens)
 
 
-def _device(config: TrainConfig, role: str, own: bool = False) -> str:
+def _device(cluster: ClusterConfig, role: str, own: bool = False) -> str:
     """The pool of a role; else the processes of the actor, or its `own`."""
-    if config.cluster.backend == "inline":
+    if cluster.backend == "inline":
         return "actor"
-    pools = {str(name): pool for name, pool in config.cluster.roles.items()}
+    pools = {str(name): pool for name, pool in cluster.roles.items()}
     return pools.get(role) or (role if own else pools.get("actor", "actor"))
 
 
@@ -488,7 +488,7 @@ def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     if memory.gradients and not memory.shards_gradients and one.ranks > 1 and peak.role != PUBLISH:
         ways.append((memory.gradients, "set model.shard_gradients = true"))
     if memory.optimizer:
-        ways.append((memory.weights + memory.optimizer, _smaller(config, one, peak)))
+        ways.append((memory.weights + memory.optimizer, _smaller(config.model, config.cluster, one, peak)))
     if memory.cache:
         ways.append((memory.cache, f"lower {one.lower}"))
     waiting = sum(o.memory.held for o in beside if o is not one and not o.rests)
@@ -500,16 +500,16 @@ def advice(config: TrainConfig, placed: list[RolePlacement], peak: Peak) -> str:
     return "; ".join(text for _, text in sorted(ways, reverse=True) if text)
 
 
-def _smaller(config: TrainConfig, one: RolePlacement, peak: Peak) -> str:
+def _smaller(model: ModelConfig, cluster: ClusterConfig, one: RolePlacement, peak: Peak) -> str:
     """The ways to less weights and optimizer on a rank that this run has not taken; in host memory more ranks save nothing."""
     cards = peak.device != HOST
     ways = (
-        (config.model.replicas > 1, f"lower model.replicas = {config.model.replicas}"),
-        (cards and config.cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
-        (config.model.lora is None, "train adapters ([model.lora])"),
-        (cards and not config.model.cpu_offload and config.model.offload == "never", "set model.cpu_offload = true"),
+        (model.replicas > 1, f"lower model.replicas = {model.replicas}"),
+        (cards and cluster.backend != "inline", f"raise cluster.actors = {one.ranks}"),
+        (model.lora is None, "train adapters ([model.lora])"),
+        (cards and not model.cpu_offload and model.offload == "never", "set model.cpu_offload = true"),
         (
-            peak.role == PUBLISH and config.model.offload == "idle",
+            peak.role == PUBLISH and model.offload == "idle",
             'set model.cpu_offload = true instead of model.offload = "idle"',
         ),
     )

@@ -59,7 +59,7 @@ class Recipe:
         return await in_thread("load", self._parts, channel)
 
     def _parts(self, channel: Channel) -> Assembly:
-        inputs = replace(self.inputs, tokenizer=tokenizer_of(self.config, self.model)) if self.reads else self.inputs
+        inputs = replace(self.inputs, tokenizer=tokenizer_of(self.config.model, self.model)) if self.reads else self.inputs
         engine: Engine | None = None
         if inputs.tokenizer is not None:  # else an API model, of which each process is a client
             engine = DriverEngine(channel) if self.connection is None else self.connection.connect()

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
-from agentrl.config import TrainConfig
 from agentrl.config.envs import own_advantages
-from agentrl.config.schema import KeepConfig, PrometheusConfig
+from agentrl.config.schema import HealthConfig, KeepConfig, PrometheusConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Group, Trajectory
 from agentrl.rollout.player import Evaluation, fault_of
 from agentrl.run.display import Display, percent
@@ -239,7 +238,7 @@ class Updates:
 
 def compares_members(config: TrainConfig) -> bool:
     """Return True if an estimator of the run compares the members of a group."""
-    chosen = [config.algorithm.advantage, *own_advantages(config).values()]
+    chosen = [config.algorithm.advantage, *own_advantages(config.envs).values()]
     return any("group" in ADVANTAGES.entry(one.name).needs for one in chosen)
 
 
@@ -392,9 +391,8 @@ class Health:
         """Look at a row of phase "train"."""
         updates = self._updates
         updates.add(row)
-        found = {
-            f.status: f for f in (idle(updates, self._config), unscored_finding(updates.newest, self._config, self.fault)) if f
-        }
+        findings = idle(updates, self._config), unscored_finding(updates.newest, self._config.health, self.fault)
+        found = {finding.status: finding for finding in findings if finding}
         enough = len(updates.newest) == updates.newest.maxlen
         for status, finding in found.items():
             if enough and status not in self._said:
@@ -426,9 +424,9 @@ class Health:
         updates = [row for row in rows if row["phase"] == "train"]
         last = next((row for row in reversed(rows) if row["phase"] == "after"), None)
         return (
-            unscored_finding(updates, self._config, self.fault)
-            or (None if last is None else unscored_finding([last], self._config, self.fault))
-            or (None if self._has_reached(rows) else idle(Updates(self._config, updates), self._config))
+            unscored_finding(updates, self._config.health, self.fault)
+            or (None if last is None else unscored_finding([last], self._config.health, self.fault))
+            or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
         )
 
     def _has_reached(self, rows: Sequence[HealthRow]) -> bool:
@@ -460,7 +458,7 @@ def idle(updates: Updates, config: TrainConfig) -> Finding | None:
         return None
     if updates.taught and all(row["success"] == 1.0 for row in newest):
         return None
-    cause, advice = _why_idle(newest, config)
+    cause, advice = _why_idle(newest, config.rollout)
     last = "last " if updates.taught else ""
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
     said = f"no token was trained in the {many}: {cause}"
@@ -478,8 +476,8 @@ def has_trained(row: HealthRow) -> bool:
     return bool((row.get("grad_norm") or 0.0) > 0 and row.get("optimizer_steps", 1) > 0 and not row.get("skipped_steps", 0))
 
 
-def _why_idle(rows: Sequence[HealthRow], config: TrainConfig) -> tuple[str, str]:
-    groups = config.rollout.groups
+def _why_idle(rows: Sequence[HealthRow], rollout: RolloutConfig) -> tuple[str, str]:
+    groups = rollout.groups
     if any(row.get("skipped_steps", 0) for row in rows):
         return "its numbers were not finite (log.txt names the rows)", "Lower optim.lr, or see docs/debugging.md."
     same = sum(row.get("groups_zero_variance", 0) for row in rows)
@@ -501,11 +499,11 @@ def _why_idle(rows: Sequence[HealthRow], config: TrainConfig) -> tuple[str, str]
     return said, "Raise rollout.group_size or rollout.temperature, or reward parts of a solution (docs/debugging.md)."
 
 
-def unscored_finding(rows: Collection[HealthRow], config: TrainConfig, fault: str | None) -> Finding | None:
+def unscored_finding(rows: Collection[HealthRow], health: HealthConfig, fault: str | None) -> Finding | None:
     """Return True if more episodes of these rows are unscored than `health.max_unscored` allows."""
     lost = sum(row.get(UNSCORED, row["unscored"]) for row in rows)
     played = sum(row.get(PLAYED, row["scored"] + row["unscored"]) for row in rows)
-    if lost <= config.health.max_unscored * played:
+    if lost <= health.max_unscored * played:
         return None
     first = f"; the first: {fault}" if fault else ""
     return Finding(

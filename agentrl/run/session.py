@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
-from agentrl.config import TrainConfig
+from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import alone
 from agentrl.config.identity import identity_of
 from agentrl.data.rows import collate
@@ -342,7 +342,7 @@ class Session:
         """Open the training roles on the run's model, and bring the engine its first weights: those of the newest checkpoint
         (True), or of the start."""
         with self.display.doing("loading roles and checkpoint"):
-            await self.learner.open(model_folder(self.config, self.folder), self.folder.path)
+            await self.learner.open(model_folder(self.config.seed, self.config.model, self.folder), self.folder.path)
             resumed = await self.saver.load()
         if not resumed:
             self.folder.rewind(-1)  # rows of an attempt that ended before its first checkpoint would be written twice
@@ -373,20 +373,20 @@ def warmed_up(folder: RunFolder) -> bool:
     return whole and (folder.warm_start / "config.json").is_file()
 
 
-def model_folder(config: TrainConfig, folder: RunFolder) -> str:
+def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
     """The folder or hub name of a session's initial model: the warm start's result, `model.path`, or a newly built one. Raises
     CheckpointError if the first or the last is not as it was written."""
     # First, because a warm start begins with one of the models below and is what the run goes on from.
     if warmed_up(folder):
         check_model(folder.warm_start)
         return str(folder.warm_start)
-    if config.model.path is not None:
-        return named_anywhere(config.model.path)
-    assert config.model.init is not None
+    if model.path is not None:
+        return named_anywhere(model.path)
+    assert model.init is not None
     if os.path.lexists(folder.model / MANIFEST):
         check_model(folder.model)
     elif not (folder.model / "config.json").is_file() or not folder.checkpoints.is_dir():  # else an older version's, without one
-        init_model(config.model.init, folder.model, config.seed, config.model.chat_template)
+        init_model(model.init, folder.model, seed, model.chat_template)
         seal(folder.model, 0)
     return str(folder.model)
 
@@ -400,7 +400,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)
         display.phase("start", 1)
         with display.doing("making the model"):
-            path = model_folder(config, folder)
+            path = model_folder(config.seed, config.model, folder)
         engine_name = resolve_engine(config)
         if needs_ray(config):
             with display.doing("starting Ray"):
@@ -414,7 +414,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             pools = open_pools(config, engine_name)
             if pools is not None:
                 opened.callback(pools.close)
-            actors = start_actors(config, pools)
+            actors = start_actors(config.model, config.cluster, pools)
             opened.callback(actors.close)
             opened.push_async_callback(in_thread, "batch", _calls_are_sent)
         learner = Learner(config, actors, pools)

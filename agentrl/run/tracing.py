@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import RankCall, begin_watching, clock, drop_watching, end_watching, load_profiler
-from agentrl.config import TrainConfig
+from agentrl.config.schema import TracesConfig, TrainConfig
 from agentrl.run.folder import RunFolder
 from agentrl.trainer.learner import Learner
 from agentrl.utils.errors import ConfigError, DependencyError
@@ -324,12 +324,12 @@ NAMES: Mapping[Kind, Mapping[str, str]] = {
 """What our values of a span are called there."""
 
 
-def check_traces(config: TrainConfig) -> None:
+def check_traces(traces: TracesConfig | None) -> None:
     """Raise a UserError if traces are asked for and cannot be exported.
 
     Reads: traces.
     """
-    if config.traces is not None:
+    if traces is not None:
         _exporter()
 
 

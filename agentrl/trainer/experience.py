@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from agentrl.config.envs import own_advantages
-from agentrl.config.schema import ExperienceConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, EnvConfig, ExperienceConfig, RolloutConfig
 from agentrl.data.expert_routing import free
 from agentrl.data.rows import TRUNCATED, Ragged, build, concat, is_ragged, nested_tensor, offsets_of, select
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, Mode, with_trees
@@ -38,24 +38,24 @@ _TRAINED = (*_STORED, "old_logprobs", "ref_logprobs", SOURCE, TRUNCATED)
 """Of an update's columns, those that are kept, and those that the actor reads."""
 
 
-def check_experience(config: TrainConfig) -> None:
+def check_experience(envs: tuple[EnvConfig, ...], rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if kept episodes could not be used as the section says.
 
     Reads: algorithm, env.advantage, rollout.max_staleness.
     """
-    algorithm, experience = config.algorithm, config.algorithm.experience
+    experience = algorithm.experience
     if experience is None:
         return
-    if experience.max_age <= config.rollout.max_staleness:
+    if experience.max_age <= rollout.max_staleness:
         raise ConfigError(
             f"algorithm.experience.max_age = {experience.max_age}: an episode may be rollout.max_staleness = "
-            f"{config.rollout.max_staleness} updates old when it is first trained on, so it would be forgotten before it is "
-            f"drawn; set max_age to at least {config.rollout.max_staleness + 1}"
+            f"{rollout.max_staleness} updates old when it is first trained on, so it would be forgotten before it is "
+            f"drawn; set max_age to at least {rollout.max_staleness + 1}"
         )
     if experience.term != "policy":
         return
     why, loss = None, POLICY_LOSSES.entry(algorithm.loss.name)
-    names = {choice.name for choice in (algorithm.advantage, *own_advantages(config).values())}
+    names = {choice.name for choice in (algorithm.advantage, *own_advantages(envs).values())}
     valued = sorted(name for name in names if "values" in ADVANTAGES.entry(name).needs)
     if valued:
         why = f'algorithm.advantage "{valued[0]}" is of a critic, and what that says of an old episode has changed since'

@@ -152,15 +152,15 @@ def check_learner(config: TrainConfig) -> None:
             f'algorithm.length_norm is the constant of aggregate = "seq_mean_token_sum_norm"; with '
             f'"{config.algorithm.aggregate}" it is not used'
         )
-    check_experience(config)
+    check_experience(config.envs, config.rollout, config.algorithm)
     check_distillation(config)
-    mesh_of(config)
+    mesh_of(config.model, config.cluster)
     check_offload(config)
     check_moving(config)
-    for env in trained_envs(config):
+    for env in trained_envs(config.envs):
         with name_entry_in_errors(config, env):
             _check_estimator(alone(config, env))
-    names = {alone(config, env).algorithm.advantage.name for env in trained_envs(config)}
+    names = {alone(config, env).algorithm.advantage.name for env in trained_envs(config.envs)}
     if config.critic is not None and not any("values" in ADVANTAGES.entry(name).needs for name in names):
         users, listed = ADVANTAGES.that_need("values"), ", ".join(f'"{name}"' for name in sorted(names))
         raise ConfigError(
@@ -225,7 +225,7 @@ class Learner:
         self._moving: WorkerGroup[Reference] | None = None  # the same, if its weights change, so that checkpoints hold them
         self.reward_models: WorkerGroup[RewardModel] | None = None
         self.teachers: WorkerGroup[TeacherModel] | None = None
-        self.algorithm, self._own = fill_length_norm(config), own_advantages(config)
+        self.algorithm, self._own = fill_length_norm(config), own_advantages(config.envs)
         self.kl_coef, self.entropy_coef = config.algorithm.kl.coef, config.algorithm.entropy_bonus
         mode = effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, "actor"))
         self.sharing = mode if shares_prefixes(config.model) else "off"
@@ -263,20 +263,20 @@ class Learner:
                 await check_shared(self.references, folder, "out")
             await self.references.arun(Reference.init_model, path, config.model, config.optim)
             await self._rest("reference", self.references)
-            if moves(config):
+            if moves(config.algorithm):
                 self._moving = self.references
                 await self.actors.arun(Actor.show, self._name)
 
     def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
         if self.pools is not None and role in self.pools:
-            return self.pools.launch(role, cls, mesh_of(self.config, self.pools.slots(role)))
+            return self.pools.launch(role, cls, mesh_of(self.config.model, self.config.cluster, self.pools.slots(role)))
         cluster = self.config.cluster
         return launch(
             cls,
             name=role,
             backend=cluster.backend,
             world_size=self.actors.world_size,
-            mesh=mesh_of(self.config),
+            mesh=mesh_of(self.config.model, self.config.cluster),
             on=self.actors if cluster.backend == "ray" else None,
             call_timeout=cluster.call_timeout,
         )

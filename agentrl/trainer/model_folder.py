@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from agentrl.config.load import load_config
-from agentrl.config.schema import LoraSection, TrainConfig
+from agentrl.config.schema import DataConfig, LoraSection, ModelConfig
 from agentrl.engines.weights.base import Adapter
 from agentrl.engines.weights.parameters import Conversion, Saving, loading_conversions, write_adapter
 from agentrl.render.chatml import set_chat_template
@@ -306,23 +306,23 @@ def _export_run(folder: Path, target: Path, step: int | None, *, best: bool, ada
     config = load_config(folder / "config.toml")
     with _while_there(chosen):
         check_intact(chosen)
-        _write(folder, chosen, target, config, adapter)
+        _write(folder, chosen, target, config.model, config.data, adapter)
     return int(chosen.name.rpartition("_")[2])
 
 
-def _write(folder: Path, chosen: Path, target: Path, config: TrainConfig, adapter: bool) -> None:
-    source = start_model(folder, config)
-    if adapter and config.model.lora is None:
+def _write(folder: Path, chosen: Path, target: Path, model: ModelConfig, data: DataConfig | None, adapter: bool) -> None:
+    source = start_model(folder, model)
+    if adapter and model.lora is None:
         raise ModelError(f"{folder}: the run trained all weights and has no adapter (model.lora); export the model: no --adapter")
-    trust, template = config.model.trust_remote_code, config.model.chat_template
-    tensors = saved_weights(chosen / "actor", config.model.lora)
+    trust, template = model.trust_remote_code, model.chat_template
+    tensors = saved_weights(chosen / "actor", model.lora)
     with full_disk_said(target, "repeat the command"), made_or_removed(target):
-        if adapter and config.model.lora is not None:
-            write_adapter(target, saved_adapter(chosen / "actor", config.model.lora), source)
+        if adapter and model.lora is not None:
+            write_adapter(target, saved_adapter(chosen / "actor", model.lora), source)
             if template is not None:  # else the base model's own serves it
                 load_tokenizer(source, trust, template).save_pretrained(target)
             return
-        scores = config.data is not None and config.data.loss == "reward"
+        scores = data is not None and data.loss == "reward"
         about = load_model_config(source, trust)
         save_model(source, about, tensors, torch.float32, target, trust=trust, classifier=scores, chat_template=template)
 
@@ -370,14 +370,14 @@ def saved_weights(folder: Path, lora: LoraSection | None) -> Iterator[tuple[str,
     return merge_adapters(held, full, lora) if lora is not None else ((name, full(name)) for name in held)
 
 
-def start_model(folder: Path, config: TrainConfig) -> str:
+def start_model(folder: Path, model: ModelConfig) -> str:
     """The model that a run's training started from. Raises ModelError if it no longer exists."""
     for built in (folder / "classifier", folder / "warm_start", folder / "model"):
         if (built / "config.json").is_file():
             return str(built)
-    if config.model.path is None:
+    if model.path is None:
         raise ModelError(f"{folder}: the model that the run started from no longer exists (no warm_start, no model)")
-    return config.model.path
+    return model.path
 
 
 # GGUF files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.placement import has_gpus
-from agentrl.config.schema import TrainConfig, WeightsConfig
+from agentrl.config.schema import ClusterConfig, RolloutConfig, TrainConfig, WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, MembersChangedError, WeightTarget, order
 from agentrl.rollout.engine import Engine
 from agentrl.trainer.actor import Actor
@@ -29,7 +29,7 @@ def check_weights(config: TrainConfig) -> None:
     Reads: weights.route, weights.lora, model.lora, sft, cluster, rollout.colocate.
     """
     if config.weights.route != AUTO:
-        _check_route(config)
+        _check_route(config.rollout, config.cluster, config.weights)
     if config.weights.lora == "merged":
         return
     if config.model.lora is None:
@@ -41,14 +41,14 @@ def check_weights(config: TrainConfig) -> None:
         )
 
 
-def _check_route(config: TrainConfig) -> None:
-    name, cluster = config.weights.route, config.cluster
+def _check_route(rollout: RolloutConfig, cluster: ClusterConfig, weights: WeightsConfig) -> None:
+    name = weights.route
     if "cuda" in ROUTES.entry(name).traits and not (has_gpus(cluster, "actor") and has_gpus(cluster, "rollout")):
         raise ConfigError(
             f'weights.route = "{name}" goes from GPU to GPU, and actors and engine do not both have some; use one of '
             f'{ROUTES.that_are("cuda", False)}, or "auto"'
         )
-    colocated, traits = config.rollout.colocate, ROUTES.entry(name).traits
+    colocated, traits = rollout.colocate, ROUTES.entry(name).traits
     if "own_gpus" in traits and not colocated:
         raise ConfigError(
             f'weights.route = "{name}" needs rollout.colocate: without it the engine has other GPUs than the actors; use "auto"'

@@ -152,9 +152,9 @@ POLICIES: WeakValueDictionary[str, BaseEngine] = WeakValueDictionary()
 """The policies of this process that may be followed, by name."""
 
 
-def moves(config: TrainConfig) -> bool:
+def moves(algorithm: AlgorithmConfig) -> bool:
     """Return True if the reference of the KL penalty is an average of the policies so far."""
-    return config.algorithm.kl.reference == "moving"
+    return algorithm.kl.reference == "moving"
 
 
 def policy_called(name: str) -> BaseEngine:
@@ -170,7 +170,7 @@ def check_moving(config: TrainConfig) -> None:
 
     Reads: algorithm.kl, model.lora, model.offload, model.cpu_offload, cluster.
     """
-    if not moves(config):
+    if not moves(config.algorithm):
         check_unread("algorithm.kl", config.algorithm.kl, ("decay",), 'algorithm.kl.reference = "moving"')
         return
     key, model = 'algorithm.kl.reference = "moving"', config.model

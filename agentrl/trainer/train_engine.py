@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config.envs import other_models
-from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, offsets_of
 from agentrl.data.schedule import trees_of
 from agentrl.engines.weights.host_routes import RowShard
@@ -497,16 +497,16 @@ def check_divides(cfg: ModelConfig, ranks: int, name: str = "cluster.actors") ->
 # The layout of roles
 
 
-def mesh_of(config: TrainConfig, ranks: int | None = None) -> dict[str, int]:
+def mesh_of(model: ModelConfig, cluster: ClusterConfig, ranks: int | None = None) -> dict[str, int]:
     """The ranks of a role as a mesh: the ranks along "sp" get the same rows and share their tokens, those along "tp" (with
     `model.tensor_parallel`) the same tokens.
 
     `ranks`: their number, for a role with its own pool; by default `cluster.actors`. Raises ConfigError if a key of [model]
     that divides the ranks does not.
     """
-    name, ranks = ("cluster.actors", config.cluster.actors) if ranks is None else ("a pool of processes", ranks)
-    check_divides(config.model, ranks, name)
-    share, split = config.model.sequence_parallel, config.model.tensor_parallel
+    name, ranks = ("cluster.actors", cluster.actors) if ranks is None else ("a pool of processes", ranks)
+    check_divides(model, ranks, name)
+    share, split = model.sequence_parallel, model.tensor_parallel
     mesh = {"dp": ranks // (share * split), "sp": share}
     return mesh | {"tp": split} if split > 1 else mesh
 

@@ -194,7 +194,7 @@ def test_a_weight_changes_with_the_steps_along_straight_lines() -> None:
 
 def test_evaluations_of_several_environments_are_averaged_by_their_weights() -> None:
     envs = [{"id": "key_value", "eval": {"weight": 3.0}}, {"id": "sql"}, {"id": "search", "eval": {"weight": 0.0}}]
-    weights = eval_weights(TrainConfig.model_validate({"env": envs}))
+    weights = eval_weights(TrainConfig.model_validate({"env": envs}).envs)
     assert weights == {"key_value": 3.0, "sql": 1.0, "search": 0.0}
     found = {
         "key_value": Evaluation(0.5, 0.1, 8, 0, {"done": 8}, []),

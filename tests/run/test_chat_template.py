@@ -39,7 +39,7 @@ def config_of(model: str, *overrides: str) -> TrainConfig:
 
 
 def prompt(config: TrainConfig) -> str:
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config.model)
     return str(tokenizer.decode(renderer_of(config.model, tokenizer).start([Message("user", "Which?")], TOOLS)))
 
 

@@ -65,7 +65,7 @@ def run(path: Path, changed: dict[str, Any], root: dict[str, Any] = ROOT, whole:
     config = config_from({"name": "x", "env": env, "sft": sft, "model": {"init": {"layers": 1, "hidden": 32}}}, [])
     if whole:
         checks.check_config(config)
-    check_gold(config, EnvRef.of(config), compile_spec(spec))
+    check_gold(config.envs, config.eval, EnvRef.of(config), compile_spec(spec))
 
 
 def test_the_task_is_named_of_either_split_and_before_any_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

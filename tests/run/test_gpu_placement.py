@@ -92,7 +92,7 @@ def started(config: TrainConfig) -> tuple[list[tuple[str, str]], list[tuple[str,
     assert pools is not None
     actors: WorkerGroup[Any] | None = None
     try:
-        actors = placement.start_actors(config, pools)
+        actors = placement.start_actors(config.model, config.cluster, pools)
         engine: Any = make_engine("vllm", str(config.model.path), config, pools)
 
         async def ask() -> list[Any]:

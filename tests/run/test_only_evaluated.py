@@ -96,7 +96,7 @@ def test_its_limits_and_estimator_are_nothing_to_an_update() -> None:
     only, both = config({**other, "weight": 0.0}, **aggregate), config({**other, "weight": 0.5}, **aggregate)
     assert longest_sample(only) == longest_sample(alone) < longest_sample(both) == 50_000
     assert fill_length_norm(only).length_norm == longest_sample(alone)
-    assert own_advantages(only) == {} and set(own_advantages(both)) == {"other"}
+    assert own_advantages(only.envs) == {} and set(own_advantages(both.envs)) == {"other"}
     assert batches_of(only) == batches_of(alone) != batches_of(both)
 
 

@@ -53,7 +53,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
         critic=toy_critic(),
         algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)),
     )
-    actors = placement.start_actors(config, None)
+    actors = placement.start_actors(config.model, config.cluster, None)
     asyncio.run(learner.Learner(config, actors).open("model"))
     common = {"backend": "ray", "world_size": 3, "mesh": {"dp": 3, "sp": 1}, "call_timeout": 9.0}
     assert seen == {
@@ -65,7 +65,7 @@ def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.Mon
     changed = config.model_copy(update={"cluster": pooled})
     assert placement.open_pools(changed, "embedded") == (pooled, ["critic"], 9.0, {}, {})
     inline = config.model_copy(update={"cluster": cluster.model_copy(update={"backend": "inline"})})
-    assert placement.start_actors(inline, None).world_size == 3 and seen["actor"]["backend"] == "inline"
+    assert placement.start_actors(inline.model, inline.cluster, None).world_size == 3 and seen["actor"]["backend"] == "inline"
 
 
 @pytest.mark.parametrize("placed", [True, False])

@@ -115,8 +115,8 @@ def test_a_solved_run_is_advised_the_config_that_its_own_names(
 
 def test_a_next_config_that_is_not_there_is_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"^next: no config 'long_horizn': .*; did you mean 'long_horizon'"):
-        check_next(config_from({**TABLE, "next": "long_horizn"}))
-    check_next(config_from({**TABLE, "next": "long_horizon"}))
+        check_next(config_from({**TABLE, "next": "long_horizn"}).next)
+    check_next(config_from({**TABLE, "next": "long_horizon"}).next)
 
 
 def test_a_next_config_that_is_none_is_refused_before_the_run_and_not_advised_after_it(
@@ -127,7 +127,7 @@ def test_a_next_config_that_is_none_is_refused_before_the_run_and_not_advised_af
     broken.write_text("steps = many")
     table = {**TABLE, "next": str(broken)}
     with pytest.raises(ConfigError, match=rf"^next: .*{re.escape(str(broken))}"):
-        check_next(config_from(table))
+        check_next(config_from(table).next)
     words = commands(ended(tmp_path, table, rows=[{"phase": "after", "step": 1, "success": 1.0}])[1])
     assert next(command for command in words if command[0] == "train")[:2] == ["train", "--resume"]
     assert "is not advised" in caplog.text and str(broken) in caplog.text

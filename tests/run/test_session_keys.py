@@ -112,7 +112,7 @@ def test_each_part_of_a_session_gets_its_keys(config: TrainConfig, tmp_path: Pat
 
 def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(config: TrainConfig, tmp_path: Path) -> None:
     folder = RunFolder.create(config)
-    found = Path(model_folder(config, folder))
+    found = Path(model_folder(config.seed, config.model, folder))
     assert config.model.init is not None and found == folder.model
     by_seed = {
         seed: (init_model(config.model.init, tmp_path / f"seed{seed}", seed) / "model.safetensors").read_bytes()
@@ -120,11 +120,11 @@ def test_the_model_is_the_warmed_up_one_the_given_one_or_one_built_by_the_seed(c
     }
     assert (found / "model.safetensors").read_bytes() == by_seed[5] != by_seed[0]
     given = config.model_copy(update={"model": config.model.model_copy(update={"path": "a/model", "init": None})})
-    assert model_folder(given, folder) == "a/model"
+    assert model_folder(given.seed, given.model, folder) == "a/model"
     init_model(config.model.init, folder.warm_start, 1)
-    assert model_folder(given, folder) == "a/model"  # half a warm start is none
+    assert model_folder(given.seed, given.model, folder) == "a/model"  # half a warm start is none
     seal(folder.warm_start, 0)
-    assert model_folder(config, folder) == model_folder(given, folder) == str(folder.warm_start)
+    assert all(model_folder(one.seed, one.model, folder) == str(folder.warm_start) for one in (config, given))
 
 
 @pytest.mark.parametrize("section", ["rollout", "eval"])

@@ -50,8 +50,8 @@ def config(*more: str) -> Any:
     return config_from({}, [*RUN, *more])
 
 
-RENDERER = renderer_of(config().model, tokenizer_of(config()))
-PAD = tokenizer_of(config()).convert_tokens_to_ids("<|image_pad|>")
+RENDERER = renderer_of(config().model, tokenizer_of(config().model))
+PAD = tokenizer_of(config().model).convert_tokens_to_ids("<|image_pad|>")
 
 
 # -- what the model reads -----------------------------------------------------------------------------------------------
@@ -60,11 +60,11 @@ PAD = tokenizer_of(config()).convert_tokens_to_ids("<|image_pad|>")
 def test_the_tokens_of_messages_with_images() -> None:
     spelled = f"<|vision_start|><|image_pad|> {BLUE.line} {RED.line}<|im_end|>"
     said = Message("tool", f"{spelled} then {BLUE.line}", tool_call_id="c", name="look", images=(RED, BLUE, BLUE))
-    plain = make_renderer(tokenizer_of(config("model.init={}")))
+    plain = make_renderer(tokenizer_of(config("model.init={}").model))
     ids = RENDERER.extend("stop", [said])
     assert isinstance(ids, PromptIds) and ids.images == (BLUE, RED, BLUE), "in the order of their lines"
     assert ids.count(PAD) == 3 * 4 == Vision("", _architecture()).tokens(RED) * 3
-    text = tokenizer_of(config()).decode(ids)
+    text = tokenizer_of(config().model).decode(ids)
     image = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
     assert f"<|vision_start|><|image_pad|> {image} {image}<|im_end|> then {image}" in text
     assert ids.count(ids[ids.index(PAD) - 1]) == 3, "what a tool spells is ordinary text"

@@ -157,7 +157,7 @@ def test_what_estimators_need_is_asked_of_all_environments() -> None:
         check_learner(config_of(sql={"advantage": {"name": "rloo"}}, critic={}))
     with pytest.raises(ConfigError, match=r'env\[1\] \(sql\): algorithm.advantage "remax" reads scores of the reward spec'):
         check_learner(config_of(sql={"advantage": {"name": "remax"}}, reward_model={"path": "r"}))
-    assert own_advantages(config_of(sql=gae)) == {"sql": Choice(name="gae")}
+    assert own_advantages(config_of(sql=gae).envs) == {"sql": Choice(name="gae")}
 
 
 def test_the_constant_length_is_that_of_the_longest_environment() -> None:

@@ -47,7 +47,7 @@ def test_the_meshes_of_replicas_and_sequence_parallel(
     of as many see different rows."""
     model = ModelConfig(replicas=replicas, sequence_parallel=parallel)
     config = TrainConfig(env=EnvConfig(id="none"), model=model, cluster=ClusterConfig(actors=8))
-    assert mesh_of(config) == {"dp": 8 // parallel, "sp": parallel}
+    assert mesh_of(config.model, config.cluster) == {"dp": 8 // parallel, "sp": parallel}
     with ranks("fake", 8):
         engine = FsdpEngine(tiny, model, 1.0)
         assert engine.layout.fsdp is not None

@@ -50,7 +50,7 @@ def test_what_cannot_be_split_is_refused(
 ) -> None:
     config = run_of(tmp_path, family, sizes, *(f"model.{key}" for key in overrides))
     with pytest.raises(ConfigError, match=message):
-        mesh_of(config)
+        mesh_of(config.model, config.cluster)
         check_train_engine(config)
 
 
@@ -68,7 +68,7 @@ def test_ranks_that_split_a_matrix_get_the_same_rows(tmp_path: Path) -> None:
     keys = ["model.tensor_parallel=3", "model.sequence_parallel=2"]
     config = run_of(tmp_path, "qwen3", DENSE, *keys)
     check_train_engine(config)
-    assert mesh_of(config) == {"dp": 2, "sp": 2, "tp": 3}
+    assert mesh_of(config.model, config.cluster) == {"dp": 2, "sp": 2, "tp": 3}
     fine = run_of(tmp_path, "qwen3_moe", {**DENSE, **EXPERTS}, "model.expert_parallel=6", "model.tensor_parallel=3")
     check_train_engine(fine)
-    assert mesh_of(fine) == {"dp": 4, "sp": 1, "tp": 3}
+    assert mesh_of(fine.model, fine.cluster) == {"dp": 4, "sp": 1, "tp": 3}

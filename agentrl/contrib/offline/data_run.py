@@ -52,10 +52,10 @@ ROLE = "actor"
 """The folder of the role in a checkpoint, where `agentrl export` looks."""
 
 
-def data_of(config: TrainConfig) -> DataConfig:
+def data_of(data: DataConfig | None) -> DataConfig:
     """[data] of a config that has it."""
-    assert config.data is not None
-    return config.data
+    assert data is not None
+    return data
 
 
 def only_data(config: TrainConfig) -> TrainConfig:
@@ -66,9 +66,9 @@ def only_data(config: TrainConfig) -> TrainConfig:
 
 
 def write_data(config: TrainConfig, folder: Path, display: Display) -> About:
-    """Read the data of a config into a store in `folder`, and describe it. Raises ConfigError if it cannot be used."""
-    tokenizer = tokenizer_of(config)
-    made = Preparation(data_of(config), renderer_of(config.model, tokenizer), tokenizer, longest_row(config))
+    """Read the data of a config into a store in `folder`, and say what is in it. Raises ConfigError if it cannot be used."""
+    tokenizer = tokenizer_of(config.model)
+    made = Preparation(data_of(config.data), renderer_of(config.model, tokenizer), tokenizer, longest_row(config))
     display.phase("data", 1)
     with display.doing("reading the data", made.said):
         about = made.write(folder, config.seed)
@@ -110,7 +110,7 @@ class DataRun:
     @property
     def total(self) -> int:
         """Optimizer steps of the run."""
-        return total_steps(data_of(self.config), self.store)
+        return total_steps(data_of(self.config.data), self.store)
 
     def role(self) -> type[TrainedRole]:
         return self.objective.role
@@ -132,15 +132,15 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
             began = start_ray(config.cluster)
     pools, group = None, None
     try:
-        kind = OBJECTIVES[data_of(config).loss]
+        kind = OBJECTIVES[data_of(config.data).loss]
         with display.doing("starting the training processes"):
             pools = open_pools(config, ENGINE)
-            group = start_actors(config, pools, kind.role)
+            group = start_actors(config.model, config.cluster, pools, kind.role)
         await check_shared(group, folder.path, "out")
         with display.doing("loading the model"):
             init: Any = kind.role.init_model  # type: ignore[attr-defined]
-            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config), store))
-        objective = kind(data_of(config), store, group, _sharing(config))
+            await group.arun(init, path, config.model, optims_of(config)["optim"], total_steps(data_of(config.data), store))
+        objective = kind(data_of(config.data), store, group, _sharing(config))
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
         run = DataRun(config, folder, display, run_log, store, identity, group, objective, checkpoints)
         return await _run(run, interrupt)
@@ -154,19 +154,19 @@ async def train_on_data(config: TrainConfig, folder: RunFolder, display: Display
 
 
 def _sharing(config: TrainConfig) -> Mode:
-    if data_of(config).loss == "reward" or not shares_prefixes(config.model):
+    if data_of(config.data).loss == "reward" or not shares_prefixes(config.model):
         return "off"
     return effective_mode(config.optim.prefix_sharing, has_gpus(config.cluster, ROLE))
 
 
 def _start_model(config: TrainConfig, folder: RunFolder) -> str:
-    path = model_folder(config, folder)
-    return path if data_of(config).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
+    path = model_folder(config.seed, config.model, folder)
+    return path if data_of(config.data).loss != "reward" else classifier_of(path, folder.path / "classifier", config.model)
 
 
 async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     config, display = run.config, run.display
-    ended, pairs = Count(run.store.about.examples, "examples"), data_of(config).loss == "dpo"
+    ended, pairs = Count(run.store.about.examples, "examples"), data_of(config.data).loss == "dpo"
     what, look = ("the start model's log probabilities", ended.__str__) if pairs else ("beginning", nothing)
     with display.doing(what, look):
         await run.objective.begin(ended)  # before a checkpoint is loaded
@@ -178,9 +178,9 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
     while step < run.total and not interrupt.requested:
         began = time.monotonic()
         with display.doing("a step"):
-            found = await run.objective.step(run.store.drawn(step, data_of(config).batch, config.seed))
+            found = await run.objective.step(run.store.drawn(step, data_of(config.data).batch, config.seed))
         step += 1
-        run.run_log.row("data", step, {**found, "epoch": step / run.store.steps(data_of(config).batch),
+        run.run_log.row("data", step, {**found, "epoch": step / run.store.steps(data_of(config.data).batch),
                                           "time/data_s": time.monotonic() - began})  # fmt: skip
         display.step(step, {"loss": found["loss"]})
         over = step >= run.total
@@ -198,7 +198,7 @@ async def _run(run: DataRun, interrupt: Interrupt) -> bool:
 
 async def _measure(run: DataRun, step: int) -> float | None:
     """The held-out metrics as a row; minus the loss, by which the best checkpoint is known. None if nothing is held out."""
-    held, each = run.store.heldout, data_of(run.config).batch
+    held, each = run.store.heldout, data_of(run.config.data).batch
     if not len(held):
         return None
     sums, weights = dict[str, float](), 0.0
@@ -289,7 +289,7 @@ def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
     view = only_data(config)
     check_references(view)
     check_trackers(view)
-    check_model(view)
+    check_model(view.model)
     check_models(view)
     check_vision(view)
     check_capacity(view)
@@ -299,15 +299,15 @@ def check_data(config: TrainConfig, *, prepared: bool = False) -> list[str]:
     packing_of(view)
     check_placement(view, ENGINE)
     if not prepared:
-        sources(data_of(view).path)
-    renderer_of(view.model, tokenizer_of(view))
+        sources(data_of(view.data).path)
+    renderer_of(view.model, tokenizer_of(view.model))
     if config.sft is not None:
         return ["[sft] says how a teacher's transcripts are trained on, and is not read: [data] is trained with [optim]"]
     return []
 
 
 def _check_loss(config: TrainConfig) -> None:
-    data, model = data_of(config), config.model
+    data, model = data_of(config.data), config.model
     traits = TRAIN_ENGINES.entry(model.engine).traits
     if data.loss != "dpo":
         check_unread("data", data, ("beta",), 'data.loss = "dpo"')

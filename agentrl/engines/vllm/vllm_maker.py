@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config import ModelConfig, TrainConfig
-from agentrl.config.schema import VllmConfig
+from agentrl.config.schema import ModelConfig, RolloutConfig, TrainConfig, VllmConfig, WeightsConfig
 from agentrl.engines.vllm.images import check_images
 from agentrl.engines.vllm.options import (
     check_args,
@@ -103,10 +102,9 @@ def cpu_mib(config: TrainConfig, dtype: str) -> int:
     return max(one, min(CPU_MIB, running * one))
 
 
-def check_room(config: TrainConfig, dtype: str) -> None:
+def check_room(model: ModelConfig, vllm: VllmConfig, dtype: str) -> None:
     """Raise ConfigError if `vllm.kv_cache_mib` holds no sequence of `vllm.max_model_len` tokens, which vLLM needs to start."""
-    vllm = config.vllm
-    shape = CacheShape.of(config.model) if vllm.kv_cache_mib is not None else None
+    shape = CacheShape.of(model) if vllm.kv_cache_mib is not None else None
     # Without such layers a token takes nothing, and any size will do.
     if vllm.kv_cache_mib is None or shape is None or shape.layers == 0:
         return
@@ -121,13 +119,13 @@ def check_room(config: TrainConfig, dtype: str) -> None:
         )
 
 
-def check_fraction(config: TrainConfig, fraction: float, device: int, taken: EngineMemory) -> None:
+def check_fraction(model: ModelConfig, vllm: VllmConfig, fraction: float, device: int, taken: EngineMemory) -> None:
     """Raise ConfigError if `fraction` of a GPU of `device` bytes holds no sequence next to the weights, as `taken` says."""
-    vllm, shape = config.vllm, CacheShape.of(config.model)
+    shape = CacheShape.of(model)
     if shape is None:
         return
     length = min(vllm.max_model_len, shape.positions)
-    need = length * shape.token_bytes(vllm.tensor_parallel, itemsize(config.model.computes_in(True), vllm.args))
+    need = length * shape.token_bytes(vllm.tensor_parallel, itemsize(model.computes_in(True), vllm.args))
     if taken.cache < need:
         gib = [f"{size / (1 << 30):.1f} GiB" for size in (device, taken.weights, taken.cache, need)]
         raise ConfigError(
@@ -194,15 +192,17 @@ class VllmMaker(EngineMaker):
             check_replay(vllm)
         if model_takes_images(self.config.model, family):
             check_images(vllm, installed_version())
-        check_elastic(self.config)
-        check_room(self.config, dtype)
+        check_elastic(self.config.rollout, self.config.vllm, self.config.weights)
+        check_room(self.config.model, self.config.vllm, dtype)
         shape = CacheShape.of(self.config.model)
         if shape is not None and self.config.model.init is None and shape.queries % vllm.tensor_parallel:
             raise ConfigError(
                 f"vllm.tensor_parallel = {vllm.tensor_parallel} does not divide the model's {shape.queries} attention heads"
             )
         sizes = {"max_model_len": self.context(shape.positions)} if shape is not None else {}
-        engine_options(vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config))
+        engine_options(
+            vllm.model_copy(update=sizes), cuda=cuda, dtype=dtype, lora_rank=_adapter_rank(self.config.model, self.config.weights)
+        )
 
     def processes(self) -> Processes:
         """Host memory: a driver-side process and one per rank; on a CPU also each rank's KV cache, which a GPU has itself."""
@@ -230,7 +230,7 @@ class VllmMaker(EngineMaker):
             return EngineMemory(own, (mib or 0) << 20, f"vllm.kv_cache_mib = {mib}")
         fraction = vllm.args.get("gpu_memory_utilization", FRACTION)
         cache = max(int(fraction * device) - own, 0)
-        check_fraction(self.config, fraction, device, EngineMemory(own, cache))
+        check_fraction(self.config.model, self.config.vllm, fraction, device, EngineMemory(own, cache))
         return EngineMemory(own, cache, f"vllm.args.gpu_memory_utilization = {fraction:g}")
 
     def context(self, positions: int) -> int:
@@ -255,7 +255,7 @@ class VllmMaker(EngineMaker):
             dtype=self.config.model.computes_in(cuda),
             threads=self.threads(),
             cuda=cuda,
-            lora_rank=_adapter_rank(self.config),
+            lora_rank=_adapter_rank(self.config.model, self.config.weights),
             sleeps=self.config.rollout.colocate,
             router_replay=self.config.rollout.router_replay,
             ray_options=ray_options,
@@ -265,22 +265,22 @@ class VllmMaker(EngineMaker):
         )
 
 
-def check_elastic(config: TrainConfig) -> None:
+def check_elastic(rollout: RolloutConfig, vllm: VllmConfig, weights: WeightsConfig) -> None:
     """Raise ConfigError for a `vllm.max_replicas` that could not be reached, or whose replicas could get no weights."""
-    vllm, most = config.vllm, config.vllm.max_replicas
+    most = vllm.max_replicas
     if most is None:
         return
     if most < vllm.replicas:
         raise ConfigError(f"vllm.max_replicas = {most} is less than vllm.replicas = {vllm.replicas}, with which the run starts")
     if vllm.max_respawns == 0:
         raise ConfigError("vllm.max_replicas needs vllm.max_respawns above 0: that is how many starts may fail")
-    if config.rollout.colocate:
+    if rollout.colocate:
         raise ConfigError(
             "vllm.max_replicas: with rollout.colocate the replicas are where the trainer is, and no others are used"
         )
-    if config.weights.route in ONE_MACHINE:
+    if weights.route in ONE_MACHINE:
         raise ConfigError(
-            f"vllm.max_replicas: weights.route = {config.weights.route!r} does not reach machines that join; use 'auto', which "
+            f"vllm.max_replicas: weights.route = {weights.route!r} does not reach machines that join; use 'auto', which "
             "changes the route when one does"
         )
 
@@ -301,6 +301,6 @@ def check_replay(vllm: VllmConfig) -> None:
         )
 
 
-def _adapter_rank(config: TrainConfig) -> int | None:
+def _adapter_rank(model: ModelConfig, weights: WeightsConfig) -> int | None:
     """The rank of the adapters that the engine gets separately from its weights; None if they are merged."""
-    return config.model.lora.rank if config.model.lora is not None and config.weights.lora == "adapter" else None
+    return model.lora.rank if model.lora is not None and weights.lora == "adapter" else None

@@ -9,9 +9,9 @@ before the last check. The checks are in the files of this folder (`agent`, `bra
 
 from __future__ import annotations
 
-from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, name_entry_in_errors, trained_envs, warm_start_envs
 from agentrl.config.identity import check_references
+from agentrl.config.schema import DataConfig, TrainConfig
 from agentrl.env.catalog import EnvRef
 from agentrl.reward import Scorer
 from agentrl.rollout.mixtures import make_mixture
@@ -64,7 +64,7 @@ def check_train(config: TrainConfig, *, planned: bool = False) -> list[str]:
     """All checks of `agentrl train` and `agentrl sft`: the models, disk, memory and cores, then the config; returns what is
     suspicious without being wrong. `planned`: nothing will be started, so a model folder may lack its weights, and nothing that
     costs money is tried."""
-    check_not_data(config)
+    check_not_data(config.data)
     _check_sources(config, planned)
     check_capacity(config)
     return _check_parts(config, planned)
@@ -76,12 +76,12 @@ def check_config(config: TrainConfig, *, planned: bool = False) -> list[str]:
     return _check_parts(config, planned)
 
 
-def check_not_data(config: TrainConfig) -> None:
+def check_not_data(data: DataConfig | None) -> None:
     """Raise ConfigError for a config whose data a training run would not read.
 
     Reads: data.
     """
-    if config.data is not None:
+    if data is not None:
         raise ConfigError(
             "data: agentrl train learns from episodes that it plays, and does not read it; train on it by agentrl sft CONFIG, "
             "and go on from the result: data=false model.path=RUN/final"
@@ -96,10 +96,10 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_trackers(config)
     check_callbacks(config.callbacks)
     check_named(config)
-    check_next(config)
-    check_traces(config)
+    check_next(config.next)
+    check_traces(config.traces)
     check_profile(config)
-    check_model(config)
+    check_model(config.model)
     check_models(config, True, planned)
     check_vision(config)
 
@@ -114,7 +114,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             check_remote(one)
             ref, scorers[env.called] = check_assembly(one)
             check_agent(one, ref)
-            if trained_envs(one):
+            if trained_envs(one.envs):
                 check_trainable(one)
             check_start(one, ref)
             check_branch(one, ref)
@@ -131,7 +131,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     for env in config.envs:
         with name_entry_in_errors(config, env):
             one = alone(config, env)
-            if trained_envs(one):
+            if trained_envs(one.envs):
                 check_estimator_inputs(one.algorithm.advantage, scorers[env.called])
             check_sizes(one, engine)
             check_prompts(one, engine, EnvRef.of(one))
@@ -145,11 +145,11 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
     for env in config.envs:
         with name_entry_in_errors(config, env):
             one = alone(config, env)
-            check_gold(one, EnvRef.of(one), scorers[env.called])
+            check_gold(one.envs, one.eval, EnvRef.of(one), scorers[env.called])
             check_success(one, EnvRef.of(one), scorers[env.called])
             check_solvable(one)
             at = f"{env.called}: " if len(config.envs) > 1 else ""
-            if trained_envs(one):  # a reward that teaches the wrong thing, of what teaches nothing
+            if trained_envs(one.envs):  # a reward that teaches the wrong thing, of what teaches nothing
                 notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
     for env in [] if config.sft is None else warm_start_envs(config):
         with name_entry_in_errors(config, env):

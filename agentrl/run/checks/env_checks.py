@@ -9,10 +9,9 @@ from contextlib import closing
 
 import httpx
 
-from agentrl.config import RolloutConfig, TrainConfig
 from agentrl.config.envs import alone, each, entry_name, trained_at_all, warm_start_envs
 from agentrl.config.origin import COMMAND_LINE, DEFAULT, Keys, Origins
-from agentrl.config.schema import BranchConfig, EnvConfig
+from agentrl.config.schema import AgentConfig, BranchConfig, EnvConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.address import PROTOCOLS
@@ -104,24 +103,24 @@ def check_start(one: TrainConfig, ref: EnvRef) -> None:
 
     Reads: rollout.start, rollout.context, rollout.sampler, env, agent, seed.
     """
-    if one.rollout.start is not None and (why := _start_obstacle(one, ref)) is not None:
+    if one.rollout.start is not None and (why := _start_obstacle(one.seed, one.agent, one.rollout, ref)) is not None:
         raise ConfigError(f"rollout.start ({one.envs[0].called}): {why}; leave rollout.start out")
 
 
-def _start_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+def _start_obstacle(seed: int, agent: AgentConfig | None, rollout: RolloutConfig, ref: EnvRef) -> str | None:
     if (why := elsewhere(ref)) is not None:
         return why
-    if one.agent is not None:
+    if agent is not None:
         return "[agent]: an agent that plays by itself begins at the beginning"
-    if "summarizes" in CONTEXTS.entry(one.rollout.context.name).traits:
-        return f"rollout.context = {one.rollout.context.name!r}: the policy would write summaries of turns that are not its own"
+    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
+        return f"rollout.context = {rollout.context.name!r}: the policy would write summaries of turns that are not its own"
     for choice in ref.wrappers:
         if "chance_faults" in WRAPPERS.entry(choice.name).traits:
             return f"env.wrappers: with {choice.name!r} tools fail at random, and gold calls with them"
-    for env in each_env(one, ref):
+    for env in each_env(rollout, ref):
         if env.user_models():
             return "its user is a model, which would have to answer gold turns too"
-        if no_gold(one, env):
+        if no_gold(seed, env):
             return NO_GOLD
     return None
 
@@ -133,16 +132,16 @@ def elsewhere(ref: EnvRef) -> str | None:
     return f"env.url = {ref.at.url!r}: the gold solutions of an environment elsewhere are not asked for in a run"
 
 
-def each_env(one: TrainConfig, ref: EnvRef) -> Iterator[ToolEnv]:
+def each_env(rollout: RolloutConfig, ref: EnvRef) -> Iterator[ToolEnv]:
     """The environment with each set of parameters that the sampler may choose; closed when the next is asked for."""
-    for params in make_sampler(one.rollout.sampler).variants():
+    for params in make_sampler(rollout.sampler).variants():
         with closing(ref.with_params(params).build()) as env:
             yield env
 
 
-def no_gold(one: TrainConfig, env: ToolEnv) -> bool:
+def no_gold(seed: int, env: ToolEnv) -> bool:
     """Return True if none of its first tasks of training has a gold solution."""
-    return all(env.horizon(env.make_task(fresh_seed(one.seed, n), "train")) is None for n in range(TASKS))
+    return all(env.horizon(env.make_task(fresh_seed(seed, n), "train")) is None for n in range(TASKS))
 
 
 # Branches
@@ -156,12 +155,13 @@ def check_branch(one: TrainConfig, ref: EnvRef) -> None:
     Reads: rollout.branch, rollout.group_size, rollout.max_episodes, rollout.max_turns, rollout.grow, rollout.oversample_members,
     rollout.context, rollout.sampler, algorithm, env, agent, seed.
     """
-    if one.rollout.branch is not None and (why := _sizes(one) or _neighbors(one) or _branch_obstacle(one, ref)) is not None:
+    rollout = one.rollout
+    if rollout.branch is not None and (why := _sizes(rollout) or _neighbors(one) or _branch_obstacle(one.seed, rollout, ref)):
         raise ConfigError(f"rollout.branch ({one.envs[0].called}): {why}")
 
 
-def _sizes(one: TrainConfig) -> str | None:
-    branch, size = one.rollout.branch, one.rollout.group_size
+def _sizes(rollout: RolloutConfig) -> str | None:
+    branch, size = rollout.branch, rollout.group_size
     assert branch is not None
     if branch.roots >= size:
         return (
@@ -169,12 +169,12 @@ def _sizes(one: TrainConfig) -> str | None:
             f"roots below {size}"
         )
     most = max(map(len, plant_trees(range(size), branch.roots).values()))
-    if 1 + most > one.rollout.max_episodes:
+    if 1 + most > rollout.max_episodes:
         return (
-            f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {one.rollout.max_episodes}; "
+            f"a root and its branches are {1 + most} episodes at once, and rollout.max_episodes = {rollout.max_episodes}; "
             "raise it, or roots"
         )
-    return _turns(branch, most, one.rollout.max_turns)
+    return _turns(branch, most, rollout.max_turns)
 
 
 def _turns(branch: BranchConfig, branches: int, max_turns: int) -> str | None:
@@ -224,17 +224,17 @@ def _neighbors(one: TrainConfig) -> str | None:
     return None
 
 
-def _branch_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+def _branch_obstacle(seed: int, rollout: RolloutConfig, ref: EnvRef) -> str | None:
     """Fork an episode of the first task, as a run does it: inside an event loop."""
     if ref.at is not None:
         return f"env.url = {ref.at.url!r}: an environment elsewhere is not forked in a run; leave one of the two out"
-    for env in each_env(one, ref):
+    for env in each_env(rollout, ref):
         if env.has_sources:
             return "its tools are of an MCP server, whose state cannot be forked; leave one of the two out"
         if env.user_models():
             return "its user is a model, of whose forks nothing is known before they are paid for; leave one of the two out"
         try:
-            run_sync(_check_forked(env, one.seed))
+            run_sync(_check_forked(env, seed))
         except (AgentrlError, TypeError, ValueError, RuntimeError) as fault:
             return f"environment {env.id} cannot be forked: {type(fault).__name__}: {fault}; leave rollout.branch out"
     return None
@@ -258,18 +258,18 @@ def check_demonstrations(one: TrainConfig, ref: EnvRef) -> None:
     """
     if one.algorithm.demonstrations is None or not trained_at_all(one.envs[0].weight):
         return
-    if (why := _demonstration_obstacle(one, ref)) is not None:
+    if (why := _demonstration_obstacle(one.seed, one.agent, one.rollout, ref)) is not None:
         raise ConfigError(f"algorithm.demonstrations ({one.envs[0].called}): {why}; leave algorithm.demonstrations out")
 
 
-def _demonstration_obstacle(one: TrainConfig, ref: EnvRef) -> str | None:
+def _demonstration_obstacle(seed: int, agent: AgentConfig | None, rollout: RolloutConfig, ref: EnvRef) -> str | None:
     if (why := elsewhere(ref)) is not None:
         return why
-    if one.agent is not None:
+    if agent is not None:
         return "[agent]: an agent writes prompts of its own, which a gold solution does not have"
-    if "summarizes" in CONTEXTS.entry(one.rollout.context.name).traits:
-        return f"rollout.context = {one.rollout.context.name!r}: a gold solution has no summaries, which the policy would write"
-    return NO_GOLD if any(no_gold(one, env) for env in each_env(one, ref)) else None
+    if "summarizes" in CONTEXTS.entry(rollout.context.name).traits:
+        return f"rollout.context = {rollout.context.name!r}: a gold solution has no summaries, which the policy would write"
+    return NO_GOLD if any(no_gold(seed, env) for env in each_env(rollout, ref)) else None
 
 
 # Remote environments
@@ -375,7 +375,7 @@ def check_agent(config: TrainConfig, env: EnvRef) -> None:
         _check_calls(built)
         if built.has_user and not config.agent.user:
             _refuse_user(built)
-        run_sync(_check_setup(config, built))
+        run_sync(_check_setup(config.agent, built))
     finally:
         built.close()
 
@@ -471,12 +471,12 @@ def _check_calls(env: ToolEnv) -> None:
         layer = layer.env
 
 
-async def _check_setup(config: TrainConfig, env: ToolEnv) -> None:
+async def _check_setup(agent: AgentConfig | None, env: ToolEnv) -> None:
     """Some environments have a user only once a task is set up."""
-    assert config.agent is not None
+    assert agent is not None
     try:
         await env.areset(seed=0, options={"split": env.splits[0]})
-        if env.has_user and not config.agent.user:
+        if env.has_user and not agent.user:
             _refuse_user(env)
     finally:
         await env.aclose()

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import ModelConfig, TrainConfig
 from agentrl.config.envs import each, entry_name, other_models
+from agentrl.config.schema import AgentConfig, DataConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.expert_routing import Routers
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
@@ -49,13 +49,13 @@ def check_models(config: TrainConfig, trains: bool = True, planned: bool = False
         return
     with _name_model_in_errors("model.path", path):
         computed = trains or "transformers" in engine_of(config).traits
-        _check_files(config, path, planned, classifier=_scores(config, path), computed=computed)
+        _check_files(config.model, path, planned, classifier=_scores(config.model, config.data, path), computed=computed)
         check_tokenizer(config.model)
 
 
-def _scores(config: TrainConfig, path: str) -> bool:
+def _scores(model: ModelConfig, data: DataConfig | None, path: str) -> bool:
     """Return True if it is a reward model that is trained on (`data.loss`), whose head is read."""
-    return config.data is not None and config.data.loss == "reward" and is_classifier(path, config.model)
+    return data is not None and data.loss == "reward" and is_classifier(path, model)
 
 
 def check_other_models(config: TrainConfig, planned: bool = False) -> None:
@@ -66,27 +66,27 @@ def check_other_models(config: TrainConfig, planned: bool = False) -> None:
     """
     for key, path in other_models(config).items():
         with _name_model_in_errors(key, path):
-            _check_files(config, path, planned, classifier=key == "reward_model.path")
+            _check_files(config.model, path, planned, classifier=key == "reward_model.path")
             if key == "algorithm.distillation.path":
-                _check_ids(config, path)
+                _check_ids(config.model, path)
 
 
-def check_judge_model(config: TrainConfig, key: str, planned: bool = False) -> None:
+def check_judge_model(engine: str, model: ModelConfig, key: str, planned: bool = False) -> None:
     """The same for a judge's model, of the config with the judge in the policy's place (`run.judges.judge_config`). `key`: what
     names the model.
 
     Reads: model, engine.
     """
-    path = str(config.model.path)
+    path = str(model.path)
     with _name_model_in_errors(key, path):
-        _check_files(config, path, planned, computed="transformers" in ENGINES.entry(config.engine).traits)
-        check_tokenizer(config.model)
+        _check_files(model, path, planned, computed="transformers" in ENGINES.entry(engine).traits)
+        check_tokenizer(model)
 
 
-def _check_ids(config: TrainConfig, path: str) -> None:
+def _check_ids(model: ModelConfig, path: str) -> None:
     """Raise ModelError if a teacher means something else by a token id than the policy does, or cannot compute one."""
-    trust = config.model.trust_remote_code
-    own, other = tokenizer_of(config).get_vocab(), load_tokenizer(path, trust).get_vocab()
+    trust = model.trust_remote_code
+    own, other = tokenizer_of(model).get_vocab(), load_tokenizer(path, trust).get_vocab()
     apart = sorted((number, token) for token, number in own.items() if other.get(token) != number)
     if apart:
         number, token = apart[0]
@@ -106,7 +106,7 @@ def check_prompts(config: TrainConfig, engine: str, env: EnvRef) -> None:
     """
     if "messages" in engine_of(config).traits:
         return  # nobody here counts its tokens
-    context, rollout, model = context_length(config, engine), config.rollout, model_length(config)
+    context, rollout, model = context_length(config, engine), config.rollout, model_length(config.model)
     room = min(context, rollout.max_episode_tokens)
     seed, longest = longest_prompt(config, env)
     if longest < room:
@@ -130,7 +130,7 @@ def model_notes(config: TrainConfig) -> list[str]:
         return []
     found = []
     if path is not None and has_weights(path):
-        shell = meta_model(config.model, classifier=_scores(config, path))
+        shell = meta_model(config.model, classifier=_scores(config.model, config.data, path))
         left_out = check_tensors(shell, stored_tensors(path, getattr(shell.config, "transformers_weights", None)))
         found += [f"model.path = {path}: {note}" for note in left_out]
     for number, one in enumerate(each(config)):
@@ -179,7 +179,7 @@ Opening = tuple[list[Message], list[dict[str, Any]]]
 def longest_prompt(config: TrainConfig, env: EnvRef) -> tuple[int, int]:
     """The seed and the tokens of the longest opening prompt among the first training tasks, with the tools that its setup adds
     and what its user opens with, if a script says that (`ToolEnv.gold_user`); 0 tokens if no episode can be opened."""
-    renderer, limit = renderer_of(config.model, tokenizer_of(config)), config.rollout.env_timeout
+    renderer, limit = renderer_of(config.model, tokenizer_of(config.model)), config.rollout.env_timeout
     try:
         openings = in_daemon_thread(lambda: _openings(env.scripted()), SEEDS * limit)
     except TimeoutError:  # `check_success` says so
@@ -211,9 +211,9 @@ def _opening(env: ToolEnv, seed: int) -> Opening:
     return messages, env.toolbox.schemas()
 
 
-def _check_files(config: TrainConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
+def _check_files(model: ModelConfig, path: str, planned: bool, *, classifier: bool = False, computed: bool = True) -> None:
     """`computed`: by transformers' classes; other engines have loaders of their own, also for quantized weights."""
-    found = load_model_config(path, config.model.trust_remote_code)
+    found = load_model_config(path, model.trust_remote_code)
     if Path(path).is_dir():
         check_pointers(Path(path))
     if computed:
@@ -223,7 +223,7 @@ def _check_files(config: TrainConfig, path: str, planned: bool, *, classifier: b
         return
     stored = stored_tensors(path, getattr(found, "transformers_weights", None))
     if computed:
-        check_tensors(meta_model(config.model.model_copy(update={"path": path, "init": None}), classifier=classifier), stored)
+        check_tensors(meta_model(model.model_copy(update={"path": path, "init": None}), classifier=classifier), stored)
 
 
 def _check_plain(found: Any) -> None:
@@ -289,10 +289,10 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
-    if not takes_images(policy_model(config)):
+    if not takes_images(policy_model(config.model)):
         return
     kind = " or ".join(KINDS)
-    for wrong, what in (*_sampling(config), *(_training(config) if trains else ())):
+    for wrong, what in (*_sampling(config.agent, config.rollout), *(_training(config) if trains else ())):
         if wrong:
             raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
 
@@ -304,10 +304,10 @@ def _takes_pictures(path: str, trust: bool) -> bool:
         return False
 
 
-def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
+def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
     """Obstacles to sampling: whether it is so, and the key with its value."""
-    yield config.rollout.workers > 0, f"rollout.workers = {config.rollout.workers}"
-    yield config.agent is not None, "[agent], whose endpoint takes no images,"
+    yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
+    yield agent is not None, "[agent], whose endpoint takes no images,"
 
 
 def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.config import TrainConfig
 from agentrl.config.envs import alone, each, the_env, trained_envs, weight_at
+from agentrl.config.schema import AgentConfig, EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef, spec_word
 from agentrl.env.wrappers import WRAPPERS
@@ -76,6 +76,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
     Reads: env, tools, checkpoint.best, eval.split, rollout.sampler, rollout.env_timeout, rollout.episode_timeout, seed.
     """
     check_decided(scorer)
+    word, rollout = spec_word(env, the_env(config.envs).reward, scorer), config.rollout
     if scorer.compares and config.checkpoint.best == "reward":
         raise ConfigError(
             f"checkpoint.best: reward spec {scorer.name!r} compares the members of a group; an evaluation plays "
@@ -87,15 +88,16 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             "agentrl reward lint %s --env %s --ask-judge",
             scorer.name,
             ", ".join(scorer.judged),
-            spec_word(env, the_env(config).reward, scorer),
+            word,
             env.id,
         )
     # A script cannot try again if a tool fails at random, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound = replace(env, wrappers=kept)
     try:
-        split = "train" if trained_envs(config) else config.eval.split
-        fault = _first_fault(_tasks(config, sound), split, scorer, config.rollout.env_timeout + config.rollout.episode_timeout)
+        split = "train" if trained_envs(config.envs) else config.eval.split
+        tasks = _tasks(config.seed, rollout, sound)
+        fault = _first_fault(tasks, split, scorer, rollout.env_timeout + rollout.episode_timeout)
     except NotImplementedError as error:
         log.warning("%s: not checked whether the gold solution is a success: %s", scorer.name, error)
         return
@@ -108,9 +110,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
             f"{error}; agentrl env check {env.id} shows more"
         ) from error
     if fault is not None:
-        raise ConfigError(
-            f"env.reward: {fault}; agentrl reward lint {spec_word(env, the_env(config).reward, scorer)} --env {env.id} shows more"
-        )
+        raise ConfigError(f"env.reward: {fault}; agentrl reward lint {word} --env {env.id} shows more")
 
 
 def users_line(fault: BaseException) -> str:
@@ -159,9 +159,9 @@ def in_daemon_thread(work: Callable[[], T], limit: float) -> T:
     return answer.result()
 
 
-def _tasks(config: TrainConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
+def _tasks(seed: int, rollout: RolloutConfig, env: EnvRef) -> Iterator[tuple[EnvRef, int]]:
     """At least TASKS tasks, and at least one with each set of parameters that the sampler may choose."""
-    source = TaskSource(env, make_sampler(config.rollout.sampler), config.rollout.sampler.name, config.seed)
+    source = TaskSource(env, make_sampler(rollout.sampler), rollout.sampler.name, seed)
     kinds = [env.with_params(params) for params in source.sampler.variants()]
     for number in range(max(TASKS, len(kinds))):
         yield kinds[number % len(kinds)], number
@@ -213,7 +213,7 @@ def check_judge(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
         return
     rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
     step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
-    evaluations = evaluations_of(config)
+    evaluations = evaluations_of(config.steps, config.eval)
     episodes = config.steps * step + evaluations * config.eval.tasks
     grown = episodes + config.steps * rollout.groups * (largest(rollout) - rollout.group_size)
     sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"
@@ -239,7 +239,7 @@ def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
     budget = config.reward.judge.calls
     if budget is None or not any(scorer.asks for scorer in scorers.values()):
         return
-    steps, evaluated, evaluations = [], Questions(0, 0), evaluations_of(config)
+    steps, evaluated, evaluations = [], Questions(0, 0), evaluations_of(config.steps, config.eval)
     for env, one in zip(config.envs, each(config), strict=True):
         scorer, rollout = scorers[env.called], one.rollout
         asked = questions(scorer, rollout.max_turns) if scorer.asks else Questions(0, 0)
@@ -265,12 +265,12 @@ def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
         )
 
 
-def evaluations_of(config: TrainConfig) -> int:
+def evaluations_of(steps: int, evaluation: EvalConfig) -> int:
     """One evaluation before the run, one after it, and those between steps; none is added after the last step."""
-    return 2 + ((config.steps - 1) // config.eval.every if config.eval.every else 0)
+    return 2 + ((steps - 1) // evaluation.every if evaluation.every else 0)
 
 
-def check_scoring_time(config: TrainConfig, scorer: Scorer) -> None:
+def check_scoring_time(rollout: RolloutConfig, scorer: Scorer) -> None:
     """Raise ConfigError if the leaves of a spec may take longer by their own limits than an episode's scoring may: whoever wrote
     what takes so long would be unscored, in place of a 0.
 
@@ -283,10 +283,10 @@ def check_scoring_time(config: TrainConfig, scorer: Scorer) -> None:
         if (found := node.leaf.longest()) is not None:
             takes.setdefault(found[0], (node, found[1]))
     total = sum(seconds for _, seconds in takes.values())
-    if total > config.rollout.env_timeout:
+    if total > rollout.env_timeout:
         parts = ", ".join(f"{node.leaf.kind} at {node.pointer} {seconds:g} s" for node, seconds in takes.values())
         raise ConfigError(
-            f"rollout.env_timeout = {config.rollout.env_timeout:g} s: scoring an episode by reward spec {scorer.name!r} may take "
+            f"rollout.env_timeout = {rollout.env_timeout:g} s: scoring an episode by reward spec {scorer.name!r} may take "
             f"{total:g} s by the limits of its leaves ({parts}), and what takes longer than that has no reward, in place of 0; "
             f"raise it to {math.ceil(total)}, or lower total_seconds or seconds in the spec"
         )
@@ -300,7 +300,7 @@ GOLD_SECONDS = 60.0
 """No further task is looked at after so long; the log then says how many were."""
 
 
-def check_gold(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
+def check_gold(envs: tuple[EnvConfig, ...], evaluation: EvalConfig, env: EnvRef, scorer: Scorer) -> None:
     """Raise ConfigError, which names the task, if a leaf that reads gold (`Leaf.gold_fault`) cannot read that of a task to train
     or to be evaluated on. Leaves that an episode may do without are not asked: in a gate's branch, with a `when` or `missing`.
 
@@ -311,7 +311,7 @@ def check_gold(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
         return
     seen: set[str] = set()
     until = time.monotonic() + GOLD_SECONDS
-    splits = dict.fromkeys((*(["train"] if trained_envs(config) else []), config.eval.split))
+    splits = dict.fromkeys((*(["train"] if trained_envs(envs) else []), evaluation.split))
     for looked, task in enumerate(_gold_tasks(env, splits), start=1):
         view = episode_view(Trajectory(env.id, task))
         for node in nodes:
@@ -391,28 +391,28 @@ def check_lint(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[str]:
     if not config.health.lint:
         return []
     findings = lint_spec(scorer)
-    word = spec_word(env, the_env(config).reward, scorer)
+    word = spec_word(env, the_env(config.envs).reward, scorer)
     _refuse(scorer, f"{word} --env {env.id}", [item for item in findings if item.level == "error"])
-    why = _not_probed(config, env, scorer)
+    why = _not_probed(config.agent, env, scorer)
     if why is not None:
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r} is not tried on episodes before the start: {why}"]
     try:
-        probed = _probe_findings(config, env, scorer)
+        probed = _probe_findings(config.rollout, env, scorer)
     except Exception as error:  # the environment's own code; where gold is played, `check_success` has named its fault
         return [*_lines(scorer, findings), f"reward spec {scorer.name!r}: probe episodes of {env.id} failed: {error}"]
     _refuse(scorer, f"{word} --env {env.id}", [item for item in probed if item.code in REFUSED])
     return _lines(scorer, [*findings, *probed])
 
 
-def _not_probed(config: TrainConfig, env: EnvRef, scorer: Scorer) -> str | None:
+def _not_probed(agent: AgentConfig | None, env: EnvRef, scorer: Scorer) -> str | None:
     if env.at is not None:
         return f"the environment is at {env.at.url}"
-    if config.agent is not None and config.agent.tools == "own":
+    if agent is not None and agent.tools == "own":
         return "the agent has tools of its own, which no script plays"
     return None
 
 
-def _probe_findings(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
+def _probe_findings(rollout: RolloutConfig, env: EnvRef, scorer: Scorer) -> list[LintFinding]:
     # A script cannot try again if a tool fails at random, as a policy can.
     kept = [choice for choice in env.wrappers if "chance_faults" not in WRAPPERS.entry(choice.name).traits]
     sound, until = replace(env, wrappers=kept).scripted(), time.monotonic() + LINT_SECONDS
@@ -433,7 +433,7 @@ def _probe_findings(config: TrainConfig, env: EnvRef, scorer: Scorer) -> list[Li
 
         return whatever_judged(scorer, probes, lint)
 
-    limit = config.rollout.env_timeout + config.rollout.episode_timeout
+    limit = rollout.env_timeout + rollout.episode_timeout
     return in_daemon_thread(probe, limit)
 
 

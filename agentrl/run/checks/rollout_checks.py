@@ -15,10 +15,10 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from agentrl.config import EnvConfig, TrainConfig
 from agentrl.config.envs import alone, check_temperatures, each, the_env, warm_start_envs
 from agentrl.config.envs import trained_envs as trained
 from agentrl.config.load import load_config
+from agentrl.config.schema import EnvConfig, ModelConfig, RewardModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Message, Task, Trajectory
 from agentrl.env import ToolEnv
 from agentrl.env.catalog import EnvRef, find_config
@@ -85,7 +85,7 @@ def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
     one = alone(config, env)
     ref = EnvRef.of(one)
     sampler = make_sampler(one.rollout.sampler)
-    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one) else []
+    drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one.envs) else []
     return [*drawn, ref.with_params(one.sft.params)] if one.sft is not None and env in warm_start_envs(config) else drawn
 
 
@@ -145,7 +145,7 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
             "rollout.filter_zero_variance drops groups by the spec's rewards, before [reward_model] has scored "
             "them, so it would drop groups that the reward model tells apart; unset one of the two"
         )
-    _check_grow(config)
+    _check_grow(config.rollout, config.reward_model)
     make_context_policy(rollout.context)
     traits = CONTEXTS.entry(rollout.context.name).traits
     if rollout.summary_model is not None and "summarizes" not in traits:
@@ -153,20 +153,20 @@ def check_rollout(config: TrainConfig, env: EnvRef) -> None:
         raise ConfigError(f"rollout.summary_model: only rollout.context.name = {names} uses summaries")
 
 
-def _check_grow(config: TrainConfig) -> None:
-    if config.rollout.grow == 1:
+def _check_grow(rollout: RolloutConfig, reward_model: RewardModelConfig | None) -> None:
+    if rollout.grow == 1:
         return
-    if config.rollout.oversample_members > 1:
+    if rollout.oversample_members > 1:
         raise ConfigError(
             "rollout.grow looks at the scores of all members of a group, and rollout.oversample_members drops the slowest of "
             "them unseen; set one of the two to 1"
         )
-    if config.reward_model is not None:
+    if reward_model is not None:
         raise ConfigError(
             "rollout.grow gives groups more members by the spec's rewards, before [reward_model] has scored them; unset one "
             "of the two"
         )
-    if config.rollout.group_size == 1:
+    if rollout.group_size == 1:
         raise ConfigError("rollout.grow: with rollout.group_size = 1 every group would grow; set it to 2 or more")
 
 
@@ -181,7 +181,7 @@ def check_trainable(config: TrainConfig) -> None:
             "rollout.temperature = 0: greedy episodes of a task are all the same, so there is nothing to learn "
             "from them; training needs at least 0.01 (eval.temperature = 0 makes evaluations greedy)"
         )
-    for choice in the_env(config).wrappers:
+    for choice in the_env(config.envs).wrappers:
         if "wall_clock" not in WRAPPERS.entry(choice.name).traits:
             continue
         raise ConfigError(
@@ -216,12 +216,12 @@ def check_engine(config: TrainConfig) -> None:
     check_takes_weights(maker_of(entry.name, config).engine(), setting)
 
 
-def check_model(config: TrainConfig) -> None:
+def check_model(model: ModelConfig) -> None:
     """Raise ConfigError unless there is exactly one source of the model.
 
     Reads: model.path, model.init.
     """
-    if (config.model.path is None) == (config.model.init is None):
+    if (model.path is None) == (model.init is None):
         raise ConfigError("model: set one of model.path (a folder or hub name) and [model.init] (build a tiny one)")
 
 
@@ -238,7 +238,7 @@ def check_assembly(config: TrainConfig) -> tuple[EnvRef, Scorer]:
     maker_of(engine_name(config), config).check()
     inputs = read_inputs(config)
     scorer = scorer_of(config, inputs.specs[0])
-    check_scoring_time(config, scorer)
+    check_scoring_time(config.rollout, scorer)
     check_rollout(config, env)
     if inputs.tokenizer is not None:
         try:
@@ -371,7 +371,7 @@ def _make_survey(one: TrainConfig) -> Survey:
     if (why := _skip_reason(one)) is not None:
         return Survey(called, {}, [], skipped=why)
     limits = limits_of(one)
-    renderer, began = renderer_of(one.model, tokenizer_of(one)), time.monotonic()
+    renderer, began = renderer_of(one.model, tokenizer_of(one.model)), time.monotonic()
     limit = one.rollout.env_timeout + one.rollout.episode_timeout
     try:
         parts = in_daemon_thread(
@@ -501,7 +501,7 @@ def check_warm_start(config: TrainConfig, env: EnvRef) -> None:
         )
     source = Transcripts(
         replace(env, params={**env.params, **sft.params}),
-        renderer_of(config.model, tokenizer_of(config)),
+        renderer_of(config.model, tokenizer_of(config.model)),
         sft.teacher,
         config.seed,
         longest_row(config),
@@ -519,28 +519,28 @@ SOLVED = 0.95
 """The held-out success from which a run is solved."""
 
 
-def check_next(config: TrainConfig) -> None:
-    """Raise ConfigError if no config has this name.
+def check_next(next_config: str | None) -> None:
+    """Raise ConfigError if no config has this name, or if it is none.
 
     Reads: next.
     """
-    if config.next is None:
+    if next_config is None:
         return
     try:
-        load_config(find_config(config.next))
+        load_config(find_config(next_config))
     except (CatalogError, ConfigError) as problem:
         raise ConfigError(f"next: {problem}") from None
 
 
-def harder(config: TrainConfig, success: float | None) -> str | None:
+def harder(next_config: str | None, envs: tuple[EnvConfig, ...], success: float | None) -> str | None:
     """The config that a run with this success at its end says to try next; None if it is not solved, or if that config is not of
     this run's environments: `next` may be inherited from a base with others. One that was changed during the run and can no
     longer be read is not advised: the run has ended well, whatever became of that file."""
-    if config.next is None or success is None or success < SOLVED:
+    if next_config is None or success is None or success < SOLVED:
         return None
     try:
-        known = {env.id for env in load_config(find_config(config.next)).envs}
+        known = {env.id for env in load_config(find_config(next_config)).envs}
     except (CatalogError, ConfigError) as problem:
-        log.warning("next = %r is not advised: %s", config.next, problem)
+        log.warning("next = %r is not advised: %s", next_config, problem)
         return None
-    return config.next if known == {env.id for env in config.envs} else None
+    return next_config if known == {env.id for env in envs} else None

@@ -11,7 +11,7 @@ from statistics import NormalDist
 from typing import Any
 
 from agentrl.cluster.placement import card_bytes, check_roles, has_gpus, is_planned, joins, nodes_of, pools_of_roles
-from agentrl.config import Choice, TrainConfig
+from agentrl.config import Choice, ClusterConfig, TrainConfig
 from agentrl.config.envs import longest_sample, other_models, trained_envs
 from agentrl.config.schema import PoolConfig
 from agentrl.data.trajectory import Message
@@ -163,7 +163,7 @@ def check_sizes(config: TrainConfig, engine_name: str) -> None:
         _check_groups(rollout.group_size, config.algorithm.advantage)
     context = context_length(config, engine_name)
     longest = min(rollout.max_episode_tokens, context)
-    if config.optim.micro_tokens < longest and (trained_envs(config) or not config.envs):  # no row of an evaluated one is trained
+    if config.optim.micro_tokens < longest and (trained_envs(config.envs) or not config.envs):  # no evaluated row is trained
         raise ConfigError(
             f"optim.micro_tokens = {config.optim.micro_tokens}: an episode may have {longest} tokens (rollout.max_episode_tokens "
             f"= {rollout.max_episode_tokens}, the model takes {context}), and a row is never cut: set optim.micro_tokens to "
@@ -379,13 +379,13 @@ def check_placement(config: TrainConfig, engine_name: str) -> None:
             _check_judges(config, name, [other for other in pools if other != JUDGE])
             continue
         if role not in ("actor", "rollout"):
-            mesh_of(config, slots)
+            mesh_of(config.model, config.cluster, slots)
         if role != "rollout":
             _check_gpus(name, pool)
     if engine is not None and colocated and has_gpus(cluster, "actor"):
-        _check_colocated(config, engine)
+        _check_colocated(config.cluster, engine)
     elif "rollout" in pools and engine is not None:
-        _check_rollout(config, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
+        _check_rollout(config.cluster, engine, pools["rollout"][0], [role for role in pools if role != "rollout"])
 
 
 def _check_one_process(config: TrainConfig, engine_name: str) -> None:
@@ -427,9 +427,9 @@ def _with_processes(config: TrainConfig) -> str:
     return " or ".join(f'"{entry.name}"' for entry in ENGINES.own() if entry.make(config).processes() is not None)
 
 
-def _check_rollout(config: TrainConfig, engine: Processes, name: str, others: list[str]) -> None:
-    pool = config.cluster.pools[name]
-    roles = {str(role): pool for role, pool in config.cluster.roles.items()}
+def _check_rollout(cluster: ClusterConfig, engine: Processes, name: str, others: list[str]) -> None:
+    pool = cluster.pools[name]
+    roles = {str(role): pool for role, pool in cluster.roles.items()}
     beside = [role for role in others if roles[role] == name]
     if beside and pool.gpus:
         raise ConfigError(
@@ -473,9 +473,9 @@ def _check_gpus(name: str, pool: PoolConfig) -> None:
         )
 
 
-def _check_colocated(config: TrainConfig, engine: Processes) -> None:
+def _check_colocated(cluster: ClusterConfig, engine: Processes) -> None:
     """Each of the engine's processes uses the GPUs of as many actors, on one node."""
-    cluster, gpus = config.cluster, engine.gpus
+    gpus = engine.gpus
     train, sample = cluster.roles.get("actor"), cluster.roles.get("rollout", cluster.roles.get("actor"))
     if sample != train:
         raise ConfigError(
@@ -555,7 +555,7 @@ def check_judges(config: TrainConfig, scorers: Mapping[str, Scorer], trains: boo
 def _check_one(config: TrainConfig, name: str, maker: EngineMaker, leaves: list[OwnLeaf], planned: bool) -> None:
     own, key = judge_config(config, name), f"reward.judge.engines.{name}"
     path, trust = config.reward.judge.engines[name].path, config.model.trust_remote_code
-    check_judge_model(own, f"{key}.path", planned)
+    check_judge_model(own.engine, own.model, f"{key}.path", planned)
     if takes_images(load_model_config(path, trust)):
         raise ConfigError(f"{key}.path = {path}: it takes images, and a judge reads text: an image is a line; take a text model")
     with name_judge_in_errors(key):

@@ -418,17 +418,17 @@ def test_what_cannot_be_traced_is_refused_before_the_run(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"profile.steps = \[2, 4\]: the run has steps = 3"):
         check_profile(of(profile={"steps": [2, 4]}))
     check_profile(of(profile={"steps": [3]}))
-    check_traces(of())
+    check_traces(of().traces)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     pytest.importorskip("opentelemetry.sdk", reason="needs agentrl[otel]")
-    check_traces(of(traces={}))
+    check_traces(of(traces={}).traces)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkn")
     with pytest.raises(ConfigError, match=r"no installed package has the OpenTelemetry exporter 'zipkn'; there are: .*console"):
-        check_traces(of(traces={}))
+        check_traces(of(traces={}).traces)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier pigeon")
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL = 'carrier pigeon': expected one of http/protobuf, grpc"):
-        check_traces(of(traces={}))
+        check_traces(of(traces={}).traces)
     monkeypatch.setattr(otel, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match=r"pip install 'agentrl\[otel\]'"):
-        check_traces(of(traces={}))
+        check_traces(of(traces={}).traces)
