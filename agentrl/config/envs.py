@@ -76,11 +76,11 @@ def eval_weights(envs: tuple[EnvConfig, ...]) -> dict[str, float]:
     return {env.called: 1.0 if env.eval is None or env.eval.weight is None else env.eval.weight for env in envs}
 
 
-def warm_start_envs(config: TrainConfig) -> list[EnvConfig]:
+def warm_start_envs(envs: tuple[EnvConfig, ...], sft: SftConfig | None) -> list[EnvConfig]:
     """The environments that take part in the warm start. Raises ConfigError without one."""
-    assert config.sft is not None
-    named = config.sft.envs
-    found = [env for env in config.envs if (env.called in named if named is not None else weight_at(env.weight, 0) > 0)]
+    assert sft is not None
+    named = sft.envs
+    found = [env for env in envs if (env.called in named if named is not None else weight_at(env.weight, 0) > 0)]
     if not found:
         raise ConfigError("sft.envs: no environment takes part in the warm start; name one, or leave it out (sft=false)")
     return found

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agentrl.cluster.ray_cluster import last_words, start_ray, stop_asking, stop_ray, while_ray_lives
 from agentrl.cluster.ray_parent import error_told, tell, unsaid
-from agentrl.config import TrainConfig
+from agentrl.config import ClusterConfig, TrainConfig
 from agentrl.config.envs import alone, eval_weights, one_temperature, the_env
 from agentrl.config.identity import Identity, check_same_identity, identity_of
 from agentrl.data.trajectory import Trajectory, Turn
@@ -258,12 +258,12 @@ class EvalSession:
     def __post_init__(self) -> None:
         self.opened.callback(stop_asking)
 
-    async def start(self, config: TrainConfig) -> None:
-        """Start the engines, once. Raises UserError or EngineError; `close` then closes the started ones."""
+    async def start(self, cluster: ClusterConfig) -> None:
+        """Start the engines, once. Raises UserError or EngineError; `close` then closes what was started."""
         if self.started:
             return
         self.started = True
-        if self.ray and start_ray(config.cluster):
+        if self.ray and start_ray(cluster):
             self.opened.callback(stop_ray)
         self.opened.push_async_callback(self.parts.close)
         await self.parts.start()
@@ -409,7 +409,7 @@ async def _play(
     watch, lost = Watch(), list[str]()
     display.trouble = lambda: f"{len(lost)} episodes came to no score; the first: {lost[0]}" if lost else ""
     with display.doing("starting the engine", parts.starting):
-        await session.start(config)
+        await session.start(config.cluster)
     with error_told(), (request.out / "trajectories.jsonl").open("a") as file:
 
         def keep(trajectory: Trajectory) -> None:

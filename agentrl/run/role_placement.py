@@ -55,7 +55,7 @@ def roles_of(config: TrainConfig, engine_name: str) -> list[str]:
     present = {
         "actor": True,
         "rollout": maker_of(engine_name, config).processes() is not None,
-        "reference": separate_reference(config),
+        "reference": separate_reference(config.model, config.algorithm),
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
         "teacher": config.algorithm.distillation is not None,

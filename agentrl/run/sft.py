@@ -127,20 +127,20 @@ def transcripts_of(session: Session) -> Transcripts | MixedTranscripts:
     """The transcripts of the environments that take part, by their weights at step 0 (equal, if all of these are 0)."""
     config, sources = session.config, {}
     parts = {part.name: part for part in session.envs}
-    for env in warm_start_envs(config):
+    for env in warm_start_envs(config.envs, config.sft):
         own, part = alone(config, env).sft, parts[env.called]
         assert own is not None
         ref = part.env.with_params(own.params)
         sources[env.called] = Transcripts(ref, part.policy.renderer, own.teacher, config.seed, longest_row(config))
     if len(sources) == 1:
         return next(iter(sources.values()))
-    weights = {env.called: weight_at(env.weight, 0) for env in warm_start_envs(config)}
+    weights = {env.called: weight_at(env.weight, 0) for env in warm_start_envs(config.envs, config.sft)}
     return MixedTranscripts(sources, weights if any(weights.values()) else dict.fromkeys(weights, 1.0), config.seed)
 
 
 def _tasks(session: Session) -> Iterator[int]:
     """Number of tasks of the gate, per environment."""
-    for env in warm_start_envs(session.config):
+    for env in warm_start_envs(session.config.envs, session.config.sft):
         own = alone(session.config, env).sft
         assert own is not None
         yield own.gate_tasks
@@ -152,7 +152,7 @@ async def _gate(session: Session, ended: Count, watch: Watch) -> tuple[Evaluatio
     config, shut = session.config, list[str]()
     found: dict[str, Evaluation] = {}
     await session.publish()
-    for env in warm_start_envs(config):
+    for env in warm_start_envs(config.envs, config.sft):
         own = alone(config, env).sft
         assert own is not None
         playing = run_tasks(

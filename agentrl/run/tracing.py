@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import RankCall, begin_watching, clock, drop_watching, end_watching, load_profiler
-from agentrl.config.schema import TracesConfig, TrainConfig
+from agentrl.config.schema import ProfileConfig, TracesConfig, TrainConfig
 from agentrl.run.folder import RunFolder
 from agentrl.trainer.learner import Learner
 from agentrl.utils.errors import ConfigError, DependencyError
@@ -164,14 +164,14 @@ FOLDER, PARTS = "profile", ".parts"
 PINGS = 3
 
 
-def check_profile(config: TrainConfig) -> None:
+def check_profile(steps: int, profile: ProfileConfig | None) -> None:
     """Raise ConfigError if a timeline is asked for of a step that the run has not.
 
     Reads: profile, steps.
     """
-    late = [] if config.profile is None else [step for step in config.profile.steps if step > config.steps]
+    late = [] if profile is None else [step for step in profile.steps if step > steps]
     if late:
-        raise ConfigError(f"profile.steps = {config.profile and config.profile.steps}: the run has steps = {config.steps}")
+        raise ConfigError(f"profile.steps = {profile and profile.steps}: the run has steps = {steps}")
 
 
 def profile_of(

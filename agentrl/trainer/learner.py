@@ -257,7 +257,7 @@ class Learner:
             self.teachers = self._start("teacher", TeacherModel)
             await self.teachers.arun(TeacherModel.init_model, named_anywhere(taught.path), config.model, config.optim)
             await self._rest("teacher", self.teachers)
-        if separate_reference(config):
+        if separate_reference(config.model, config.algorithm):
             self.references = self._start("reference", Reference)
             if folder is not None:
                 await check_shared(self.references, folder, "out")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config.envs import other_models
-from agentrl.config.schema import ClusterConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, offsets_of
 from agentrl.data.schedule import trees_of
 from agentrl.engines.weights.host_routes import RowShard
@@ -511,9 +511,9 @@ def mesh_of(model: ModelConfig, cluster: ClusterConfig, ranks: int | None = None
     return mesh | {"tp": split} if split > 1 else mesh
 
 
-def separate_reference(config: TrainConfig) -> bool:
+def separate_reference(model: ModelConfig, algorithm: AlgorithmConfig) -> bool:
     """Return True if the reference of the KL penalty has a model of its own; with adapters it is the actor's frozen base."""
-    return config.algorithm.kl.coef > 0 and config.model.lora is None
+    return algorithm.kl.coef > 0 and model.lora is None
 
 
 def rests(config: TrainConfig, role: str) -> bool:
@@ -525,7 +525,7 @@ def rests(config: TrainConfig, role: str) -> bool:
     present = {
         "actor": True,
         "rollout": config.rollout.colocate,
-        "reference": separate_reference(config),
+        "reference": separate_reference(config.model, config.algorithm),
         "critic": config.critic is not None,
         "reward_model": config.reward_model is not None,
         "teacher": config.algorithm.distillation is not None,

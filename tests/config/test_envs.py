@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import TrainConfig, load_config, to_toml
+from agentrl.config import EnvConfig, SftConfig, TrainConfig, load_config, to_toml
 from agentrl.config.envs import alone, each, eval_weights, longest_sample, warm_start_envs, weight_at, widest
 from agentrl.config.identity import differences, identity_of
 from agentrl.config.load import with_absolute_paths
@@ -212,7 +212,7 @@ def test_the_warm_start_is_of_those_named_or_of_those_with_a_weight() -> None:
     envs = [{"id": "key_value"}, {"id": "sql", "weight": [[0, 0.0], [5, 1.0]]}, {"id": "search", "weight": 0.0}]
 
     def of(sft: dict[str, Any]) -> list[str]:
-        return [env.called for env in warm_start_envs(TrainConfig.model_validate({"env": envs, "sft": sft}))]
+        return [env.called for env in warm_start_envs(tuple(map(EnvConfig.model_validate, envs)), SftConfig.model_validate(sft))]
 
     assert of({}) == ["key_value"] and of({"envs": ["search", "sql"]}) == ["sql", "search"]
     with pytest.raises(ConfigError, match="no environment takes part"):

@@ -36,7 +36,7 @@ def test_a_run_with_adapters_holds_one_model_and_its_penalty_is_that_of_two(
 ) -> None:
     one, rows = learned(tiny, where)
     assert one.references is None
-    monkeypatch.setattr(learner_of, "separate_reference", lambda config: True)
+    monkeypatch.setattr(learner_of, "separate_reference", lambda model, algorithm: True)
     two, others = learned(tiny, where)
     assert two.references is not None and rows == others
     measured = "kl_reference" if where == "loss" else "kl_reward"

@@ -98,7 +98,7 @@ def _check_sources(config: TrainConfig, planned: bool) -> None:
     check_named(config)
     check_next(config.next)
     check_traces(config.traces)
-    check_profile(config)
+    check_profile(config.steps, config.profile)
     check_model(config.model)
     check_models(config, True, planned)
     check_vision(config)
@@ -151,7 +151,7 @@ def _check_parts(config: TrainConfig, planned: bool) -> list[str]:
             at = f"{env.called}: " if len(config.envs) > 1 else ""
             if trained_envs(one.envs):  # a reward that teaches the wrong thing, of what teaches nothing
                 notes += [at + line for line in check_lint(one, EnvRef.of(one), scorers[env.called])]
-    for env in [] if config.sft is None else warm_start_envs(config):
+    for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
         with name_entry_in_errors(config, env):
             one = alone(config, env)
             check_warm_start(one, EnvRef.of(one))

@@ -45,7 +45,7 @@ def check_named(config: TrainConfig, origins: Callable[[], Origins] = Origins) -
     Reads: env, sft.params, sft.gate_params, sft.envs.
     """
     check_played(config, origins)
-    for env in [] if config.sft is None else warm_start_envs(config):
+    for env in [] if config.sft is None else warm_start_envs(config.envs, config.sft):
         sft, number = alone(config, env).sft, config.envs.index(env)
         assert sft is not None
         for name, params in (("params", sft.params), ("gate_params", sft.gate_params)):

@@ -86,7 +86,8 @@ def _trained_on(config: TrainConfig, env: EnvConfig) -> list[EnvRef]:
     ref = EnvRef.of(one)
     sampler = make_sampler(one.rollout.sampler)
     drawn = [ref, *(ref.with_params(params) for params in sampler.variants())] if trained(one.envs) else []
-    return [*drawn, ref.with_params(one.sft.params)] if one.sft is not None and env in warm_start_envs(config) else drawn
+    sft = one.sft if config.sft is not None and env in warm_start_envs(config.envs, config.sft) else None
+    return drawn if sft is None else [*drawn, ref.with_params(sft.params)]
 
 
 def _tasks(ref: EnvRef, split: str, called: str) -> Iterator[Task]:

@@ -23,7 +23,7 @@ from agentrl.cluster.group import Shard
 from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy, Worker
 from agentrl.config.load import config_from
-from agentrl.config.schema import PrometheusConfig
+from agentrl.config.schema import ProfileConfig, PrometheusConfig
 from agentrl.contrib.trackers import prometheus as scrape
 from agentrl.contrib.trackers.prometheus import MetricsEndpoint, metric_of_key
 from agentrl.data.trajectory import Trajectory
@@ -416,8 +416,8 @@ def of(**sections: Any) -> Any:
 
 def test_what_cannot_be_traced_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps = \[2, 4\]: the run has steps = 3"):
-        check_profile(of(profile={"steps": [2, 4]}))
-    check_profile(of(profile={"steps": [3]}))
+        check_profile(3, ProfileConfig(steps=[2, 4]))
+    check_profile(3, ProfileConfig(steps=[3]))
     check_traces(of().traces)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     pytest.importorskip("opentelemetry.sdk", reason="needs agentrl[otel]")
