@@ -57,7 +57,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # one of several processes inherits
 
 
 def forget_plugins() -> None:
-    """Hide the plug-ins and environments that packages installed here bring; those that a test puts on the path are seen."""
+    """Hide the plug-ins of installed packages and of the folder that the tests are started in; those of a test are seen."""
     every = metadata.entry_points
     installed = {point for group in ("agentrl.plugins", "agentrl.envs") for point in every(group=group)}
 
@@ -66,6 +66,10 @@ def forget_plugins() -> None:
         return metadata.EntryPoints(point for point in found if point not in installed) if "group" in wanted else found
 
     metadata.entry_points = others
+    from agentrl.utils import registry  # which now imports that one
+
+    shelves, began = registry.shelves, Path.cwd().resolve()
+    registry.shelves = lambda: [shelf for shelf in shelves() if shelf != began]
 
 
 forget_plugins()

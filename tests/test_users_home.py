@@ -50,17 +50,21 @@ def test_variables_and_home_of_the_user_are_taken_away(tmp_path: Path) -> None:
     assert seen["HOME"] != str(tmp_path) and not (Path(seen["HOME"]) / ".agentrl").exists()
 
 
-def test_installed_plugins_are_hidden(tmp_path: Path) -> None:
-    """Of two packages the one that was on the path before the tests' session began."""
+def test_plugins_of_the_user_are_hidden(tmp_path: Path) -> None:
+    """Of the packages the one that was on the path before the tests' session began, of the folders the one that it began in."""
     for name in ("first", "later"):
         at = tmp_path / name / f"{name}-1.0.dist-info"
         at.mkdir(parents=True)
         (at / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
-        (at / "entry_points.txt").write_text(f"[agentrl.plugins]\nalgorithm.loss/{name} = {name}\n")
+        (at / "entry_points.txt").write_text(f"[agentrl.plugins]\ntrackers/of_{name} = {name}\n")
+        (tmp_path / name / "plugins").mkdir()
+        (tmp_path / name / "plugins" / "mine.py").write_text(f"@TRACKERS.register('in_{name}')\nclass Mine: ...")
     program = (
-        "import sys; sys.path.append(sys.argv[1]); import tests.conftest; sys.path.append(sys.argv[2]);"
-        "from agentrl.utils.registry import _entry_points; print(_entry_points())"
+        "import os, sys; sys.path.append(sys.argv[1]); import tests.conftest; sys.path.append(sys.argv[2])\n"
+        "os.chdir(sys.argv[2]); from agentrl.run.trackers import TRACKERS; print(*sorted(TRACKERS))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "later")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "'later'" in done.stdout and "'first'" not in done.stdout
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path / "first", env=env, capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    assert [name for name in names if name.partition("_")[2] in ("first", "later")] == ["in_later", "of_later"]
