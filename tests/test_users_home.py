@@ -61,7 +61,7 @@ def test_plugins_of_the_user_are_hidden(tmp_path: Path) -> None:
         (tmp_path / name / "plugins" / "mine.py").write_text(f"@TRACKERS.register('in_{name}')\nclass Mine: ...")
     program = (
         "import os, sys; sys.path.append(sys.argv[1]); import tests.conftest; sys.path.append(sys.argv[2])\n"
-        "os.chdir(sys.argv[2]); from agentrl.run.trackers import TRACKERS; print(*sorted(TRACKERS))"
+        "os.environ['AGENTRL_PATH'] = sys.argv[2]; from agentrl.run.trackers import TRACKERS; print(*sorted(TRACKERS))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "later")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
