@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import proof
 from tests.e2e.test_endings import CONFIG, MARK
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")]
@@ -103,7 +104,7 @@ class Run:
             self.file.close()
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1", "HUP"])
+@pytest.mark.parametrize("name", ["TERM", "USR1", pytest.param("HUP", marks=proof)])
 def test_a_signal_to_all_processes_of_a_job_stops_the_run_with_its_newest_checkpoint(folder: Path, name: str) -> None:
     """systemd and Kubernetes send SIGTERM to all, Slurm its warning; Ray's processes end of it, or must not know it."""
     run = Run(folder, "train", "config.toml", *FAST)
@@ -133,11 +134,16 @@ def test_a_run_under_nohup_does_not_stop_for_the_terminal(folder: Path) -> None:
     assert run.ended(240) == 0, run.said()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("train", "config.toml", *FAST), ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray")],
+TRAIN, EVAL = (
+    ("train", "config.toml", *FAST),
+    ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray"),
 )
-@pytest.mark.parametrize("name", ["INT", "USR1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(TRAIN, "INT"), (EVAL, "USR1"), pytest.param(TRAIN, "USR1", marks=proof), pytest.param(EVAL, "INT", marks=proof)],
+)
 def test_a_signal_while_ray_starts_is_answered_at_once(
     folder: Path, words: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ class WeightsAndBiases(Tracker):
         self._run.log({**row, f"{phase}/step": step}, step=self._given.rows)
 
 
-def _mode(mode: str | None) -> str:
+def _mode(mode: str | None) -> Any:
     return mode or os.environ.get("WANDB_MODE") or "online"
 
 
