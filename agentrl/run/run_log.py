@@ -426,7 +426,7 @@ class Health:
         return (
             unscored_finding(updates, self._config.health, self.fault)
             or (None if last is None else unscored_finding([last], self._config.health, self.fault))
-            or (None if self._reached(rows) else idle(Updates(self._config, updates), self._config))
+            or (None if self._has_reached(rows) else idle(Updates(self._config, updates), self._config))
         )
 
     def _has_reached(self, rows: Sequence[HealthRow]) -> bool:
