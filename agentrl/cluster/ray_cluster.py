@@ -534,17 +534,14 @@ def _job() -> Any:
     class Job(JobConfig):
         def _serialize(self) -> Any:
             if self._py_driver_sys_path:  # empty where the workers have a folder of their own (`_join`)
-                self._py_driver_sys_path[:] = reversed(_search_path())  # a worker puts one after the other in front
+                # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these. The
+                # working directory is for modules that only a worker imports.
+                folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
+                known = dict.fromkeys(str(Path(one).absolute()) for one in folders)
+                self._py_driver_sys_path[:] = reversed(known)  # a worker puts one after the other in front
             return super()._serialize()
 
     return Job()
-
-
-def _search_path() -> list[str]:
-    """Folders in which this process finds modules, then the working directory, for modules that only a worker imports."""
-    # agentrl's folder too: an editable install may be found by a finder, which Python asks after all of these.
-    folders = [*sys.path, str(Path(agentrl.__file__).parents[1]), os.curdir]
-    return list(dict.fromkeys(str(Path(one).absolute()) for one in folders))
 
 
 @contextmanager

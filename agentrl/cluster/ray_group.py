@@ -104,7 +104,9 @@ class Hosts:
         except GetTimeoutError:
             raise ResourceError(f"group {role!r}: not all workers were built within {self.timeout:g} s") from None
         except RayTaskError as error:
-            raise _not_built(role, cls, error) from None
+            if isinstance(error.cause, RemoteFailure):
+                raise error.cause.as_error() from None
+            raise WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}") from None
         except RayActorError as error:
             raise WorkerDiedError(f"group {role!r}: a process died while building it: {first_line(error)}") from None
         self.roles[role] = (cls, mesh)
@@ -165,12 +167,6 @@ class Hosts:
         found = {rank: self.nodes[rank] for rank in self.lost}
         named = [f"rank {r} (pid {found[r][1]} on {found[r][0]}): {self.lost[r]}" for r in sorted(self.lost)]
         return "; ".join(named)
-
-
-def _not_built(role: str, cls: type[Worker], error: RayTaskError) -> Exception:
-    if isinstance(error.cause, RemoteFailure):
-        return error.cause.as_error()
-    return WorkerError(f"group {role!r}: {cls.__name__} cannot be built: {error}")
 
 
 def check_same_agentrl(handles: list[Any], timeout: float) -> None:

@@ -268,13 +268,9 @@ def public_methods(cls: type) -> dict[str, Any]:
         if base is object or base is Worker:
             continue
         for name, value in base.__dict__.items():
-            if not name.startswith("_") and _is_method(value):
+            if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod))):
                 methods[name] = value
     return methods
-
-
-def _is_method(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod))
 
 
 def resolve(cls: type[Worker], method: Callable[..., Any]) -> tuple[str, Strategy]:
