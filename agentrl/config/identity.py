@@ -265,18 +265,13 @@ def identity_of(config: TrainConfig, purpose: Purpose) -> Identity:
 def without_secrets(config: TrainConfig) -> dict[str, Any]:
     """The config as a JSON table that may be shown to others: digests stand for what may contain passwords."""
     table = config.model_dump(mode="json", exclude_none=True)
-    for part in _with_secrets(table):
+    given = table.get("env", [])
+    places: list[dict[str, Any]] = [table, *(given if isinstance(given, list) else [given])]
+    servers = [server for place in places for server in place.get("tools", {}).get("mcp", {}).values()]
+    for part in (*servers, *(place["agent"] for place in places if "agent" in place)):
         part.update({key: _digests(part[key]) for key in _SECRET if key in part})
     shown: dict[str, Any] = redact_json(table, said=True)
     return shown
-
-
-def _with_secrets(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a config's dump, the tool servers and agents, the run's and those of its environments."""
-    given = table.get("env", [])
-    entries = given if isinstance(given, list) else [given]
-    servers = [server for part in (table, *entries) for server in part.get("tools", {}).get("mcp", {}).values()]
-    return [*servers, *(part["agent"] for part in (table, *entries) if "agent" in part)]
 
 
 def digest_of(value: Any) -> str:

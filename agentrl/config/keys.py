@@ -205,12 +205,8 @@ def _type_of(described: Mapping[str, Any]) -> str:
     if kind == "object":
         values = described.get("additionalProperties")
         return f"table of {_several(_type_of(values))}" if isinstance(values, dict) and values else "table"
-    return f"{kind or 'value'}{_range(described)}"
-
-
-def _range(described: Mapping[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    return "".join(f" {sign} {described[word]:g}" for word, sign in signs.items() if word in described)
+    return "".join([kind or "value", *(f" {sign} {described[word]:g}" for word, sign in signs.items() if word in described)])
 
 
 def _several(kind: str) -> str:

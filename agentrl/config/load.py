@@ -201,7 +201,9 @@ def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
     """
     if model is EnvConfig and below.get("id") != table.get("id", below.get("id")):
         return table
-    joined = _without_alternatives(below, table, model)
+    joined, keys = dict(below), ALTERNATIVES.get(model, ())
+    if any(table.get(key) not in (None, False) for key in keys):  # what has an alternative in `table` goes
+        joined = {key: value for key, value in below.items() if key not in keys or key in table}
     for key, value in table.items():
         field = model.model_fields.get(key)
         section = section_of(field.annotation) if field is not None else None
@@ -213,14 +215,6 @@ def _join_models(below: Table, table: Table, model: type[BaseModel]) -> Table:
         else:
             joined[key] = _join_models(old, value, section)
     return joined
-
-
-def _without_alternatives(below: Table, table: Table, model: type[BaseModel]) -> Table:
-    """`below` without keys that have an alternative in `table`."""
-    keys = ALTERNATIVES.get(model, ())
-    if not any(table.get(key) not in (None, False) for key in keys):
-        return dict(below)
-    return {key: value for key, value in below.items() if key not in keys or key in table}
 
 
 def _joined_envs(below: list[Any], given: Any) -> Any:

@@ -94,7 +94,7 @@ def lines_of(text: str) -> dict[Keys, int]:
     found: dict[Keys, int] = {}
     lines, begins = text.split("\n"), 1
     for number in range(1, len(lines) + 1):
-        if not _says(lines[number - 1]) and begins == number:
+        if begins == number and lines[number - 1].lstrip()[:1] in ("", "#"):
             begins = number + 1  # comments and empty lines begin nothing
             continue
         try:
@@ -111,10 +111,6 @@ def _starts(keys: Keys, unset: Sequence[str]) -> bool:
     return [str(key) for key in keys[: len(unset)]] == list(unset)
 
 
-def _says(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
-
-
 def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
     """The keys of all values in a table, of its tables too."""
     if keys:
@@ -126,15 +122,11 @@ def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
 
 def _places(file: Path) -> dict[Keys, str]:
     try:
-        return {keys: f"{_relative_path(file)}:{line}" for keys, line in lines_of(read_text(file)).items()}
+        whole, here = file.absolute(), Path.cwd()
+        shown = whole.relative_to(here) if whole.is_relative_to(here) else whole
+        return {keys: f"{shown}:{line}" for keys, line in lines_of(read_text(file)).items()}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
-
-
-def _relative_path(file: Path) -> str:
-    """The file's path from the working folder, if it is in it."""
-    whole, here = file.absolute(), Path.cwd()
-    return str(whole.relative_to(here) if whole.is_relative_to(here) else whole)
 
 
 def _mark_places(value: Any, keys: Keys, places: dict[Keys, str]) -> Any:
