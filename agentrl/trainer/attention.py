@@ -271,7 +271,9 @@ class PackedSequences:
         if chunk not in self._cut:  # made once for all layers
             device = self.cu_seqlens.device
             if self.spans is None:
-                self._cut[chunk] = packed_rows(_cut_rows(self.cu_seqlens.tolist(), chunk), device)
+                rows = pairwise(self.cu_seqlens.tolist())
+                ends = [end for first, last in rows for end in (*range(first + chunk, last, chunk), last)]
+                self._cut[chunk] = packed_rows(torch.tensor([0, *ends]), device)
             else:
                 self._cut[chunk] = packed_trees(_cut_spans(self.spans.tolist(), chunk), chunk, device)
         return self._cut[chunk]
@@ -306,12 +308,6 @@ def pad_sequences(packed: PackedSequences, missing: int) -> PackedSequences:
         return packed_trees(spans, packed.longest, packed.cu_seqlens.device)
     offsets = packed.cu_seqlens.to(torch.int64)
     return packed_rows(torch.cat([offsets, offsets[-1:] + missing]) if missing else offsets)
-
-
-def _cut_rows(offsets: list[int], chunk: int) -> Tensor:
-    """Offsets int64 of the runs of `chunk` tokens of the rows that `offsets` delimit."""
-    ends = [end for first, last in pairwise(offsets) for end in (*range(first + chunk, last, chunk), last)]
-    return torch.tensor([0, *ends])
 
 
 def _cut_spans(spans: list[list[int]], chunk: int) -> Tensor:
@@ -511,7 +507,8 @@ def _by_rows(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if packed is None or not (packed.blocks or packed.suffixes):
         return forward(*args, **kwargs)
     group = packed.ulysses
-    tokens = _mixer_tokens(args, kwargs)
+    # The hidden states are the first argument that is a tensor [1, T, ...].
+    tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2).shape[1]
     if group is not None:
         args, kwargs = _each((args, kwargs), tokens, partial(gather_tokens, group=group))
         tokens *= group.size
@@ -543,12 +540,6 @@ def _join_blocks(results: list[Any], blocks: list[Block], tokens: int) -> Any:
         r.flatten(0, 1) if b.exact else r.flatten(0, 1).index_select(0, b.cells) for r, b in zip(results, blocks, strict=True)
     ]
     return out.index_copy(0, torch.cat([block.tokens for block in blocks]), torch.cat(cells))[None]
-
-
-def _mixer_tokens(args: Any, kwargs: Any) -> int:
-    """T of the first argument that is a tensor [1, T, ...], the hidden states."""
-    found = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2)
-    return int(found.shape[1])
 
 
 def _each(value: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:

@@ -149,7 +149,8 @@ class Checkpoints:
 
     def give_up(self, step: int, error: BaseException) -> NoReturn:
         """Remove the files written after `begin`, and raise `error`, or a DiskFullError from it if the disk is full."""
-        full = disk_full(error) or _cut_short(error, self.root)
+        # PyTorch's zip writer does not say why it could not write: "unexpected pos 704 vs 598".
+        full = disk_full(error) or ("inline_container" in str(error) and shutil.disk_usage(self.root).free < _TOO_LITTLE)
         text = full_text(self.root, f"go on: checkpoint {step} was not written, older ones are intact") if full else ""
         shutil.rmtree(self._aside(step), ignore_errors=True)
         if not full:
@@ -267,8 +268,3 @@ class Checkpoints:
             if step not in best:
                 (path / MANIFEST).unlink(missing_ok=True)  # a half-removed folder must never look whole
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _cut_short(error: BaseException, folder: Path) -> bool:
-    """PyTorch's zip writer does not say why it could not write: "unexpected pos 704 vs 598"."""
-    return "inline_container" in str(error) and shutil.disk_usage(folder).free < _TOO_LITTLE

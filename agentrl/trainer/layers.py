@@ -203,7 +203,9 @@ class Routing:
 
     def __init__(self, model: nn.Module, group: Ulysses | None) -> None:
         """`group`: the ranks that share tokens."""
-        self._routers, self._group = Routers(model, _asked_experts), group
+        # The routers read the request of the current pass, or of its recomputation.
+        self._routers = Routers(model, lambda: None if (packed := layout()) is None else packed.experts)
+        self._group = group
         self._load = Load(self._routers)
 
     @contextmanager
@@ -236,12 +238,6 @@ class Routing:
         if self._group is not None:
             dist.all_reduce(counts, group=self._group.group)
         return counts.cpu()
-
-
-def _asked_experts() -> Tensor | None:
-    """Request of the current pass, or of its recomputation, to the routers."""
-    packed = layout()
-    return None if packed is None else packed.experts
 
 
 def own_tokens(tokens: int, group: Ulysses | None) -> slice:

@@ -218,7 +218,9 @@ def save_model(
     saving = Saving(shell)
     folder.mkdir(parents=True, exist_ok=True)
     with WeightWriter(folder, saving.expected, max_bytes) as writer:
-        for name, tensor in saving.tensors(_on_host(tensors, saving)):
+        # By its own type: a router's bias is float32 in a bfloat16 model.
+        on_host = ((name, tensor.to("cpu", saving.held.get(name, tensor).dtype)) for name, tensor in tensors)
+        for name, tensor in saving.tensors(on_host):
             writer.write(name, tensor)
     shell.config.dtype = str(dtype).removeprefix("torch.")
     shell.config.architectures = [type(shell).__name__]
@@ -245,12 +247,6 @@ def empty_like(config: Any, dtype: torch.dtype, classifier: bool = False) -> Any
         # A copy, because from_config writes its attention implementation into the config that it is given.
         own_code = hasattr(config, "auto_map")  # `load_model_config` leaves it to those that are trusted
         return kind.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=own_code)
-
-
-def _on_host(tensors: Iterable[tuple[str, Tensor]], saving: Saving) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        like = saving.held.get(name, tensor)  # a router's bias is float32 in a bfloat16 model
-        yield name, tensor.to("cpu", like.dtype)
 
 
 # Exporting a checkpoint

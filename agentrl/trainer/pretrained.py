@@ -73,11 +73,12 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
     All seven control tokens are special: plain text that spells one is encoded as ordinary tokens with
     `split_special_tokens=True`, so a tool's output cannot forge a turn.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     assets = files("agentrl.trainer") / "assets"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_from_text((assets / "tokenizer.json").read_text(encoding="utf-8")),
+        tokenizer_object=Tokenizer.from_str((assets / "tokenizer.json").read_text(encoding="utf-8")),
         eos_token=END_OF_TURN,
         pad_token=PAD,
         additional_special_tokens=[
@@ -91,12 +92,6 @@ def packaged_tokenizer(context: int, vision: bool = False, chat_template: str | 
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     return tokenizer
-
-
-def _from_text(text: str) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(text)
 
 
 def main(corpus: str, out: str) -> int:

@@ -90,6 +90,7 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
     loss = sums.pop("loss", 0.0)
     # A mean over no token is unknown, and not 0: it is left out.
     means = {name: value / count for name, value in sums.items() if (count := over[OVER.get(name.split("/")[0], TRAINED)])}
+    experts = engine.expert_load()  # over all ranks and passes of the update
     return {
         **means,
         **tops,
@@ -98,14 +99,8 @@ def measured_means(engine: BaseEngine, meter: Meter, counts: tuple[Denominators,
         "tokens_computed": over[TRAINED],
         "episodes_trained": sum(part.episodes for part in counts),
         "prefix_ratio": plain / max(computed, 1.0),
-        **_expert_metrics(engine),
+        **({} if experts is None else load_metrics(engine.reduce(experts, "sum").numpy())),
     }
-
-
-def _expert_metrics(engine: BaseEngine) -> dict[str, float]:
-    """Evenness of the experts' use, over all ranks and passes of the update."""
-    counts = engine.expert_load()
-    return {} if counts is None else load_metrics(engine.reduce(counts, "sum").numpy())
 
 
 # Added episodes

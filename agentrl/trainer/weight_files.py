@@ -297,11 +297,14 @@ def check_pointers(folder: Path) -> None:
 def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     """Raise ModelError if the stored tensors are not those of `model`, a transformers model on the meta device: some are missing,
     have no place in it, have another shape, or are quantized. Returns the stored tensors that are left out, by reason."""
+    import torch
+
     odd = sorted(name for name, tensor in stored.items() if tensor.dtype not in PLAIN)
     quantized = [name for name in odd if name.endswith(("weight", "weight_packed", "qweight", "_blocks"))]
     if quantized:
+        verb = "is" if len(quantized) == 1 else "are"
         raise ModelError(
-            f"{name_first(quantized)} {_are(quantized)} stored as {stored[quantized[0]].dtype}: the weights are quantized, and "
+            f"{name_first(quantized)} {verb} stored as {stored[quantized[0]].dtype}: the weights are quantized, and "
             "its config.json does not say how; take the checkpoint that they were made from (bfloat16, float16 or float32)"
         )
     wanted = dict(model.state_dict(keep_vars=True))
@@ -310,7 +313,7 @@ def check_tensors(model: Any, stored: Mapping[str, Header]) -> list[str]:
     wrong: list[str] = []
     for conversion in conversions:
         try:
-            made = conversion.make(lambda name: _meta(stored[name]), model)
+            made = conversion.make(lambda name: torch.empty(stored[name].shape, device="meta"), model)
         except (RuntimeError, ValueError, IndexError) as problem:
             wrong.append(f"{conversion.name} (its parts do not fit together: {str(problem).splitlines()[0]})")
             continue
@@ -367,18 +370,8 @@ def name_first(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
 def _sizes(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "a number"
-
-
-def _meta(stored: Header) -> Any:
-    import torch
-
-    return torch.empty(stored.shape, device="meta")
 
 
 def _files(folder: Path, config_named: str | None) -> list[Path]:

@@ -370,7 +370,9 @@ def tree(
     what branched off it is. Raises ConfigError for branches without turn numbers.
     """
     units = episodes(batch)
-    above, std = _above(units), units.std() + eps
+    # Above the smallest of their group: if all are equal, every mean below is exactly 0.
+    least = units.reward.new_full((units.groups,), torch.inf).scatter_reduce(0, units.group, units.reward, "amin")
+    above, std = units.reward - least[units.group], units.std() + eps
     scale = torch.where(std > 0, std, 1.0)
     out = torch.zeros(len(batch.mask), dtype=batch.reward.dtype)
     for group in range(units.groups):
@@ -466,12 +468,6 @@ def _put(out: Tensor, batch: AdvantageInput, rows: Tensor, starts: list[int], va
         raise ConfigError('algorithm.advantage "tree" needs the column `turns` for episodes that others branched off')
     turns = batch.turns[tokens].tolist()
     out[tokens] = torch.tensor([values[max(bisect_right(starts, turn) - 1, 0)] for turn in turns], dtype=out.dtype)
-
-
-def _above(units: Episodes) -> Tensor:
-    """Rewards above the smallest of their group: if all are equal, every mean below is exactly 0."""
-    least = units.reward.new_full((units.groups,), torch.inf).scatter_reduce(0, units.group, units.reward, "amin")
-    return units.reward - least[units.group]
 
 
 def _member(batch: AdvantageInput, units: Episodes, unit: int) -> int:
