@@ -41,7 +41,10 @@ def contents_of(config: TrainConfig, purpose: Purpose) -> Identity:
             digests |= _code(env, f"{at}.id", f"{tools}.sets") | _digests({f"{tools}.args": sorted(_data(env.tools.args))})
             if (suite := suite_env(env)) is not None:
                 digests[f"the files of {at}.params.source"] = source_fingerprint(suite)
-    return digests | _given_digests(config)
+    for name in used_names(config.model_dump(mode="json", exclude_none=True)):
+        if (digest := source_digest(name)) is not None:
+            digests[f"{SOURCE}{name}"] = digest
+    return digests
 
 
 def files_digest(folder: str) -> str | None:
@@ -53,20 +56,11 @@ def code_of(config: TrainConfig) -> list[str]:
     """The keys of `contents_of` that are of code: the environments' and their tools'."""
     several = isinstance(config.env, list)
     places = [f"env.{env.called}" if several else "env" for env in config.envs]
+    given = used_names(config.model_dump(mode="json", exclude_none=True))  # reward specs among them are no code
     keys = ["tools.sets", *(key for at in places for key in (f"{at}.id", f"{at}.tools.sets"))]
-    return [*(f"the files of {key}" for key in keys), *(f"{SOURCE}{name}" for name in _functions(config))]
-
-
-def _given_digests(config: TrainConfig) -> Identity:
-    """The digests of Python objects with a source text."""
-    found = {f"{SOURCE}{name}": source_digest(name) for name in used_names(config.model_dump(mode="json", exclude_none=True))}
-    return {key: digest for key, digest in found.items() if digest is not None}
-
-
-def _functions(config: TrainConfig) -> list[str]:
-    """Code among the objects given in Python: all but reward specs."""
     return [
-        name for name in used_names(config.model_dump(mode="json", exclude_none=True)) if not isinstance(value_of(name), Mapping)
+        *(f"the files of {key}" for key in keys),
+        *(f"{SOURCE}{name}" for name in given if not isinstance(value_of(name), Mapping)),
     ]
 
 

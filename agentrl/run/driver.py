@@ -34,7 +34,7 @@ from agentrl.run.sft import warm_start
 from agentrl.run.trackers import Status, TrackedRun, makers
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.checkpoint import newest_checkpoint, seal
-from agentrl.trainer.families import Packing, packing_of, with_packing
+from agentrl.trainer.families import packing_of, with_packing
 from agentrl.utils.errors import (
     FULL,
     AgentrlError,
@@ -154,7 +154,8 @@ def execute(
         display.say(trainer_computes(config))
         for line in () if resumed else survey_lines(shown):
             display.say(line)
-        for line in (*notes, *_packing_notes(packing), *start_notes(shown)):
+        slower = [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
+        for line in (*notes, *slower, *start_notes(shown)):
             display.warn(line)
         try:
             with last_words(unsaid(f"continue with: {_resume_command(config.data, folder)}")):
@@ -192,11 +193,6 @@ def _log_of(config: TrainConfig, folder: RunFolder, display: Display, resumed: b
     health = Health(config, display.warn)
     trackers = makers(config.trackers, TrackedRun(folder, config, resumed))
     return RunLog(folder, display, trackers, resumed, health, config.prometheus, config.keep)
-
-
-def _packing_notes(packing: Packing) -> list[str]:
-    """Notes about slower computation because of the model's family."""
-    return [f"model.packing: {packing.reason}"] if packing.way != "packed" or not packing.shares else []
 
 
 async def _train(

@@ -129,7 +129,9 @@ def _effort(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in trajectories),
         "prompt_tokens": _mean(_tokens(t, lambda turn: turn.prompt_tokens) for t in trajectories),
         "seconds": _mean(t.timings.get("episode_s") for t in trajectories),
-        "turn_seconds": _percentiles([seconds for turn in turns if (seconds := _sampling_s(turn)) is not None]),
+        "turn_seconds": _percentiles(  # of the model, for the turns that it finished
+            [turn.seconds - sum(result.seconds for result in turn.results) for turn in turns if turn.ledger >= 0]
+        ),
         "episode_seconds": _percentiles(episodes),
         "usd": _mean(_usd(t) for t in trajectories),
         "usd_total": sum(priced) if priced else None,
@@ -147,11 +149,6 @@ def _tokens(trajectory: Trajectory, count: Callable[[Turn], int]) -> float | Non
 def _usd(trajectory: Trajectory) -> float | None:
     prices = [turn.usd for turn in trajectory.turns]
     return sum(price for price in prices if price is not None) if prices and None not in prices else None
-
-
-def _sampling_s(turn: Turn) -> float | None:
-    """Seconds that the model took for a turn; None if it did not finish the turn."""
-    return turn.seconds - sum(result.seconds for result in turn.results) if turn.ledger >= 0 else None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:

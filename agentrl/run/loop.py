@@ -46,7 +46,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     interrupt.in_step = True
     meter = EngineMeter(session.engine)
     resumed_at = collector.ledger.version
-    evaluated = _evaluation_of(resumed_at, run_log) if resumed_at else None
+    rows = run_log.folder.read_metrics() if resumed_at else []
+    evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
     done = resumed_at >= config.steps or interrupt.requested or _has_ended(session, evaluated)
     if not done and evaluated is None and _is_due(config.steps, config.eval, resumed_at):
         # An unbroken run has it: this one was interrupted, or to end, here.
@@ -100,11 +101,6 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
 def _is_due(steps: int, evaluation: EvalConfig, step: int) -> bool:
     """Return True if these weights are evaluated on the way; the last ones are after the loop."""
     return bool(evaluation.every) and 0 < step < steps and step % evaluation.every == 0
-
-
-def _evaluation_of(step: int, run_log: RunLog) -> Row | None:
-    """The row of the evaluation on the way at `step`, of a run that goes on from there."""
-    return next((row for row in run_log.folder.read_metrics() if row["phase"] == "eval" and row["step"] == step), None)
 
 
 def _has_ended(session: Session, evaluated: Row | None) -> bool:

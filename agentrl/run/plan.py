@@ -277,7 +277,7 @@ def lines(plan: RunPlan) -> list[str]:
     if plan.transcripts is not None:
         rows.append(("warm start", f"{plan.transcripts[0]:,} to {plan.transcripts[1]:,} transcripts of the teacher before it"))
     rows += [("evaluated", f"{name}: {how}, {_schedule_text(ev.after)}") for name, how in ev.environments.items()]
-    # A checkpoint may be one of the newest and of the best, so it is "at most".
+    # A checkpoint may be one of the newest and of the best.
     kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),

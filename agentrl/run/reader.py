@@ -282,16 +282,11 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
     out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
     out["seconds"] = summary.get("seconds")
     if run.evaluation is not None:
-        out["success_after"] = _evaluated_rate(run)
+        first = run.report.get("pass@1")
+        out["success_after"] = first.get("mean") if isinstance(first, dict) else None
     out["status"] = "running" if out["live"] else summary.get("status") or run.evaluation or "unfinished"
     out["error"] = summary.get("error")
     return out
-
-
-def _evaluated_rate(run: RunRecord) -> float | None:
-    """The success rate in an evaluation's report."""
-    first = run.report.get("pass@1")
-    return first.get("mean") if isinstance(first, dict) else None
 
 
 def _json(path: Path) -> Any:

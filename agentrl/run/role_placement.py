@@ -27,7 +27,6 @@ from agentrl.cluster.placement import (
 from agentrl.cluster.ray_cluster import ray_of
 from agentrl.config import ClusterConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.config.envs import other_models, trained_envs, widest
-from agentrl.config.schema import OptimConfig
 from agentrl.rollout.engine import PROCESS_MIB, EngineMaker, EngineMemory
 from agentrl.run.engine_choice import engine_name, engine_of, maker_of, workers_apart
 from agentrl.run.engine_choice import engine_name as engine_of_run
@@ -395,7 +394,10 @@ def _trained_role(config: TrainConfig, role: str, grouped: bool) -> RolePlacemen
     model = config.model.model_copy(update=plain)
     module = shell(model, MODULE_OF[role], path, grouped=grouped)
     engine = TRAIN_ENGINES.entry(model.engine).make
-    memory = engine.memory(module, model, ranks, _tokens(config), _optims(config, role))
+    # A warm start has an optimizer of its own before that of the updates.
+    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
+    optims = [optim for section, optim in optims_of(config).items() if section in sections]
+    memory = engine.memory(module, model, ranks, _tokens(config), optims)
     return RolePlacement(role, device, ranks, memory, rests(config, role))
 
 
@@ -414,12 +416,6 @@ def _judge(config: TrainConfig, name: str, card: int | None) -> RolePlacement:
     if processes is not None and taken is not None:
         lower = f"reward.judge.engines.{name}.{taken.lower}"
     return RolePlacement(place_of(name), device, ranks, memory, False, lower)
-
-
-def _optims(config: TrainConfig, role: str) -> list[OptimConfig]:
-    """The optimizers of a role: a warm start has one of its own before that of the updates."""
-    sections = {"actor": ("optim", "sft"), "critic": ("critic",)}.get(role, ())
-    return [optim for section, optim in optims_of(config).items() if section in sections]
 
 
 def _tokens(config: TrainConfig) -> int:

@@ -433,9 +433,12 @@ class Health:
         goal = self._config.stop_at_success
         found = [row["success"] for row in rows if row["phase"] in ("eval", "after") and row["success"] is not None]
         updates = [row for row in rows if row["phase"] == "train"]
-        return (goal is not None and bool(found) and found[-1] >= goal) or _has_improved(
-            updates, self._config.health.idle_updates
-        )
+        if goal is not None and found and found[-1] >= goal:
+            return True
+        count = self._config.health.idle_updates
+        known = ([row["success"] for row in part if row["success"] is not None] for part in (updates[:count], updates[-count:]))
+        first, last = known
+        return any(map(has_trained, updates)) and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
 
 
 def watches(config: TrainConfig) -> list[SignWatch]:
@@ -463,12 +466,6 @@ def idle(updates: Updates, config: TrainConfig) -> Finding | None:
     many = f"{last}{count} updates" if count > 1 else f"{last}update"
     said = f"no token was trained in the {many}: {cause}"
     return Finding(TRAINED_NOTHING, said, advice, fails=count >= config.health.idle_updates)
-
-
-def _has_improved(updates: Sequence[HealthRow], count: int) -> bool:
-    first, last = ([row["success"] for row in part if row["success"] is not None] for part in (updates[:count], updates[-count:]))
-    learned = any(has_trained(row) for row in updates)
-    return learned and bool(first and last) and sum(last) / len(last) > sum(first) / len(first)
 
 
 def has_trained(row: HealthRow) -> bool:

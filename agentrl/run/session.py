@@ -416,7 +416,8 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
                 opened.callback(pools.close)
             actors = start_actors(config.model, config.cluster, pools)
             opened.callback(actors.close)
-            opened.push_async_callback(in_thread, "batch", _calls_are_sent)
+            # Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them.
+            opened.push_async_callback(in_thread, "batch", lambda: None)
         learner = Learner(config, actors, pools)
         opened.callback(learner.close)
         await check_shared(actors, folder.path, "out")
@@ -488,10 +489,6 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             opened.pop_all(),
             demonstrations,
         )
-
-
-def _calls_are_sent() -> None:
-    """Runs after all calls that the one thread of this purpose has begun: cancelled callers do not wait for them."""
 
 
 # The engine during a rollout

@@ -62,8 +62,7 @@ class TrainBatch:
     @property
     def advantages(self) -> list[float]:
         """The mean advantage of each episode's sampled tokens."""
-        rows = torch.repeat_interleave(torch.arange(len(self.view)), self.view.offsets.diff())
-        episode = torch.from_numpy(self.view.episode)[rows][self.view.tokens("sampled")]
+        episode = torch.from_numpy(self.view.episode).repeat_interleave(self.view.offsets.diff())[self.view.tokens("sampled")]
         values = self.view.tokens("advantages")[self.view.tokens("sampled")].double()
         count = torch.bincount(episode, minlength=len(self)).clamp(min=1)
         return (torch.zeros(len(self), dtype=torch.float64).index_add_(0, episode, values) / count).tolist()
@@ -263,7 +262,11 @@ class Trainer:
 
     async def _save(self) -> Path:
         """Write a checkpoint of model, optimizer and schedule; returns its folder, from which `load` goes on."""
-        self._check_published("trainer.save")
+        self._check_none_wait("trainer.save")
+        if self.unpublished:
+            raise StepOrderError(
+                f"trainer.save: {self.unpublished} optimizer steps were taken since the last trainer.publish(); call it first"
+            )
         await self._session.saver.save()
         await self._session.saver.wait()
         return self._session.folder.checkpoints / f"step_{self.version:06d}"
@@ -314,13 +317,6 @@ class Trainer:
             raise StepOrderError(
                 f"{call}: the gradients of {self.waiting} {calls} of trainer.forward_backward wait; call trainer.optim_step() to "
                 "apply them, or trainer.drop()"
-            )
-
-    def _check_published(self, call: str) -> None:
-        self._check_none_wait(call)
-        if self.unpublished:
-            raise StepOrderError(
-                f"{call}: {self.unpublished} optimizer steps were taken since the last trainer.publish(); call it first"
             )
 
     def check_fresh(self, call: str) -> None:

@@ -285,7 +285,11 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
     if "messages" in engine_of(config).traits:
         return
     for key, path in other_models(config).items() if trains else ():
-        if _takes_pictures(path, config.model.trust_remote_code):
+        try:
+            pictures = takes_images(load_model_config(path, config.model.trust_remote_code))
+        except ModelError:  # the check of that model says what is wrong with it
+            continue
+        if pictures:
             raise ConfigError(
                 f"{key} = {path}: a model that takes images is trained as the policy alone; take a text model ({PAGE})"
             )
@@ -297,14 +301,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
 
 
-def _takes_pictures(path: str, trust: bool) -> bool:
-    try:
-        return takes_images(load_model_config(path, trust))
-    except ModelError:  # the check of that model says what is wrong with it
-        return False
-
-
-def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
+def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
     """Obstacles to sampling: whether it is so, and the key with its value."""
     yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
     yield agent is not None, "[agent], whose endpoint takes no images,"

@@ -170,7 +170,11 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
 
     def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> None:
         whens = whens if node.mods.when is None else [*whens, node.mods.when]
-        if isinstance(node, LeafNode) and isinstance(node.leaf, JudgeLeaf) and _must_ask(whens, tasks):
+        if (
+            isinstance(node, LeafNode)
+            and isinstance(node.leaf, JudgeLeaf)
+            and (tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks))
+        ):
             found.append(node.leaf)
         for child in node.children():
             visit(child, whens)
@@ -178,10 +182,6 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
     for top in tops:
         visit(top, [])
     return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
-
-
-def _must_ask(whens: Sequence[Mapping[str, Json]], tasks: Sequence[Task] | None) -> bool:
-    return tasks is None or any(all(_may_hold(when, task) for when in whens) for task in tasks)
 
 
 def _may_hold(when: Mapping[str, Json], task: Task) -> bool:
@@ -258,18 +258,12 @@ def _ask(asked: ApiModel, seconds: float) -> None:
         ) from problem
     except openai.APIError as problem:
         # Others come from a server that is there and busy, or has an outage of the moment: runs have retries for that.
-        if _is_unreached(problem):
+        # No answer at all, or one too late; litellm says so only in what its error was raised from.
+        if any(isinstance(link, openai.APIConnectionError) for link in causes(problem)):
             raise ResourceError(
                 f"{asked.key} ({asked.model}): {where} ({asked.base_key}) does not answer within {seconds:g} s "
                 f"(health.preflight_timeout): {said(problem)}"
             ) from problem
-
-
-def _is_unreached(problem: BaseException) -> bool:
-    """Return True if no answer came at all; litellm says so only in what its error was raised from."""
-    import openai
-
-    return any(isinstance(link, openai.APIConnectionError) for link in causes(problem))  # also too late an answer
 
 
 def _fix(asked: ApiModel, problem: openai.BadRequestError) -> str:

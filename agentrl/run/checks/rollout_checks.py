@@ -389,14 +389,14 @@ def _make_survey(one: TrainConfig) -> Survey:
 
 
 def _skip_reason(one: TrainConfig) -> str | None:
+    from agentrl.run.engine_choice import engine_of
+
     if os.environ.get(OFF) == "0":
         return f"{OFF} = 0"
     if one.envs[0].url is not None:
         return f"the environment is at {one.envs[0].url}"
     if one.agent is not None:
         return "an agent plays, which renders its own prompts"
-    from agentrl.run.engine_choice import engine_of
-
     if one.model.path is not None and "messages" in engine_of(one).traits:
         return "the engine takes messages, so nothing is known of its tokens"
     return None
