@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.envs import each, entry_name, other_models
-from agentrl.config.schema import AgentConfig, DataConfig, ModelConfig, RolloutConfig, TrainConfig
+from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
 from agentrl.data.expert_routing import Routers
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
@@ -301,7 +301,7 @@ def check_vision(config: TrainConfig, trains: bool = True) -> None:
             raise ConfigError(f"{what} does not go with a model that takes images ({kind}): {PAGE} says what does")
 
 
-def _sampling(config: TrainConfig) -> Iterator[tuple[bool, str]]:
+def _sampling(agent: AgentConfig | None, rollout: RolloutConfig) -> Iterator[tuple[bool, str]]:
     """Obstacles to sampling: whether it is so, and the key with its value."""
     yield rollout.workers > 0, f"rollout.workers = {rollout.workers}"
     yield agent is not None, "[agent], whose endpoint takes no images,"
