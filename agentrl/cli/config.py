@@ -83,7 +83,11 @@ def run_show(args: argparse.Namespace) -> int:
     from agentrl.config.origin import ConfigText
 
     config, origins = _load_with_origins(args.config, args.overrides)
-    here = _derived_values(config) if args.origin else {}
+    here: dict[str, str] = {}
+    if args.origin:
+        from agentrl.run.plan import derived_values
+
+        here = derived_values(config)
 
     def origin(keys: Keys) -> str:
         derived = here.get(".".join(map(str, keys)))
@@ -160,12 +164,6 @@ def _sides(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     if len(sides) != 2:
         raise ConfigError(f"expected two configs, or one with overrides, got {' '.join(words)}")
     return sides
-
-
-def _derived_values(config: TrainConfig) -> dict[str, str]:
-    from agentrl.run.plan import derived_values as derived
-
-    return derived(config)
 
 
 def _row(key: Key, *, names: bool) -> dict[str, Any]:
