@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.envs import each, entry_name, other_models
-from agentrl.config.schema import DataConfig, ModelConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, DataConfig, ModelConfig, RolloutConfig, TrainConfig
 from agentrl.data.expert_routing import Routers
 from agentrl.data.trajectory import Message
 from agentrl.env import ToolEnv
