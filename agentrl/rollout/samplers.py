@@ -59,10 +59,9 @@ class GroupOutcome:
 class TaskSampler(ABC):
     """Chooses the task of each group.
 
-    A choice depends on the run's seed, the group's index and the observations so far, never on a random state
-    that advances, so that a group that is run again after a resume gets the same task. `observe` is called only at
-    updates, with the outcomes in the order of the groups' indices; so with `max_staleness` 0
-    choices do not depend on which group finished first.
+    A choice depends on the run's seed, the group's index and the observations so far, never on a random state that advances:
+    a group that runs again after a resume gets the same task. `observe` is called only at updates, with the outcomes in the
+    order of the groups' indices; with `max_staleness` 0 choices do not depend on which group finished first.
     """
 
     def wants(self) -> int | None:

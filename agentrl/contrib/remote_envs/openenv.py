@@ -93,7 +93,7 @@ class PlaySession:
             raise _InvalidError(f"seed: expected an integer from 0, got {seed!r}")
         self._episode = str(data.get("episode_id") or wire.new_id())
         observation, _ = await self.env.areset(seed=seed, options={} if split is None else {"split": str(split)})
-        return self._observation_row(observation, None, False)
+        return self._row_of(observation, None, False)
 
     async def _step(self, data: Mapping[str, Json]) -> Json:
         problem: Problem | None = _check_action(dict(data))
@@ -103,9 +103,9 @@ class PlaySession:
         action = Message("assistant", data.get("text", ""), calls)
         observation, reward, terminated, truncated, _ = await self.env.astep(action)
         # nan: the episode could not be scored, which is no reward of 0.
-        return self._observation_row(observation, None if reward != reward else reward, terminated or truncated)
+        return self._row_of(observation, None if reward != reward else reward, terminated or truncated)
 
-    def _observation_row(self, messages: list[Message], reward: float | None, done: bool) -> Json:
+    def _row_of(self, messages: list[Message], reward: float | None, done: bool) -> Json:
         seen = {"messages": messages, "tools": self.env.toolbox.schemas()}
         return {"observation": seen, "reward": reward, "done": done}
 

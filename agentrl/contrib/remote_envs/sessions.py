@@ -193,19 +193,14 @@ class EnvSession:
             options["user"] = RecordedUser.of_row(options["user"])
         observation, info = await env.areset(seed=body["seed"], options=options)
         wire.check_plain(env.task)
-        return {"observation": self._observation_row(env, observation), "info": info}
+        return {"observation": self._row_of(env, observation), "info": info}
 
     async def _step(self, body: Body) -> Json:
         env = self._open_env()
         observation, _, terminated, truncated, info = await env.astep(wire.action_of(body["action"]))
-        return {
-            "observation": self._observation_row(env, observation),
-            "terminated": terminated,
-            "truncated": truncated,
-            "info": info,
-        }
+        return {"observation": self._row_of(env, observation), "terminated": terminated, "truncated": truncated, "info": info}
 
-    def _observation_row(self, env: ToolEnv, observation: list[Message]) -> Json:
+    def _row_of(self, env: ToolEnv, observation: list[Message]) -> Json:
         """The observation; if it is the end of the record, which is sent anyway, only its length."""
         size = len(observation)
         return size if env.trajectory.messages[-size or len(env.trajectory.messages) :] == observation else observation
