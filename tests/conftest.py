@@ -134,63 +134,35 @@ def examples(count: int) -> int:
 
 
 RAY = [
-    "tests/e2e/test_train.py",
-    "tests/backends/test_vllm.py",
-    "tests/e2e/test_endings.py",
-    "tests/cluster/test_ray_group.py",
-    "tests/run/test_gpu_placement.py",
-    "tests/test_plugins.py",
-]
+    "tests/e2e/test_train.py", "tests/backends/test_vllm.py", "tests/e2e/test_endings.py",
+    "tests/cluster/test_ray_group.py", "tests/run/test_gpu_placement.py", "tests/test_plugins.py",
+]  # fmt: skip
 """The files that start a Ray (vLLM's actors are of one), longest first. One process plays them all: a Ray that starts has five
 programs import at once and its tests wait for them, which beside a second Ray is only slower, and beside plain tests is free."""
 
 CLIENTS = [
-    "tests/contrib/agents/test_episode.py",
-    "tests/run/test_api_eval.py",
-    "tests/contrib/agents/test_endpoint.py",
-    "tests/backends/test_clocks.py",
-    "tests/reward/test_reward_judge.py",
-    "tests/contrib/agents/test_endpoint_protocols.py",
-    "tests/contrib/agents/test_litellm.py",
-    "tests/env/test_users.py",
-]
+    "tests/harness/test_episode.py", "tests/run/test_api_eval.py", "tests/backends/test_endpoint.py",
+    "tests/backends/test_clocks.py", "tests/reward/test_reward_judge.py", "tests/backends/test_endpoint_protocols.py",
+    "tests/backends/test_litellm.py", "tests/env/test_users.py",
+]  # fmt: skip
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
 
 SOURCES = [
-    "tests/test_docs.py",
-    "tests/test_shape.py",
-    "tests/test_shown.py",
-    "tests/config/test_no_dead_keys.py",
-]
+    "tests/test_docs.py", "tests/test_shape.py", "tests/test_shown.py", "tests/config/test_no_dead_keys.py",
+]  # fmt: skip
 """The files that read the code of the project as trees (tests/sources.py), in the one process that has parsed it."""
 
 TOGETHER = {file: name for name, files in (("ray", RAY), ("clients", CLIENTS), ("sources", SOURCES)) for file in files}
 """The name of what a file is played with by one process."""
 
 LONGEST = [
-    *RAY,
-    "tests/shelf/test_mcp_env.py",
-    "tests/e2e/test_unlit_paths.py",
-    *CLIENTS,
-    "tests/train/test_keys.py",
-    "tests/train/test_split.py",
-    "tests/train/test_ranks.py",
-    "tests/train/test_finite.py",
-    "tests/rollout/test_blame.py",
-    "tests/e2e/test_new_env.py",
-    "tests/train/test_dropping.py",
-    "tests/train/test_kernels.py",
-    "tests/train/test_learner.py",
-    "tests/e2e/test_success.py",
-    "tests/env/test_env_check.py",
-    "tests/contrib/suites/test_bfcl.py",
-    "tests/shelf/test_workspace.py",
-    "tests/test_contributing.py",
-    "tests/train/test_prefix_training.py",
-    "tests/examples/test_examples.py",
-    "tests/test_packaging.py",
-    *SOURCES,
-]
+    *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/train/test_keys.py",
+    "tests/train/test_split.py", "tests/train/test_ranks.py", "tests/train/test_finite.py", "tests/rollout/test_blame.py",
+    "tests/e2e/test_new_env.py", "tests/train/test_dropping.py", "tests/train/test_kernels.py",
+    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py", "tests/shelf/test_bfcl.py",
+    "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/train/test_prefix_training.py",
+    "tests/examples/test_examples.py", "tests/test_packaging.py", *SOURCES,
+]  # fmt: skip
 """The files that take longest, longest first (`make test ARGS=--durations=60` says). A file stays in one process, and these
 begin before the others, so that no process is left alone at the end with a long one."""
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,20 +35,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_packaged_quickstart_trains_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    where = subprocess.run(
-        [sys.executable, "-c", "import agentrl; print(agentrl.__file__)"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert where.startswith(str(site))
+    here: dict[str, Any] = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 300}
+    where = subprocess.run([sys.executable, "-c", "import agentrl; print(agentrl.__file__)"], **here)
+    assert where.stdout.startswith(str(site))
     few = ["sft.max_steps=2", "sft.min_steps=2", "sft.gate_every=2", "steps=1", "eval.tasks=2", "eval.every=0"]
     args = ["train", "quickstart", "cluster.backend=inline", *SMALL, *few]
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli.main", *args], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-m", "agentrl.cli.main", *args], **here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())["status"] == "done"
 

@@ -25,20 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "utils",
-    "config",
-    "data",
-    "render",
-    "reward",
-    "env",
-    "rollout",
-    "engines",
-    "cluster",
-    "trainer",
-    "run",
-    "cli",
+    "utils", "config", "data", "render", "reward", "env", "rollout", "engines", "cluster", "trainer", "run", "cli",
     "contrib",
-)
+)  # fmt: skip
 """Bottom up (docs/design.md): a room imports only from rooms above it in this list, functions' own imports included."""
 
 

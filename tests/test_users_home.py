@@ -10,27 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANTED = {
-    "AGENTRL_PATH": "/somewhere",
-    "AGENTRL_HUB": "mine",
-    "OPENAI_API_KEY": "sk-planted",
-    "MY_TOKEN": "planted",
-    "WANDB_MODE": "online",
-    "HF_HUB_OFFLINE": "0",
-    "RAY_ADDRESS": "10.0.0.1:6379",
-    "https_proxy": "http://10.0.0.1:3128",
-    "COLUMNS": "40",
-    "NO_COLOR": "1",
-    "LANG": "de_DE.UTF-8",
-    "TZ": "Asia/Tokyo",
-    "XDG_CACHE_HOME": "/somewhere",
-    "RANK": "3",
-    "MASTER_PORT": "1",
-    "PYTHONHASHSEED": "7",
-    "NCCL_SOCKET_IFNAME": "eth9",
-    "TMPDIR": "/a folder",
-    "PYTEST_ADDOPTS": "-v",
-    "A_PROGRAM_THAT_IS_NEW": "1",
-}
+    "AGENTRL_PATH": "/somewhere", "AGENTRL_HUB": "mine", "OPENAI_API_KEY": "sk-planted", "MY_TOKEN": "planted",
+    "WANDB_MODE": "online", "HF_HUB_OFFLINE": "0", "RAY_ADDRESS": "10.0.0.1:6379", "https_proxy": "http://10.0.0.1:3128",
+    "COLUMNS": "40", "NO_COLOR": "1", "LANG": "de_DE.UTF-8", "TZ": "Asia/Tokyo", "XDG_CACHE_HOME": "/somewhere",
+    "RANK": "3", "MASTER_PORT": "1", "PYTHONHASHSEED": "7", "NCCL_SOCKET_IFNAME": "eth9", "TMPDIR": "/a folder",
+    "PYTEST_ADDOPTS": "-v", "A_PROGRAM_THAT_IS_NEW": "1",
+}  # fmt: skip
 KEPT = {"AGENTRL_REQUIRE_VLLM": "", "AGENTRL_BFCL_SOURCE": "/b", "AGENTRL_PROOFS": "", "PATH": os.environ["PATH"]}
 
 

@@ -137,7 +137,7 @@ def tasks_digest(env: object, count: int) -> str:
 
 
 def check_process(subject: Subject) -> str:
-    """Another process, with a different hash seed, makes the same tasks."""
+    """Another process, of another hash seed, makes the same tasks."""
     if subject.portable is None:
         raise Skipped("the environment cannot be built in another process (no reference to it)")
     here = tasks_digest(subject.build(), subject.tasks)
@@ -150,7 +150,7 @@ def check_process(subject: Subject) -> str:
     )
     if done.returncode:
         raise CheckFailed(f"it cannot be built in another process: {done.stderr.decode(errors='replace').strip()[-300:]}")
-    if done.stdout.split()[-1].decode() != here:  # a package may have printed a greeting before it
+    if done.stdout.split()[-1].decode() != here:
         raise CheckFailed("another process makes other tasks from the same seeds (set order? hash()? the clock?)")
     return f"{subject.tasks} tasks per split agree with those of another process"
 

@@ -39,15 +39,8 @@ class Shell:
         for name, does in STAND_INS.items():
             (folder / name).write_text(STAND_IN + does + "\n")
             (folder / name).chmod(0o755)
-        path = f"{folder}:{os.environ['PATH']}"
-        self.env = {
-            **os.environ,
-            "PATH": path,
-            "VENV": str(folder),
-            "LOG": str(self.log),
-            "RUN": str(folder / "runs" / "mine"),
-            **env,
-        }
+        path, run = f"{folder}:{os.environ['PATH']}", str(folder / "runs" / "mine")
+        self.env = {**os.environ, "PATH": path, "VENV": str(folder), "LOG": str(self.log), "RUN": run, **env}
 
     def start(self, script: str, *args: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["bash", str(CLUSTER / script), *args], env=self.env, start_new_session=True)
@@ -60,12 +53,9 @@ class Shell:
 
 
 SLURM = {
-    "SLURM_JOB_ID": "70001",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_CPUS_PER_TASK": "64",
+    "SLURM_JOB_ID": "70001", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64",
     "SLURM_GPUS_ON_NODE": "8",
-}
+}  # fmt: skip
 
 
 def test_slurm_starts_a_ray_node_on_each_machine_and_goes_on_with_a_run_that_is_there(tmp_path: Path) -> None:

@@ -22,13 +22,9 @@ from tests.e2e.test_endings import CONFIG, MARK
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")]
 COMMAND = [sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())"]
 FAST = [
-    "cluster.backend=ray",
-    "steps=400",
-    "checkpoint.every=1",
-    "cluster.max_restarts=2",
-    "engine=embedded",
+    "cluster.backend=ray", "steps=400", "checkpoint.every=1", "cluster.max_restarts=2", "engine=embedded",
     "rollout.max_staleness=1",
-]
+]  # fmt: skip
 
 SLOW = """
 import importlib.util, sys, time
@@ -134,10 +130,8 @@ def test_a_run_under_nohup_does_not_stop_for_the_terminal(folder: Path) -> None:
     assert run.ended(240) == 0, run.said()
 
 
-TRAIN, EVAL = (
-    ("train", "config.toml", *FAST),
-    ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray"),
-)
+TRAIN = ("train", "config.toml", *FAST)
+EVAL = ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.backend=ray")
 
 
 @pytest.mark.parametrize(
