@@ -141,9 +141,9 @@ RAY = [
 programs import at once and its tests wait for them, which beside a second Ray is only slower, and beside plain tests is free."""
 
 CLIENTS = [
-    "tests/harness/test_episode.py", "tests/run/test_api_eval.py", "tests/backends/test_endpoint.py",
-    "tests/backends/test_clocks.py", "tests/reward/test_reward_judge.py", "tests/backends/test_endpoint_protocols.py",
-    "tests/backends/test_litellm.py", "tests/env/test_users.py",
+    "tests/contrib/agents/test_episode.py", "tests/run/test_api_eval.py", "tests/contrib/agents/test_endpoint.py",
+    "tests/backends/test_clocks.py", "tests/reward/test_reward_judge.py", "tests/contrib/agents/test_endpoint_protocols.py",
+    "tests/contrib/agents/test_litellm.py", "tests/env/test_users.py",
 ]  # fmt: skip
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
 
@@ -159,7 +159,7 @@ LONGEST = [
     *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/train/test_keys.py",
     "tests/train/test_split.py", "tests/train/test_ranks.py", "tests/train/test_finite.py", "tests/rollout/test_blame.py",
     "tests/e2e/test_new_env.py", "tests/train/test_dropping.py", "tests/train/test_kernels.py",
-    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py", "tests/shelf/test_bfcl.py",
+    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py", "tests/contrib/suites/test_bfcl.py",
     "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/train/test_prefix_training.py",
     "tests/examples/test_examples.py", "tests/test_packaging.py", *SOURCES,
 ]  # fmt: skip
