@@ -220,29 +220,19 @@ class Rendezvous:
     port: int
 
 
-class Listener:
-    """Rank 0's bound socket, held until the store takes it over."""
-
-    def __init__(self, host: str) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        bind_at(self._socket, host)
-        # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
-        self._socket.listen(1024)
-        self.address = Rendezvous(host, int(self._socket.getsockname()[1]))
-
-    def detach(self) -> int:
-        """The socket's file descriptor; the store owns it from now on."""
-        return self._socket.detach()
-
-
-_listeners: dict[Rendezvous, Listener] = {}
+_listeners: dict[Rendezvous, socket.socket] = {}
+"""Rank 0's bound sockets, held until the store takes them over."""
 
 
 def open_rendezvous(host: str) -> Rendezvous:
     """Bind a free port in this (rank 0's) process. `host`: its address as seen by the other ranks."""
-    listener = Listener(host)
-    _listeners[listener.address] = listener
-    return listener.address
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bind_at(listener, host)
+    # All ranks of a large group may connect before rank 0 gets to its store; with a short backlog some would be refused.
+    listener.listen(1024)
+    address = Rendezvous(host, int(listener.getsockname()[1]))
+    _listeners[address] = listener
+    return address
 
 
 def join_group(rendezvous: Rendezvous | None, rank: int, world_size: int, backend: str | None, timeout: float) -> None:

@@ -383,10 +383,10 @@ def has_gpus(cluster: ClusterConfig, role: str) -> bool:
     return any(node.gpus >= 1 for node in nodes_of(cluster, role))
 
 
-def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
+def card_bytes(cluster: ClusterConfig) -> int | None:
     """Bytes of a GPU of the nodes that run the actors (of this machine: of its smallest); None if they have none.
 
-    Raises ResourceError if a cluster's nodes do not say it within `timeout` seconds.
+    Raises ResourceError if a cluster's nodes do not say it within a minute.
     """
     if not has_gpus(cluster, "actor"):
         return None
@@ -396,7 +396,7 @@ def card_bytes(cluster: ClusterConfig, timeout: float = 60.0) -> int | None:
 
     try:
         # Of a process that Ray gave a GPU: the driver's machine may have other ones. Without a CPU slot: they may all be taken.
-        found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=timeout)
+        found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=60.0)
     except ray.exceptions.GetTimeoutError:
         found = None
     if found is None:
