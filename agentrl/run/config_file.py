@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from agentrl.run.folder import RunFolder
 
 
-def add_config(parser: argparse.ArgumentParser, help: str, *, required: bool = False) -> None:
-    """`CONFIG a.b=c ...`, as `read_config` reads it; CONFIG may be left out unless `required`."""
-    parser.add_argument("config", nargs=None if required else "?", help=help)
+def add_config(parser: argparse.ArgumentParser, help: str) -> None:
+    """`CONFIG a.b=c ...`, as `read_config` reads it; CONFIG may be left out."""
+    parser.add_argument("config", nargs="?", help=help)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file; ~a.b unsets one")
 
 

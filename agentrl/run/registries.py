@@ -58,12 +58,10 @@ def written_names(key: str) -> list[str]:
     return sorted({name for file in files for name in registered_in(file, symbol)})
 
 
-def names_of(key: str, *, own: bool = False) -> list[RegisteredName]:
-    """The names that a key takes, each with its arguments; `own`: only agentrl's. A name that does not load says why."""
+def names_of(key: str) -> list[RegisteredName]:
+    """The names that a key takes, each with its arguments. What does not load says why."""
     registry = registry_of(key)
-    if registry is None:
-        return []
-    return [_name(registry, name) for name in ([entry.name for entry in registry.own()] if own else registry)]
+    return [] if registry is None else [_name(registry, name) for name in registry]
 
 
 def _name(registry: Registry[Any], name: str) -> RegisteredName:
