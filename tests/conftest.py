@@ -159,7 +159,8 @@ LONGEST = [
     *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/train/test_keys.py",
     "tests/train/test_split.py", "tests/train/test_ranks.py", "tests/train/test_finite.py", "tests/rollout/test_blame.py",
     "tests/e2e/test_new_env.py", "tests/train/test_dropping.py", "tests/train/test_kernels.py",
-    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py", "tests/contrib/suites/test_bfcl.py",
+    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py",
+    "tests/contrib/suites/test_bfcl.py",
     "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/train/test_prefix_training.py",
     "tests/examples/test_examples.py", "tests/test_packaging.py", *SOURCES,
 ]  # fmt: skip
