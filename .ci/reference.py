@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,10 @@ def _content() -> str:
     """What is found by id: environments, and the packaged files of other kinds."""
     from agentrl.env.catalog import list_envs
     from agentrl.reward.leaf import LEAVES
+    from agentrl.reward.nodes import GROUP_LEAVES
+    from agentrl.reward.spec import kinds
 
+    schemas = kinds()
     text = "\n## Environments (`env.id`)\n\n| id | short name | what it is |\n|---|---|---|\n"
     for env in sorted(
         (env for env in list_envs() if env.path is not None and ROOT / "envs" in env.path.parents), key=lambda env: env.id
@@ -201,21 +205,28 @@ def _content() -> str:
         text += f"| `{env.id}` | `{env.name}` | {_cell(env.summary)} |\n"
     text += "\n## Reward specs (`env.reward`)\n\n| name | what it is |\n|---|---|\n"
     for file in sorted((ROOT / "rewards").glob("*.json")):
-        import json
-
         spec = json.loads(file.read_text())
         if "agentrl_reward" in spec:
             text += f"| `{file.stem}` | {_cell(_first(spec.get('description', '')))} |\n"
-    text += "\n## Reward leaves (`use` in a spec)\n\nTheir arguments and an example of each: [rewards.md](rewards.md#leaves).\n\n"
-    text += "| leaf | what it measures |\n|---|---|\n"
-    for kind in sorted(LEAVES):
-        text += f"| `{kind}` | {_cell(_first(inspect.getdoc(LEAVES[kind]) or ''))} |\n"
+    text += "\n## Reward leaves (`use` in a spec)\n"
+    every: dict[str, Any] = {**LEAVES, **GROUP_LEAVES}
+    for kind, leaf in sorted(every.items()):
+        example = json.dumps({"use": kind, "args": leaf.example}, ensure_ascii=False)
+        arguments = ", ".join(_leaf_argument(*one) for one in schemas[kind].get("properties", {}).items())
+        text += f"\n### `{kind}`\n\n{_first(inspect.getdoc(leaf) or '')}\n\n- value: {leaf.formula}\n"
+        text += (f"- arguments: {arguments}\n" if arguments else "") + f"- example: `{example}`\n"
     text += "\n## Tool sets (`tools.sets`)\n\n| name | what it is |\n|---|---|\n"
     for file in sorted((ROOT / "tools").glob("*.py")):
         import ast
 
         text += f"| `{file.stem}` | {_cell(_first(ast.get_docstring(ast.parse(file.read_text())) or ''))} |\n"
     return text
+
+
+def _leaf_argument(name: str, schema: Mapping[str, Any]) -> str:
+    """An argument with its choices."""
+    choices = " / ".join(str(choice) for choice in schema.get("enum", ()) if choice is not None)
+    return f"`{name}`" + (f" ({choices})" if choices else "")
 
 
 # -- Python ----------------------------------------------------------------------------------------
