@@ -55,7 +55,7 @@ GATE = {"temperature": 0.0, "tasks": 64, "seed": 0, "split": "train", "params": 
 EVAL = {"temperature": 1.0, "tasks": 100, "seed": 0, "split": "heldout", "params": {}}
 ASKED = (2048, 1.0, 1.0, 0)  # max_tokens, temperature, top_p, top_k
 
-OFFLINE = "run/test_offline.py"
+OFFLINE = "contrib/offline/test_offline.py"
 OWN_JUDGE = "run/test_own_judge.py"
 # the test of a run on data -> the keys whose effect it sees
 DATA = {
@@ -316,14 +316,14 @@ CRITIC = f"{KEYS}::test_a_key_of_the_critic_moves_its_values_as_the_plain_critic
 REASONS = "run/test_api_reasoning.py"
 JUDGE, API, BLAME, MCP = "reward/test_reward_judge.py", "run/test_api_eval.py", "rollout/test_blame.py", "env/test_mcp.py"
 ENVS, START, EXPERIENCE = "config/test_envs.py", "rollout/test_start.py", "train/test_experience.py"
-PROGRAMS = "harness/test_programs.py"
+PROGRAMS, TRACING = "contrib/agents/test_programs.py", "contrib/trackers/test_tracing.py"
 PLACEMENT, RANKS, SESSION = "run/test_placement.py", "train/test_meshes.py", "run/test_session_keys.py"
 ELSEWHERE: dict[str, str] = {
     **{f"DataConfig.{key}": f"{OFFLINE}::test_{name}" for name, of in DATA.items() for key in of},
-    "SandboxConfig.provider": "sandbox/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
-    "SandboxConfig.args": "sandbox/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
-    "SandboxConfig.warm": "sandbox/test_pool.py::test_warm_ones_are_taken_at_once_and_started_again_behind",
-    "SandboxConfig.limit": "sandbox/test_pool.py::test_never_more_than_the_limit_run_and_all_get_their_turn",
+    "SandboxConfig.provider": "contrib/sandboxes/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
+    "SandboxConfig.args": "contrib/sandboxes/test_pool.py::test_the_config_says_which_sandbox_an_environment_gets",
+    "SandboxConfig.warm": "contrib/sandboxes/test_pool.py::test_warm_ones_are_taken_at_once_and_started_again_behind",
+    "SandboxConfig.limit": "contrib/sandboxes/test_pool.py::test_never_more_than_the_limit_run_and_all_get_their_turn",
     **{f"SftConfig.{key}": f"{STARTS}::test_a_key_of_sft_scales_the_first_step_of_its_weights" for key in ("lr", "matrix_lr")},
     "SftConfig.warmup": f"{STARTS}::test_sft_warmup_and_min_steps_are_where_the_rate_rises_and_where_it_ends",
     **{
@@ -352,19 +352,13 @@ ELSEWHERE: dict[str, str] = {
     "SftConfig.envs": f"{ENVS}::test_the_warm_start_is_of_those_named_or_of_those_with_a_weight",
     "TrainConfig.seed": ACTOR,
     "TrainConfig.engine_args": "test_plugins.py::test_a_run_of_plugins_alone",
+    **{f"TracesConfig.{key}": f"{TRACING}::test_every_and_episodes_say_what_is_exported" for key in ("every", "episodes")},
     **{
-        f"TracesConfig.{key}": "run/test_tracing.py::test_every_and_episodes_say_what_is_exported"
-        for key in ("every", "episodes")
-    },
-    **{
-        f"PrometheusConfig.{key}": "run/test_tracing.py::test_a_port_that_is_taken_and_a_host_that_is_none_are_refused"
+        f"PrometheusConfig.{key}": f"{TRACING}::test_a_port_that_is_taken_and_a_host_that_is_none_are_refused"
         for key in ("port", "host")
     },
-    "ProfileConfig.steps": "run/test_tracing.py::test_a_timeline_has_every_episode_and_its_parts_lie_in_the_step",
-    **{
-        f"ProfileConfig.{key}": "run/test_tracing.py::test_torch_and_max_events_say_what_ranks_record"
-        for key in ("torch", "max_events")
-    },
+    "ProfileConfig.steps": f"{TRACING}::test_a_timeline_has_every_episode_and_its_parts_lie_in_the_step",
+    **{f"ProfileConfig.{key}": f"{TRACING}::test_torch_and_max_events_say_what_ranks_record" for key in ("torch", "max_events")},
     "TrainConfig.trackers": "test_plugins.py::test_a_run_of_plugins_alone",
     "TrainConfig.callbacks": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
     "RolloutConfig.accept": "python/test_callbacks.py::test_callbacks_and_a_filter_by_name_from_a_config",
@@ -423,9 +417,9 @@ ELSEWHERE: dict[str, str] = {
         f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
         for key in ("command", "env", "tools", "prefix", "timeout", "max_output", "check")
     },
-    "EnvConfig.url": "run/test_remote_env.py::test_the_dry_run_tells_what_the_server_says",
-    "EnvConfig.protocol": "run/test_remote_env.py::test_what_cannot_be_played_there_is_refused_before_the_run",
-    "EnvConfig.token_env": "run/test_remote_env.py::test_what_cannot_be_played_there_is_refused_before_the_run",
+    "EnvConfig.url": "contrib/remote_envs/test_remote_env.py::test_the_dry_run_tells_what_the_server_says",
+    "EnvConfig.protocol": "contrib/remote_envs/test_remote_env.py::test_what_cannot_be_played_there_is_refused_before_the_run",
+    "EnvConfig.token_env": "contrib/remote_envs/test_remote_env.py::test_what_cannot_be_played_there_is_refused_before_the_run",
     "McpServerConfig.late": f"{MCP}::test_the_config_says_whose_doing_a_late_call_is",
     "McpServerConfig.url": f"{MCP}::test_over_http_and_through_a_config",
     **{
@@ -442,7 +436,7 @@ ELSEWHERE: dict[str, str] = {
         }.items()
     },
     **{
-        f"AgentConfig.{key}": f"harness/test_episode.py::test_{test}"
+        f"AgentConfig.{key}": f"contrib/agents/test_episode.py::test_{test}"
         for key, test in {
             "tools": "the_calls_of_tools_of_the_agent_s_own_are_read_from_its_requests",
             "user": "an_environment_s_user_talks_with_an_agent_that_says_so",

@@ -61,7 +61,7 @@ def test_what_the_engine_chose_is_repeated_from_the_first_step_on(
     ("overrides", "message"),
     [
         (["model.path=api:gpt"], 'engine = api does not tell which experts .*: "embedded", "vllm"'),
-        (["model.compile=true"], r"routers of compiled layers cannot be told"),
+        (["model.compile=true"], r"routers of compiled layers cannot repeat choices"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_by_name(model: str, tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -148,7 +148,7 @@ def test_without_gold_or_elsewhere_it_is_refused_by_name(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["experience", "demonstrations"])
 def test_a_step_wise_loop_refuses_what_it_would_not_add(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name}: a step-wise loop chooses itself"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}: a step-wise loop chooses its batches itself"):
         session("quickstart", overrides={f"algorithm.{name}": {}})
 
 

@@ -112,7 +112,7 @@ class EvalConfig(Frozen):
     tasks: Annotated[PositiveInt, Unit("tasks")] = 100
     """How many are played, once each."""
     split: str = "heldout"
-    """Their split."""
+    """The split of the tasks."""
     every: Annotated[NotNegativeInt, Unit("updates")] = 0
     """How often it happens during training; 0 is never, so only before and after."""
     temperature: Temperature = 1.0

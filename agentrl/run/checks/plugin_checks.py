@@ -49,7 +49,7 @@ def check_plugins(config: TrainConfig, planned: bool) -> None:
     than a run can use. A second load of its file is called, so that nothing that it keeps is left over. `planned`: callbacks
     are made too, which a start does by itself.
 
-    Reads: algorithm, callbacks, env, rollout.
+    Reads: algorithm, callbacks, engine, env, model.engine, rollout, trackers, weights.route.
     """
     for key, choice, trial in _trials(config, planned):
         registry = registry_of(key)

@@ -114,7 +114,7 @@ def check_success(config: TrainConfig, env: EnvRef, scorer: Scorer) -> None:
 
 
 def users_line(fault: BaseException) -> str:
-    """The innermost line of a file of the shelves that raised, as "FILE:LINE: "; "" if none did."""
+    """The innermost line of a shelf that raised, as "FILE:LINE: "; else ""."""
     files = {
         str(file.resolve())
         for shelf in shelves()
@@ -126,7 +126,7 @@ def users_line(fault: BaseException) -> str:
 
 
 def shown_path(file: str) -> str:
-    """A path as the user would write it: relative to the working folder if it is inside."""
+    """A path relative to the working folder, if it is inside."""
     return str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
 
 

@@ -141,7 +141,7 @@ def left_over() -> list[str]:
 @pytest.mark.parametrize(("signals", "hung"), [(1, "test_hangs"), (2, "test_hangs")])
 def test_ctrl_c_ends_a_run_and_reports_every_test(tmp_path: Path, signals: int, hung: str) -> None:
     process, began = run("tests/contrib/gpu_tests/bad", "--simulate", "2", "--out", str(tmp_path))
-    journal = tmp_path / "journals" / "tests" / "testing" / "bad" / "test_hangs.jsonl"
+    journal = tmp_path / "journals" / "tests" / "contrib" / "gpu_tests" / "bad" / "test_hangs.jsonl"
     while not (journal.exists() and "test_hangs.py::test_hangs" in journal.read_text().split('"start"')[-1]):
         assert time.monotonic() - began < 120
         time.sleep(0.1)
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_a_run_and_reports_every_test(tmp_path: Path, signals: int, 
 @pytest.mark.timeout(300)
 def test_a_scheduler_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     process, began = run("tests/contrib/gpu_tests/bad/test_hangs.py", "--simulate", "2", "--out", str(tmp_path))
-    journal = tmp_path / "journals" / "tests" / "testing" / "bad" / "test_hangs.jsonl"
+    journal = tmp_path / "journals" / "tests" / "contrib" / "gpu_tests" / "bad" / "test_hangs.jsonl"
     while not (journal.exists() and '"test": "tests/contrib/gpu_tests/bad/test_hangs.py::test_hangs"' in journal.read_text()):
         assert time.monotonic() - began < 120
         time.sleep(0.1)

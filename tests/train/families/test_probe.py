@@ -156,7 +156,7 @@ def test_numbers_that_are_not_are_wrong() -> None:
     ("family", "keys", "said"),
     [
         ("gpt2", {}, r"gpt2.* drops activations at random in training.*set resid_pdrop = 0.1, .*attn_pdrop = 0.1 to 0"),
-        ("cpmant", {"dropout_p": 0.0}, r"cpmant.* is not causal: .* of the beginning is off by [0-9.]+e[+-]"),
+        ("cpmant", {"dropout_p": 0.0}, r"cpmant.* is not causal: .* at the beginning is off by [0-9.]+e[+-]"),
         ("reformer", {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}, "reformer.* cannot be tried"),
     ],
 )
