@@ -33,8 +33,7 @@ assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 """
 
 
-SUITE = ["algorithm", "catalog", "cli", "config", "env", "render", "reward", "rollout", "shelf", "tool"]
-"""Folders of tests that run without an engine of their own, in minutes."""
+SUITE = ["algorithm", "catalog", "cli", "config", "env", "render", "reward", "rollout", "shelf", "tool"]  # in minutes
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,11 @@ ALWAYS = {"use": "calls.none", "args": {"names": ["erase"]}}
 MARK = {"use": "judge", "args": {"model": "openai/j-2026-01-01", "prompt": "{transcript}"}}
 
 
+@pytest.fixture(autouse=True)
+def time_for_every_probe_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lint, "LINT_SECONDS", 60.0)
+
+
 def made(folder: Path, root: dict[str, Any], success: dict[str, Any] = RIGHT, **sections: Any) -> TrainConfig:
     spec = {"agentrl_reward": 1, "name": "mine", "root": root, "success": success}
     (folder / "mine.json").write_text(json.dumps(spec))

@@ -37,7 +37,7 @@ SAMPLED = [False, True, True, False, False, True]
 """Tokens of each made-up episode: the turn of each, and whether the policy sampled it."""
 
 UNCALLED = ("engine", "model.engine", "weights.route", "trackers")
-"""Keys of classes that start processes or services: only their form is checked."""
+"""Keys of classes that start processes: only their form is checked."""
 
 
 class TrialError(Exception):
