@@ -17,8 +17,7 @@ from tests.conftest import proof
 ROOT = Path(__file__).resolve().parents[1]
 CONTRIB = ROOT / "agentrl" / "contrib"
 FOLDERS = sorted(path.name for path in CONTRIB.iterdir() if (path / "__init__.py").is_file())
-COMMANDS = {"gpu_tests": ["test"], "hub": ["push", "pull"], "view": ["view", "runs", "show"]}
-"""Commands that leave with a folder."""
+COMMANDS = {"gpu_tests": ["test"], "hub": ["push", "pull"], "view": ["view", "runs", "show"]}  # these leave with a folder
 RUN = [
     "train", "quickstart", "steps=1", "sft=false", "cluster.backend=inline", "engine=embedded", "eval.tasks=2",
     "rollout.groups=2", "rollout.group_size=2", "trackers=[]", "stop_at_success=false", "health.lint=false",
@@ -38,7 +37,6 @@ SUITE = ["algorithm", "catalog", "cli", "config", "env", "render", "reward", "ro
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout."""
     folder = tmp_path_factory.mktemp("tree")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     for name in filter(lambda name: (ROOT / name).is_file(), listed):

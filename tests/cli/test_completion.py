@@ -76,6 +76,7 @@ def test_names_are_read_off_the_source_as_the_registries_have_them() -> None:
 
 
 def test_each_argument_that_has_a_completer_is_one() -> None:
+    pytest.importorskip("agentrl.contrib.view")
     named = {action.dest for action in complete._actions(build_parser())}
     assert set(complete.COMPLETERS) <= named, "a completer of an argument that no command has"
 

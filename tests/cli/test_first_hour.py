@@ -97,6 +97,7 @@ def test_what_goes_to_no_terminal_is_as_wide_as_it_is(monkeypatch: pytest.Monkey
 
 
 def test_episodes_that_are_not_there_are_told_by_those_that_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("agentrl.contrib.view")
     run_folder(here / "runs" / "a", {"step_000003": [episode(1), episode(2)]}, [{"step": 3, "phase": "train", "success": 0.5}])
     text = said(capsys, "runs", "failures", "runs/a", "--step", "10", code=2)
     assert "--step 10: no episodes are of it; there are episodes of 3" in text
