@@ -1,3 +1,1 @@
-"""Fixtures of engines' tests: a tokenizer and a small model."""
-
-from tests.backends.conftest import model, model_folder, tokenizer  # noqa: F401
+from tests.backends.conftest import model, model_folder, tokenizer  # noqa: F401 - fixtures of engines' tests
