@@ -35,7 +35,7 @@ GRACE = 2.0
 """Seconds that a process gets to exit by itself."""
 
 MOST_LINES, MOST_LETTERS = 200, 500
-"""Bytes of a log that are searched for the cause of a failed start, and bytes shown."""
+"""Lines of a log searched for the cause of a failed start, and letters shown of it."""
 
 Role = tuple[type[Worker], Mesh]
 

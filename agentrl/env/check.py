@@ -150,7 +150,7 @@ def check_process(subject: Subject) -> str:
     )
     if done.returncode:
         raise CheckFailed(f"it cannot be built in another process: {done.stderr.decode(errors='replace').strip()[-300:]}")
-    if done.stdout.split()[-1].decode() != here:
+    if done.stdout.split()[-1:] != [here.encode()]:
         raise CheckFailed("another process makes other tasks from the same seeds (set order? hash()? the clock?)")
     return f"{subject.tasks} tasks per split agree with those of another process"
 

@@ -167,7 +167,7 @@ class HealthConfig(Frozen):
     """After this many in a row that trained nothing the run says so, with the cause; one that ends so "trained nothing", with
     exit code 1, unless its episodes succeed more often than at first, or `stop_at_success` is reached."""
     max_unscored: Fraction = 0.5
-    """The largest share of episodes that may be unscored, over as many updates or in an evaluation, before the run says so; one
+    """The largest share of episodes that may be unscored, over as many updates or in an evaluation, before the run says so;
     more make it "mostly unscored", with exit code 1."""
 
 
