@@ -30,8 +30,6 @@ CORRECTION = "@CORRECTIONS.register('mine')\ndef mine(prox, behave, mask, offset
 MIXTURE = "@MIXTURES.register('mine')\nclass Mine(FixedMixture):\n    def shares(self, weights):\n        return "
 CONTEXT = "@CONTEXTS.register('mine')\nclass Mine(ContextPolicy):\n    async def rewrite(self, moment):\n        return "
 CALLBACK = "@CALLBACKS.register('mine')\nclass Mine(Callback):\n    def __init__(self):\n        "
-
-
 SAMPLER = "@SAMPLERS.register('mine')\nclass Mine(UniformSampler):\n    def __init__(self):\n        "
 CHOICE = "@SAMPLERS.register('mine')\nclass Mine(UniformSampler):\n    def choose(self, run_seed, index):\n        "
 FILTER = "@FILTERS.register('mine')\ndef mine(group):\n    return "
@@ -70,7 +68,6 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
         ("rollout.accept", FILTER + "sum(m.reward for m in group.scored())", "returned 1.0, expected True or False"),
         ("rollout.accept", FILTER.replace("def", "async def") + "3", "returned 3, expected True or False"),
         ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
-        ("trackers", "TRACKERS.register('mine')(lambda run: 3)", "expected a subclass of Tracker"),
         ("engine", "@ENGINES.register('mine')\nclass Mine(EngineMaker): ...", "lacks engine, make, which EngineMaker demands"),
         ("model.engine", "@TRAIN_ENGINES.register('mine')\nclass Mine: ...", "expected a subclass of BaseEngine"),
         ("weights.route", "@ROUTES.register('mine')\nclass Mine(Route): ...", "lacks sender, which Route demands"),
@@ -123,6 +120,8 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
     assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 0
     assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
+    (tmp_path / "real").mkdir()
+    assert dry_run(tmp_path / "real", monkeypatch, "rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2") == 0
 
 
 def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(
