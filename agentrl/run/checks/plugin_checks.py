@@ -244,7 +244,7 @@ def _filter(group_size: int, ask: Any, choice: Choice) -> None:
             answer = ask(Group(0, 0, members))
             answer = asyncio.run(answer) if inspect.iscoroutine(answer) else answer
         except (LookupError, TypeError, ValueError, ArithmeticError):
-            return  # real tasks
+            return
         if not isinstance(answer, bool | np.bool_):
             raise TrialError(f"returned {answer!r:.60}, expected True or False")
 
