@@ -45,9 +45,9 @@ class TrialError(Exception):
 
 
 def check_plugins(config: TrainConfig, planned: bool) -> None:
-    """Raise ConfigError with key, file and line if a plug-in of the user fails on made-up data, or answers with something else
-    than a run can use. A second load of its file is called, so that nothing that it keeps is left over. `planned`: callbacks
-    are made too, which a start does by itself.
+    """Raise ConfigError with key, file and line if a plug-in of the user fails on made-up data, or gives an unusable answer. A
+    second load of its file is called, so nothing that it keeps is left. `planned`: callbacks are made too; a start makes them
+    itself.
 
     Reads: algorithm, callbacks, engine, env, model.engine, rollout, trackers, weights.route.
     """
@@ -244,7 +244,7 @@ def _filter(group_size: int, ask: Any, choice: Choice) -> None:
             answer = ask(Group(0, 0, members))
             answer = asyncio.run(answer) if inspect.iscoroutine(answer) else answer
         except (LookupError, TypeError, ValueError, ArithmeticError):
-            return
+            return  # of data that only real tasks have
         if not isinstance(answer, bool | np.bool_):
             raise TrialError(f"returned {answer!r:.60}, expected True or False")
 
