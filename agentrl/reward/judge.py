@@ -145,7 +145,7 @@ class VerdictCache:
         Path(name).replace(path)
 
     def forget(self) -> None:
-        """Drop verdicts in memory."""
+        """Drop verdicts of memory alone."""
         if self.folder is None:
             self._memory.clear()
 

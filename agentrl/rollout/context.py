@@ -85,8 +85,8 @@ def make_context_policy(choice: Choice) -> ContextPolicy:
 
 HEAD = "Summary of the conversation so far:\n"
 ASK = (
-    "The conversation is getting too long to go on. Write down all that is needed to finish the task without it: "
-    "the question, the findings, the steps done, the steps left. Answer with that text alone and call "
+    "The conversation is getting too long to go on. Write down what is needed to finish the task without it: "
+    "what was asked, what was found out, what was done, what is left to do. Answer with that text alone and call "
     "no tool."
 )
 

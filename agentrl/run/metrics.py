@@ -1,7 +1,7 @@
 """One table describes every number in metrics.jsonl: name, unit, formula, rows.
 
 The page of metrics, the viewer and the trackers are made from it; tests check every row of the suite's runs against it. A row has
-"step" (updates done; in the warm start: supervised steps) and "phase" besides.
+"step" (updates done; in the warm start: supervised steps), "phase".
 """
 
 from __future__ import annotations

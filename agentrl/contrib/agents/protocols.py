@@ -54,7 +54,7 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Wire:
     """`path`: of the URL, behind the session's. `read` raises RequestError. `stream` yields server-sent events, and raises what
-    went wrong, which is then told by `error` in an event of the type `error_event`."""
+    went wrong, which is then reported by `error` in an event of the type `error_event`."""
 
     path: str
     read: Callable[[Exchange], Ask]

@@ -250,7 +250,7 @@ def serialize_tensors(tensors: list[Named]) -> str:
 
 
 RETRIES = 3
-"""Times that a turn is sampled again, besides once for each server, since its connection broke."""
+"""Times that a turn is sampled again, beyond once per server, since its connection broke."""
 
 
 class SglangEngine(Engine, WeightTarget):

@@ -26,7 +26,7 @@ POLL_S = 2.0
 
 
 class Metrics:
-    """The rows of a metrics.jsonl, each call reads only its new rows. A file that was written anew is read again, and
+    """The rows of a metrics.jsonl; each call reads only its new rows. A file that was written anew is read again, and
     `edition` is then another."""
 
     def __init__(self, path: Path) -> None:

@@ -35,7 +35,7 @@ class FreshTokens:
 
 
 Answers = list[tuple[int, Generation | EngineError | FreshTokens]]
-"""Results of some requests of a call, by their index in it; before them parts, of those that are told meanwhile."""
+"""Results of some requests of a call, by their index in it; before them parts, of those that are reported meanwhile."""
 
 
 class RequestBatcher:

@@ -129,7 +129,7 @@ class PolicyObjects:
         return {"raised": text, "kind": lineage(type(fault)), "made": {"list": made}}
 
     def do(self, what: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """`args`: the object, and what the operation takes besides."""
+        """`args`: the object, and the operation's other arguments."""
         one, *rest = args
         if what == "names":
             return list(getattr(one, "__all__", [name for name in vars(one) if not name.startswith("_")]))
