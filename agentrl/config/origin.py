@@ -23,7 +23,7 @@ from agentrl.config.load import (
 )
 from agentrl.config.schema import Choice, TrainConfig
 from agentrl.utils.errors import ConfigError
-from agentrl.utils.files import read_text
+from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import toml_table
 
 # Origins of values
@@ -122,8 +122,7 @@ def _paths(value: Any, keys: Keys) -> Iterator[Keys]:
 
 def _places(file: Path) -> dict[Keys, str]:
     try:
-        whole, here = file.absolute(), Path.cwd()
-        shown = whole.relative_to(here) if whole.is_relative_to(here) else whole
+        shown = shown_path(file.absolute())
         return {keys: f"{shown}:{line}" for keys, line in lines_of(read_text(file)).items()}
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None

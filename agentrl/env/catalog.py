@@ -24,7 +24,7 @@ from agentrl.env.tools import Tool, ToolSet
 from agentrl.reward import Context, Scorer, compile_spec, load_spec, make_context
 from agentrl.reward.compile import given_spec
 from agentrl.utils.errors import CatalogError, ConfigError, hint_text
-from agentrl.utils.files import read_text
+from agentrl.utils.files import read_text, shown_path
 from agentrl.utils.parsing import module_of
 from agentrl.utils.redaction import references, resolve_references
 from agentrl.utils.registry import bind
@@ -577,8 +577,7 @@ def spec_word(env: EnvRef, name: str | None, scorer: Scorer) -> str:
     found = name or (None if env.at is not None else env.default_reward())
     if found is None or is_given(found):
         return scorer.name
-    path = Path(found)
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    return shlex.quote(shown_path(found))
 
 
 def make_scorer(

@@ -103,6 +103,12 @@ def open_plain(path: Path) -> BufferedReader:
     return open(path, "rb", opener=plain_file)
 
 
+def shown_path(path: Path | str) -> str:
+    """A path for messages: from the working folder, if it is inside."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def read_text(path: Path) -> str:
     """The text of a file that a user wrote: UTF-8, with or without a mark at its beginning. Raises OSError; UnicodeDecodeError,
     which names another encoding and says what to do."""

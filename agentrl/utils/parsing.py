@@ -291,8 +291,8 @@ def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]
         signed = found["sign"]
     end = found.end()
     if _BEFORE.search(before) or _AFTER.match(text, end) or len(found.group()) > LONGEST:
-        # What is joined to it is no number either.
-        return None, _end_of_joined(text, end)
+        joined = _JOINED.match(text, end)  # no number either
+        return None, end if joined is None else joined.end()
     if {signed, found["sign2"]} & {"±", "∓"} or (signed and found["sign2"]):
         return None, end
     value = _value(found, text[begin:end])
@@ -303,11 +303,6 @@ def _match_number(text: str, found: re.Match[str]) -> tuple[Numeral | None, int]
 
 
 _JOINED = re.compile(rf"(?:{_LETTER}|[.,:/'\u2019^*×·⋅√{_VULGAR}\-\u2212\u2010\u2011\u2013{{}}](?=[\w{{]))*")
-
-
-def _end_of_joined(text: str, end: int) -> int:
-    found = _JOINED.match(text, end)
-    return found.end() if found is not None else end
 
 
 def _plain_number(text: str) -> Fraction:

@@ -240,7 +240,7 @@ class _Walk:
             if not isinstance(text, str):
                 raise BadSchemaError(shown, f"the key {_short(text)} is no string", "give JSON")
             self.characters += len(text)
-            if not text.isascii() and _lone_surrogate(text):
+            if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise BadSchemaError(shown, "a lone surrogate in a text", "give Unicode text")
         if self.characters > MOST_CHARACTERS:
             raise BadSchemaError(
@@ -358,14 +358,6 @@ def _at_once(node: dict[str, Any], targets: Mapping[tuple[int, str], Any]) -> It
     for key in ("dependencies", "dependentSchemas"):
         found += node[key].values() if isinstance(node.get(key), dict) else []
     return (item for item in found if isinstance(item, dict))
-
-
-def _lone_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def as_2020(schema: Mapping[str, Any]) -> dict[str, Any]:

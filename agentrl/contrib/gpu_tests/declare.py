@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agentrl.contrib.gpu_tests.verdict import FileResult
 from agentrl.utils.errors import ConfigError, ResourceError, RunFolderError, UserError, did_you_mean, hint_text
-from agentrl.utils.files import atomic_write
+from agentrl.utils.files import atomic_write, shown_path
 from agentrl.utils.parsing import module_of
 
 PATTERNS = ("test_*.py", "*_test.py")
@@ -40,9 +40,9 @@ def find_files(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _files(path: Path) -> Iterator[str]:
     if path.is_file():
-        yield _display_path(path)
+        yield shown_path(path.resolve())
     elif path.is_dir():
-        yield from (_display_path(file) for file in _below(path))
+        yield from (shown_path(file.resolve()) for file in _below(path))
     else:
         near = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path}: there is no such file or folder; {did_you_mean(str(path), near, 'name test files or folders')}")
@@ -55,12 +55,6 @@ def _below(folder: Path) -> Iterator[Path]:
                 yield from _below(path)
         elif any(fnmatch(path.name, pattern) for pattern in PATTERNS):
             yield path
-
-
-def _display_path(path: Path) -> str:
-    """Below the working directory as pytest shows it."""
-    whole, here = path.resolve(), Path.cwd()
-    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
 
 
 HOW = "write it once, at the top level of the file, as `pytestmark = pytest.mark.gpus(2)`"

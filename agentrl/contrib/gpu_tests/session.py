@@ -22,6 +22,7 @@ from agentrl.contrib.gpu_tests.cards import VISIBLE
 from agentrl.contrib.gpu_tests.plugin import DUMP, dump_file
 from agentrl.contrib.gpu_tests.verdict import Ending, FileResult, JournalReader, Stacks, conclude
 from agentrl.utils import keeper
+from agentrl.utils.files import shown_path
 
 _DUMP_S = 2.0
 """Seconds to wait for a session to say where it is."""
@@ -201,14 +202,10 @@ def stacks_of(text: str, file: Path) -> Stacks:
         elif inside and (found := _FRAME.match(line)):
             frames.append(found)
     own = [frame for frame in frames if Path(frame["file"]) == file.resolve()]
-    return Stacks(next((f"{_short(frame['file'])}:{frame['line']} in {frame['name']}" for frame in own or frames), ""), text)
+    return Stacks(next((f"{shown_path(frame['file'])}:{frame['line']} in {frame['name']}" for frame in own or frames), ""), text)
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-
-
-def _short(file: str) -> str:
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _tail(log: Path) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.arguments import COMMANDS
 from agentrl.utils.errors import RunFolderError
+from agentrl.utils.files import shown_path
 from agentrl.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def run_list(args: argparse.Namespace) -> int:
         found += [load_run(folder)] if is_run(folder) else find_runs(folder)
         if not folder.is_dir():
             raise RunFolderError(f"{folder}: there is no such folder")
-    rows = [{"run": str(_short(run.path)), **overview(run)} for run in found]
+    rows = [{"run": shown_path(run.path), **overview(run)} for run in found]
     if args.json:
         print_json(rows)
     elif rows:
@@ -133,7 +134,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from agentrl.run.reader import load_run, overview
 
     runs = [load_run(folder) for folder in args.folders]
-    names = [str(_short(run.path)) for run in runs]
+    names = [shown_path(run.path) for run in runs]
     differ = config_differences([run.table for run in runs])
     rows: list[dict[str, Any]] = [overview(run) for run in runs]
     found = figures([run.metrics for run in runs], rows)
@@ -168,12 +169,6 @@ def run_failures(args: argparse.Namespace) -> int:
     else:
         say(f"none of {count} episodes failed" if count else "there are no episodes")
     return 0
-
-
-def _short(path: Path) -> Path:
-    """The path from here, if it is below here."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 # agentrl show

@@ -24,12 +24,13 @@ from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
 from agentrl.rollout.samplers import GroupOutcome, TaskChoice
-from agentrl.run.checks.reward_checks import in_daemon_thread, shown_path
+from agentrl.run.checks.reward_checks import in_daemon_thread
 from agentrl.run.registries import registry_of
 from agentrl.run.trackers import Tracker
 from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, LossInput, LossOutput, anchors_of
 from agentrl.trainer.train_engine import BaseEngine
 from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.files import shown_path
 from agentrl.utils.registry import Registry, second_load
 
 TURNS = [0, 0, 0, 0, 1, 1]

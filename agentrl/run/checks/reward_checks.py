@@ -42,6 +42,7 @@ from agentrl.rollout.mixtures import TaskSource
 from agentrl.rollout.samplers import make_sampler
 from agentrl.trainer.estimator_inputs import needs_greedy
 from agentrl.utils.errors import ConfigError, UserError
+from agentrl.utils.files import shown_path
 from agentrl.utils.search_path import shelves
 
 # Success of gold
@@ -123,11 +124,6 @@ def users_line(fault: BaseException) -> str:
     }
     lines = [frame for frame in traceback.extract_tb(fault.__traceback__) if str(Path(frame.filename).resolve()) in files]
     return f"{shown_path(lines[-1].filename)}:{lines[-1].lineno}: " if lines else ""
-
-
-def shown_path(file: str) -> str:
-    """A path relative to the working folder, if it is inside."""
-    return str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
 
 
 def _first_fault(tasks: Iterable[tuple[EnvRef, int]], split: str, scorer: Scorer, limit: float) -> str | None:
