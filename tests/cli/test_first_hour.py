@@ -82,6 +82,25 @@ def test_evaluations_are_compared_by_the_documented_pattern(compared: Path, caps
     assert "two or more folders of evaluations are needed, got" in text and "comparison.json" in text
 
 
+def test_show_prints_the_tables_of_an_evaluation_whose_parts_are_in_folders(
+    compared: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folders that `agentrl eval` names: of several models the comparison, of several environments the table of all."""
+    printed = said(capsys, "eval", "--compare", *(str(compared / name) for name in ("policy_gold", "policy_idle")))
+    assert said(capsys, "show", str(compared)) == printed
+    rows = json.loads(said(capsys, "show", str(compared), "--json"))["envs"]["key_value"]["rows"]
+    assert [row["model"] for row in rows] == ["policy_gold", "policy_idle"]
+    (here / "two.toml").write_text('[[env]]\nid = "key_value"\nname = "a"\n[[env]]\nid = "key_value"\nname = "b"\n')
+    printed = said(capsys, "eval", "--config", "two.toml", "--policy", "gold", "-n", "2", "--out", "two")
+    shown = said(capsys, "show", "two")
+    assert "held-out tasks by environment" in shown and {*map(str.strip, shown.splitlines())} <= {
+        *map(str.strip, printed.splitlines())
+    }
+    assert set(json.loads(said(capsys, "show", "two", "--json"))["envs"]) == {"a", "b"}
+    text = said(capsys, "show", "two", "--episode", "trajectories.0", code=2)
+    assert "two: it has no episodes of its own; there are evaluations in it: a, b" in text
+
+
 def test_a_narrow_terminal_breaks_names_and_cuts_none(
     compared: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,13 +198,13 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_show(args: argparse.Namespace) -> int:
     """Show; returns 0. Raises RunFolderError or NotFoundError if it is missing."""
-    from pathlib import Path
-
     from agentrl.contrib.view.api import Api
     from agentrl.contrib.view.index import say_reading
     from agentrl.contrib.view.library import Library
     from agentrl.run.reader import load_run
 
+    if tables := _tables_of_parts(Path(args.folder)):
+        return _print_parts(args, tables)
     found = load_run(args.folder)
     library = Library([Path(args.folder)])
     [one] = library.scan()
@@ -219,6 +219,37 @@ def run_show(args: argparse.Namespace) -> int:
     if args.episode is not None:
         return _episode(api, one.ident, args)
     return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
+
+
+def _tables_of_parts(folder: Path) -> dict[str, Any]:
+    """What `agentrl eval` wrote above the folders of several models or environments; empty in any other folder."""
+    from agentrl.run.folder import stored_object
+    from agentrl.run.reader import is_run
+
+    if is_run(folder):
+        return {}
+    found = stored_object(folder / "comparison.json", "remove it") or stored_object(folder / "report.json", "remove it") or {}
+    return found if "envs" in found else {}
+
+
+def _print_parts(args: argparse.Namespace, tables: dict[str, Any]) -> int:
+    from agentrl.contrib.view.terminal import console, print_json
+    from agentrl.run.compare import print_comparison, print_official, print_side_by_side
+    from agentrl.run.evaluate import print_reports
+    from agentrl.run.reader import find_runs
+
+    if args.step is not None or args.episode is not None:
+        inside = ", ".join(run.path.relative_to(Path(args.folder).absolute()).as_posix() for run in find_runs(Path(args.folder)))
+        raise RunFolderError(f"{args.folder}: it has no episodes of its own; there are evaluations in it: {inside}")
+    if args.json:
+        print_json(tables)
+    elif "success" in tables:
+        print_reports(tables["envs"], tables["success"], console())
+        print_official(tables.get("official", {}), console())
+    else:
+        print_comparison(tables, console())
+        print_side_by_side(tables.get("official", {}), console())
+    return 0
 
 
 def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:
