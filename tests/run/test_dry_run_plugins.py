@@ -36,12 +36,12 @@ FILTER = "@FILTERS.register('mine')\ndef mine(group):\n    return "
 TRACKER = "@TRACKERS.register('mine')\nclass Mine(Tracker):\n    def __init__(self, run): ...\n"
 
 
-def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "") -> int:
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str, value: str = "", env: str = "key_value") -> int:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/mine.py").write_text(HEAD + body + "\n")
     small = {"layers": 1, "hidden": 16, "mlp": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 512}
     init = ", ".join(f"{name}={size}" for name, size in small.items())
-    (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='key_value'}}\ncluster={{backend='inline'}}\n"
+    (tmp_path / "run.toml").write_text(f"engine='embedded'\nenv={{id='{env}'}}\ncluster={{backend='inline'}}\n"
                                        f"model={{init={{{init}}}}}\nrollout={{groups=2, group_size=2}}\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
     plain = key in ("engine", "model.engine", "weights.route")
@@ -65,6 +65,8 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, body: str
         ("rollout.context", CONTEXT + "['x']", "returned 'x', expected Message"),
         ("rollout.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
         ("rollout.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
+        ("env.sampler", CHOICE + "return 3", "returned 3, expected TaskChoice"),
+        ("env.sampler", SAMPLER + "raise KeyError('token')", "'mine' raised KeyError"),
         ("rollout.accept", FILTER + "sum(m.reward for m in group.scored())", "returned 1.0, expected True or False"),
         ("rollout.accept", FILTER.replace("def", "async def") + "3", "returned 3, expected True or False"),
         ("trackers", TRACKER, "'mine' lacks close, row, which Tracker demands"),
@@ -122,6 +124,41 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
     (tmp_path / "real").mkdir()
     assert dry_run(tmp_path / "real", monkeypatch, "rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2") == 0
+
+
+PROVIDER = """
+from agentrl.contrib.sandboxes.local import LocalProvider, LocalSandbox
+from agentrl.env.sandbox import SANDBOXES, SandboxProvider
+@SANDBOXES.register('mine')
+class Mine(%s):
+    name = 'mine'
+"""
+BOX = PROVIDER % "LocalProvider" + "    async def start(self, spec, snapshot=None):\n        "
+MADE = BOX + "made = await super().start(spec, snapshot)\n        "
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (PROVIDER % "SandboxProvider", "raised TypeError: Can't instantiate abstract class Mine"),
+        (PROVIDER % "", "expected SandboxProvider"),
+        (BOX + "return 3", "returned 3, expected Sandbox"),
+        (BOX + "raise KeyError('token')", "'mine' raised KeyError: 'token'"),
+        (PROVIDER % "LocalProvider" + "    def unavailable(self):\n        return True", "returned True, expected str"),
+        (MADE + "made.exec = lambda *a, **k: 3\n        return made", "'mine' raised TypeError"),
+        (MADE + "async def none(*a): ...\n        made.write = none\n        return made", "raised FileNotFoundError"),
+    ],
+)
+def test_a_sandbox_provider_that_cannot_work_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
+    assert dry_run(tmp_path, monkeypatch, "env.sandbox", body, "{provider='mine'}", env="python") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("agentrl: env.sandbox.provider: plugins/mine.py:") and said in error and "Traceback" not in error
+
+
+def test_a_sandbox_provider_that_works_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dry_run(tmp_path, monkeypatch, "env.sandbox", MADE + "return made", "{provider='mine'}", env="python") == 0
 
 
 def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(

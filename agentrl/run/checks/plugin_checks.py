@@ -20,6 +20,7 @@ from agentrl.config import Choice, TrainConfig
 from agentrl.config.envs import alone
 from agentrl.data.trajectory import Group, Message, Task, ToolCall, Trajectory
 from agentrl.engines.weights.base import Route
+from agentrl.env.sandbox import SANDBOXES, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from agentrl.rollout.context import Moment
 from agentrl.rollout.engine import EngineMaker
 from agentrl.rollout.mixtures import EnvOutcome
@@ -81,6 +82,9 @@ def _trials(config: TrainConfig, planned: bool) -> Iterator[tuple[str, Choice | 
         one = alone(config, env)
         if env.advantage is not None:
             yield "env.advantage", env.advantage, partial(_advantage, one.rollout.group_size)
+        if env.sandbox is not None:
+            yield "env.sandbox.provider", Choice(name=env.sandbox.provider, args=env.sandbox.args), _sandbox
+        yield "env.sampler", env.sampler, _sampler
         yield "rollout.context", one.rollout.context, partial(_context, one)
 
 
@@ -224,6 +228,28 @@ def _class(kind: type, made: Any, choice: Choice) -> None:
         raise TrialError(f"is {made!r:.60}, expected a subclass of {kind.__name__}")
     if missing := sorted(made.__abstractmethods__):  # type: ignore[attr-defined]
         raise TrialError(f"lacks {', '.join(missing)}, which {kind.__name__} demands")
+
+
+def _sandbox(make: Any, choice: Choice) -> None:
+    """A command and a file of a sandbox that starts here; one on other machines costs money, and is not started."""
+    _expect(SandboxProvider, provider := make())
+    if (reason := provider.unavailable()) is not None:
+        _expect(str, reason)
+        return  # the check of environments says it
+    provider.check(SandboxSpec())
+
+    async def use() -> None:
+        _expect(Sandbox, sandbox := await provider.start(SandboxSpec()))
+        try:
+            _expect(ExecResult, await sandbox.exec(["true"]))
+            await sandbox.write({"a": b"text"})
+            if (content := await sandbox.read("a")) != b"text":
+                raise TrialError(f"reads {content!r:.60} from a file, expected b'text', which was written")
+        finally:
+            await sandbox.stop()
+
+    if "remote" not in SANDBOXES.entry(choice.name).traits:
+        asyncio.run(use())
 
 
 def _sampler(make: Any, choice: Choice) -> None:
