@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,7 +22,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.host import VISIBLE
 from agentrl.cluster.machine import usable_gpus
 from agentrl.cluster.ray_cluster import is_connected, join_to_ask
-from agentrl.cluster.ray_group import Hosts, RayBackend
+from agentrl.cluster.ray_group import Hosts, RayBackend, last_line
 from agentrl.cluster.worker import Mesh, Worker
 from agentrl.config.schema import ClusterConfig, PoolConfig
 from agentrl.utils.errors import AgentrlError, ConfigError, ResourceError, did_you_mean
@@ -397,7 +397,7 @@ def card_bytes(cluster: ClusterConfig) -> int | None:
     try:
         # Of a process that Ray gave a GPU: the driver's machine may have other ones. Without a CPU slot: they may all be taken.
         found: int | None = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_smallest_card).remote(), timeout=60.0)
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         found = None
     if found is None:
         raise ResourceError(
@@ -428,8 +428,6 @@ def _smallest_card() -> int | None:
 NODE_LABEL = "ray.io/node-id"
 PATIENCE = 5.0
 """Seconds that Ray gets to reserve resources that are free, before the search starts again."""
-ANSWER_S = 60.0
-"""Seconds for a node to start a process that says where it is; a cold one imports Ray from a network disk first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,10 +532,10 @@ def _hold(pools: Mapping[str, PoolConfig], unpooled: Sequence[Unpooled]) -> dict
     return held
 
 
-def locations_of(held: Reserved) -> list[Location]:
+def locations_of(held: Reserved, timeout: float) -> list[Location]:
     """Ask each reserved bundle, from within, where it is; one after the other on a node, so that few processes start.
 
-    Raises ResourceError if a node cannot answer.
+    Raises ResourceError if a node cannot answer, or does not within `timeout` seconds.
     """
     # Without the limit, Ray starts a process for every task that has a GPU.
     remote = ray.remote(max_calls=0)(_location)
@@ -546,12 +544,15 @@ def locations_of(held: Reserved) -> list[Location]:
     for slots in zip_longest(*held.by_node()):
         asked = [slot for slot in slots if slot is not None]
         try:
-            answers = ray.get([remote.options(**options[slot]).remote() for slot in asked], timeout=ANSWER_S)
+            answers = ray.get([remote.options(**options[slot]).remote() for slot in asked], timeout=timeout)
             found |= zip(asked, answers, strict=True)
-        except RayError as error:
-            cause = str(error).strip().splitlines()[-1]
+        except GetTimeoutError:
             raise ResourceError(
-                f"a node does not say where it is; is this version of agentrl installed on it? {cause}"
+                f"cluster.startup_timeout = {timeout:g}: no process started on a node in this time. Raise it, or free the node"
+            ) from None
+        except RayError as error:
+            raise ResourceError(
+                f"a node does not say where it is; is this version of agentrl installed on it? {last_line(error)}"
             ) from error
     return [found[slot] for slot in range(held.slots)]
 
@@ -632,7 +633,7 @@ class Pools:
 
     def locations(self, role: str, gpus: int = 0) -> list[Location]:
         """Place of each process of a role, before they are started; `gpus` as in `ray_options`."""
-        ranks = locations_of(self._held[self._pool_of[role]])
+        ranks = locations_of(self._held[self._pool_of[role]], self._timeout)
         return join_locations(ranks, gpus) if self._uses_cards_of_others(role) else ranks
 
     def _uses_cards_of_others(self, role: str) -> bool:
