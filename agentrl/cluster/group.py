@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import numpy as np
-from tensordict import TensorDict
 
 from agentrl.cluster.worker import (
     Call,
@@ -32,10 +31,13 @@ from agentrl.cluster.worker import (
     resolve,
 )
 from agentrl.data.packing import partition
-from agentrl.data.rows import concat, lengths, select
+from agentrl.data.rows import concat, is_batch, lengths, select
 from agentrl.utils.errors import CheckpointError, ConfigError, DispatchError
 from agentrl.utils.spans import span
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Results of the ranks, collected
 
@@ -70,7 +72,7 @@ def restore_order(label: str, parts: Sequence[Any], rows: Sequence[np.ndarray]) 
     Raises DispatchError if a rank returned no TensorDict, or another number of rows than it was given.
     """
     for part in parts:
-        if not isinstance(part, TensorDict):
+        if not is_batch(part):
             raise DispatchError(f"{label}: collect='source' needs a TensorDict from each rank, got {type(part).__name__}")
     given, got = [len(row) for row in rows], [len(part) for part in parts]
     if given != got:
@@ -127,7 +129,7 @@ class Shard(Strategy):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
         batch, rest = call.take(name)
-        if not isinstance(batch, TensorDict):
+        if not is_batch(batch):
             raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
         shards, ranks = self._shards(call.label, batch, mesh.size(self.mesh)), list(range(mesh.world_size))
         # Ranks with the same coordinate get the same rows: sequence-parallel peers compute each micro-batch together.

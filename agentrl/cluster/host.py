@@ -339,13 +339,11 @@ def pick_rows(parts: Sequence[Any], rows: np.ndarray | None) -> TensorDict:
 
 def to_wire(value: Any) -> Any:
     """Batches in serialized form; everything else as it is."""
-    if "tensordict" not in sys.modules:  # then the value cannot be a batch, and the import is saved
+    if "agentrl.data.rows" not in sys.modules:  # then the value cannot be a batch, and the import is saved
         return value
-    from tensordict import TensorDict
+    from agentrl.data.rows import is_batch, serialize
 
-    from agentrl.data.rows import serialize
-
-    return serialize(value) if isinstance(value, TensorDict) else value
+    return serialize(value) if is_batch(value) else value
 
 
 def from_wire(value: Any) -> Any:

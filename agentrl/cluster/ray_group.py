@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from tensordict import TensorDict
 
 from agentrl.cluster.group import Backend, Pending
 from agentrl.cluster.host import Head, Host, PackedCall, RemoteFailure, from_wire
@@ -28,6 +27,9 @@ from agentrl.cluster.worker import Mesh, Shipment, Worker, WorkerContext
 from agentrl.data.rows import serialize
 from agentrl.utils.errors import ResourceError, StalledError, WorkerDiedError, WorkerError
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # The processes of a group
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch import device as Device
 
@@ -19,6 +19,9 @@ from agentrl.data.expert_routing import free
 from agentrl.data.images import Image
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Spot, Trajectory, reward_spots, terminal_reward
+
+if TYPE_CHECKING:
+    from tensordict import NonTensorData, TensorDict
 
 # A batch by its rows: how it is read (`Ragged`), cut, joined, and put end to end for a model (`pack`).
 #
@@ -203,6 +206,8 @@ def select(batch: TensorDict, rows: Rows) -> TensorDict:
 
 def _select_other(value: Any, rows: np.ndarray) -> Any:
     """Rows of a per-sample non-tensor; a batch-wide one is passed on."""
+    from tensordict import NonTensorData, NonTensorStack
+
     if isinstance(value, NonTensorStack):
         items = value.tolist()
         return items_column([items[i] for i in rows.tolist()])
@@ -213,6 +218,8 @@ def _select_other(value: Any, rows: np.ndarray) -> Any:
 
 def items_column(items: Sequence[Any]) -> Any:
     """A per-sample non-tensor column."""
+    from tensordict import NonTensorData, NonTensorStack
+
     if not items:
         return NonTensorStack(stack_dim=0)
     return NonTensorStack(*[NonTensorData(item) for item in items])
@@ -220,12 +227,22 @@ def items_column(items: Sequence[Any]) -> Any:
 
 def wide(value: Any, rows: int) -> NonTensorData:
     """A batch-wide non-tensor value."""
+    from tensordict import NonTensorData
+
     return NonTensorData(value, batch_size=[rows])
 
 
-def build(columns: Mapping[str, Any], rows: int) -> TensorDict:
-    """A batch of `rows` rows; jagged columns must already share their offsets."""
-    return TensorDict(dict(columns), batch_size=[rows])
+def is_batch(value: Any) -> TypeGuard[TensorDict]:
+    """Return True for a TensorDict; a process that never loaded the package has none."""
+    package = sys.modules.get("tensordict")
+    return package is not None and isinstance(value, package.TensorDict)
+
+
+def build(columns: Mapping[str, Any], rows: int | None) -> TensorDict:
+    """A batch of `rows` rows, or without a batch size; jagged columns must already share their offsets."""
+    from tensordict import TensorDict  # here: it loads torch's compiler, 4 s in which `agentrl eval` would have played
+
+    return TensorDict(dict(columns), batch_size=[] if rows is None else [rows])
 
 
 def concat(batches: Sequence[TensorDict]) -> TensorDict:
@@ -255,6 +272,8 @@ def concat(batches: Sequence[TensorDict]) -> TensorDict:
 
 
 def _concat_other(values: Sequence[Any], rows: int) -> Any:
+    from tensordict import NonTensorData
+
     if isinstance(values[0], NonTensorData):
         # A batch-wide value is of the whole batch, hence equal in all of its pieces.
         return wide(values[0].data, rows)
@@ -292,7 +311,7 @@ def pack(view: Ragged, rows: Rows) -> TensorDict:
     out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     out["segments"] = torch.repeat_interleave(torch.arange(len(index)), counts)
     out["rows"] = torch.from_numpy(index)
-    return TensorDict(out, batch_size=[])
+    return build(out, None)
 
 
 def _dummy(batch: TensorDict) -> TensorDict:
@@ -305,7 +324,7 @@ def _dummy(batch: TensorDict) -> TensorDict:
     out["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
     out["segments"] = torch.zeros(1, dtype=torch.int64)
     out["rows"] = torch.tensor([DUMMY_ROW])
-    return TensorDict(out, batch_size=[])
+    return build(out, None)
 
 
 def unpack(view: Ragged, rows: Sequence[int], values: torch.Tensor, into: torch.Tensor) -> None:
@@ -370,6 +389,8 @@ def serialize(batch: TensorDict) -> SerializedBatch:
 
     Raises ValueError if ragged columns have different row lengths, TypeError for a column of another kind.
     """
+    from tensordict import NonTensorData, NonTensorStack
+
     column = ragged_column(batch)
     offsets = None if column is None else offsets_of(column)
     serialized = SerializedBatch(len(batch), None if offsets is None else offsets.cpu().numpy(), {}, {}, {}, {}, {})

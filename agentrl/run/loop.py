@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING
 
 from agentrl.config import Choice, EvalConfig
 from agentrl.config.envs import alone, eval_weights, own_advantages
@@ -35,6 +34,9 @@ from agentrl.trainer.experience import with_rare
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.spans import Kind, span, traced
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 NONE: Mapping[str, Choice] = MappingProxyType({})
 

@@ -13,9 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.cluster.group import WorkerGroup, check_shared
 from agentrl.cluster.ray_cluster import start_ray, stop_asking, stop_ray
@@ -57,6 +55,9 @@ from agentrl.utils.search_path import pack_given, unpack
 from agentrl.utils.search_path import used_names as used
 from agentrl.utils.spans import at, here, note, now, traced
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Demonstrations
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-
-from tensordict import TensorDict
+from typing import TYPE_CHECKING
 
 from agentrl.cluster.group import check_arrived
 from agentrl.config.envs import alone, warm_start_envs, weight_at
@@ -30,6 +29,9 @@ from agentrl.utils.errors import AgentrlError
 from agentrl.utils.event_loop import OwnedTasks
 from agentrl.utils.processor import TINY
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 STEPS_A_CALL = 10
 """Supervised steps of a tiny model in one call of the actors: less than a second."""

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.cluster.machine import reachable_address
@@ -42,6 +41,9 @@ from agentrl.trainer.update import (
     update_policy,
 )
 from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # The trainer's end of a publish
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 
 from agentrl.config.schema import AlgorithmConfig, Choice
 from agentrl.data.rows import Ragged, select
@@ -21,6 +21,9 @@ from agentrl.trainer.algorithms.base import AdvantageInput, AdvantageOutput, anc
 from agentrl.trainer.minibatch import episode_sums, reward_penalty
 from agentrl.trainer.roles import taught
 from agentrl.utils.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def with_advantages(

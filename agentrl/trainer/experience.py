@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tensordict import TensorDict
 
 from agentrl.config.envs import own_advantages
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, ExperienceConfig, RolloutConfig
@@ -28,6 +28,9 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.trainer.minibatch import SOURCE
 from agentrl.utils.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 RARE = "rare"
 FILE = "experience.safetensors"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
 
 import torch
-from tensordict import TensorDict
 
 from agentrl.cluster.group import WorkerGroup, check_arrived, check_shared
 from agentrl.cluster.launch import launch
@@ -67,6 +66,8 @@ from agentrl.utils.parsing import json_text, read_json
 from agentrl.utils.threads import in_thread
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from agentrl.cluster.placement import Pools
 
 

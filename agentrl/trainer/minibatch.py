@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.cluster.group import Shard
 from agentrl.cluster.worker import Call, Mesh, Shipment
 from agentrl.config.schema import AlgorithmConfig, KlConfig
-from agentrl.data.rows import TRUNCATED, Ragged, is_ragged, row_counts, row_ids, spread
+from agentrl.data.rows import TRUNCATED, Ragged, is_batch, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
 from agentrl.trainer.algorithms.base import Denominators
 from agentrl.trainer.algorithms.losses import KL, POLICY_LOSSES, Selection, correction, kl_estimate, selection_of
 from agentrl.utils.errors import ConfigError, DispatchError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Visits of tokens
 
@@ -196,7 +198,7 @@ class RowsShard(Shard):
     def scatter(self, call: Call, mesh: Mesh) -> Shipment:
         name = call.names[0]
         batch, rest = call.take(name)
-        if not isinstance(batch, TensorDict):
+        if not is_batch(batch):
             raise DispatchError(f"{call.label}: {name!r} must be a TensorDict, it is a {type(batch).__name__}")
         view = assign_ranks(Ragged.of(batch), [np.arange(len(batch))], mesh.size(self.mesh))
         by_column = Shard(mesh=self.mesh, balance="column", stays=self.stays)

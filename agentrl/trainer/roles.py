@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from agentrl.cluster.host import own_device
 from agentrl.cluster.worker import Broadcast, Strategy, Worker, WorkerContext
 from agentrl.config.load import check_unread
 from agentrl.config.schema import AlgorithmConfig, CriticConfig, DistillationConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.data.rows import Ragged, on_device, row_ids
+from agentrl.data.rows import Ragged, build, on_device, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.trainer.algorithms.base import aggregate
 from agentrl.trainer.algorithms.losses import value_loss
@@ -27,6 +26,9 @@ from agentrl.trainer.train_state import BackgroundSave, load_state, save_state
 from agentrl.trainer.update import Meter, Pack, Steps, UpdateSettings, compute_logprobs, compute_values, visit_order
 from agentrl.utils.errors import ConfigError
 from agentrl.utils.processor import own_threads
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # What roles share
 
@@ -354,7 +356,7 @@ def compute_scores(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
         scores = engine.scores(Pack(view, rows, engine.device).micro)
         if rows:
             out[torch.tensor(rows)] = scores.cpu()
-    return TensorDict({"score": out}, batch_size=[len(view)])
+    return build({"score": out}, len(view))
 
 
 def last_rows(view: Ragged) -> torch.Tensor:

@@ -8,16 +8,16 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.data.expert_routing import free, load_metrics
 from agentrl.data.images import Image
-from agentrl.data.rows import Ragged, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
+from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sampled_offsets, spread, unpack
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate
@@ -37,6 +37,9 @@ from agentrl.trainer.minibatch import (
 )
 from agentrl.trainer.train_engine import BaseEngine, CardUsage
 from agentrl.utils.errors import ConfigError, NonFiniteError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Metrics
 
@@ -519,7 +522,7 @@ def compute_logprobs(engine: BaseEngine, view: Ragged, temperature: float, cap: 
         results = engine.logprobs(packed.micro, temperature, True)
         for name, values in zip(out, results, strict=True):
             unpack(view, rows, packed.spread(values), out[name])
-    return TensorDict({name: nested_tensor(values, view.offsets) for name, values in out.items()}, batch_size=[len(view)])
+    return build({name: nested_tensor(values, view.offsets) for name, values in out.items()}, len(view))
 
 
 @torch.no_grad()
@@ -530,4 +533,4 @@ def compute_values(engine: BaseEngine, view: Ragged, cap: int) -> TensorDict:
     for rows in micros:
         packed = Pack(view, rows, engine.device)
         unpack(view, rows, packed.spread(engine.values(packed.micro)), out)
-    return TensorDict({"values": nested_tensor(out, view.offsets)}, batch_size=[len(view)])
+    return build({"values": nested_tensor(out, view.offsets)}, len(view))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from agentrl.cluster.group import WorkerGroup
@@ -25,6 +24,9 @@ from agentrl.trainer.minibatch import MINIBATCHES, RowsShard, cut_steps
 from agentrl.trainer.optim import optim_of, rate
 from agentrl.trainer.roles import TrainedRole, compute_scores, open_engine
 from agentrl.utils.threads import in_thread
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # A reward model that learns
 
