@@ -10,11 +10,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
-from agentrl.data.packing import as_given, baselines, lower_bound, portfolio
+sys.path.insert(0, str(Path(__file__).parent / "parts"))
+
+from karmarkar_karp import as_given, karmarkar_ranks
+
+from agentrl.data.packing import baselines, lower_bound, portfolio
 
 KINDS = ("lognormal", "bimodal", "agentic")
 
@@ -39,7 +45,8 @@ def one(tokens: np.ndarray, ranks: int, cap: int) -> dict[str, float]:
     """Inefficiency of each packing on one instance: cost over lower bound."""
     costs = costs_of(tokens)
     bound = lower_bound(tokens, costs, ranks, cap)
-    totals = {name: as_given(name, bins, costs, ranks).cost for name, bins in baselines(tokens, costs, ranks, cap)}
+    peers = [("karmarkar_ranks", karmarkar_ranks(tokens, costs, ranks, cap)), *baselines(tokens, costs, ranks, cap)]
+    totals = {name: as_given(name, bins, costs, ranks).cost for name, bins in peers}
     totals["portfolio"] = portfolio(tokens, costs, ranks, cap).cost
     return {name: cost / bound for name, cost in totals.items()}
 
