@@ -63,18 +63,10 @@ test: $(BIN)/.test
 oracles: $(BIN)/.test
 	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)
 
+# Every file that has a long form, or more inputs of a property, finds itself by these words.
 proofs: $(BIN)/.test
-	AGENTRL_PROOFS=1 $(BIN)/python -m pytest tests/e2e/test_train.py tests/e2e/test_endings.py tests/train/test_prefix_training.py tests/e2e/test_unlit_paths.py tests/e2e/test_planted_keys.py tests/run/test_damage.py tests/contrib/offline/test_offline.py tests/run/test_restarts.py tests/run/test_stop_signals.py tests/run/test_resume_neighbours.py tests/run/test_sealed_pickles.py tests/run/test_means_and_ledgers.py tests/run/test_full_disk.py tests/run/test_publish_while_sampling.py tests/rollout/test_long_context.py tests/shelf/test_workspace.py tests/shelf/test_service_desk.py tests/e2e/test_split_runs.py tests/e2e/test_means_on_ranks.py tests/e2e/test_success.py tests/train/test_ranks.py tests/train/test_distillation.py tests/train/test_split.py tests/train/test_engine_contract.py tests/train/test_parallel.py \
-		tests/train/test_activations.py tests/train/test_kernels.py tests/train/test_dropping.py tests/train/test_finite.py tests/cluster/test_ray_group.py \
-		tests/reward/test_reward_properties.py tests/reward/test_math_leaf.py tests/reward/test_reward_success.py tests/contrib/toolkit/test_search.py tests/contrib/toolkit/test_sql.py tests/shelf/test_function_calling.py tests/shelf/test_own_tools.py tests/train/test_world_size.py tests/batch/test_balance_benchmark.py tests/backends/test_vllm_older.py tests/contrib/agents/test_endpoint_protocols.py \
-		tests/contrib/agents/test_endpoint_sessions.py tests/contrib/agents/test_endpoint_hostile.py tests/render/test_streaming.py \
-		tests/contrib/sglang/test_sglang.py tests/contrib/sglang/test_sglang_run.py \
-		tests/cluster/test_guard.py tests/cluster/test_ray_keeper.py tests/cluster/test_ray_faults.py tests/cluster/test_ray_token.py tests/cluster/test_two_machines.py tests/env/test_env_check.py tests/contrib/remote_envs tests/contrib/sandboxes \
-		tests/render/test_mistral_reference.py \
-		tests/weights/test_joined.py tests/weights/test_publish_moe_vllm.py tests/backends/test_vllm_experts.py tests/train/families/test_table.py \
-		tests/e2e/test_vllm_workers.py tests/e2e/test_family_runs.py tests/run/test_rollout_workers.py tests/contrib/agents/test_runs.py tests/examples/test_examples.py tests/cli/test_completion.py tests/examples/test_notebook.py tests/python \
-		tests/cluster/test_two_nodes.py tests/cluster/test_lost_node.py tests/weights/test_publish_vllm.py tests/e2e/test_sampling_paths.py \
-		tests/backends/test_vllm.py tests/test_contributing.py tests/contrib/trackers/test_tracing.py tests/contrib/view/test_browser.py tests/contrib/gpu_tests/test_command.py tests/run/test_gpu_placement.py tests/run/test_gpu_start.py tests/run/test_plan_nodes.py tests/run/test_branching_run.py tests/run/test_vision_run.py tests/backends/test_vllm_vision.py tests/test_contrib.py $(ARGS)
+	AGENTRL_PROOFS=1 $(BIN)/python -m pytest $$(grep -rlE '\<(proof|PROOFS|examples|UNTESTED)\>' tests --include='test_*.py') \
+		tests/train/test_ranks.py tests/weights/test_joined.py tests/backends/test_vllm_older.py tests/contrib/remote_envs tests/contrib/sandboxes $(ARGS)
 
 peers: $(BIN)/.test
 	AGENTRL_PEERS=1 $(BIN)/python -m pytest -s tests/peers $(ARGS)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from specimens import without_dropout
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl.trainer.families import perturb, without_dropout
+from agentrl.trainer.families import perturb
 from agentrl.trainer.pretrained import VOCABULARY, packaged_tokenizer
 
 WINDOW = 32

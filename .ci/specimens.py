@@ -6,9 +6,10 @@ the family have, or builds no model at all, with their values (SPECIMENS, as in 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from agentrl.trainer.families import without_dropout
+from agentrl.trainer.families import dropouts, parts_of
 
 CONV = ["conv", "conv", "full_attention"] * 4
 SPECIMENS: dict[str, dict[str, Any]] = {
@@ -47,6 +48,16 @@ DECODERS = (
     "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Encoders that predict the next token only if their config asks for it."""
+
+
+def without_dropout(config: Any) -> Any:
+    """A copy in which nothing is dropped at random."""
+    found = copy.deepcopy(config)
+    for part in parts_of(found):
+        for name in dropouts(part):
+            if name in vars(part):
+                setattr(part, name, 0.0)
+    return found
 
 
 def specimen(family: str) -> Any:

@@ -28,23 +28,6 @@ def book() -> Any:
     return module
 
 
-def test_every_file_is_of_a_claim_with_its_command_and_its_figures(book: Any) -> None:
-    found = (ROOT / "benchmarks" / "results").glob("*.json")
-    # Those of cards are on the page of cards (benchmarks/gpu.py).
-    files = {file.stem: json.loads(file.read_text()) for file in found if not file.stem.startswith("gpu-")}
-    named = {claim["name"]: claim for claim in book.claims()}
-    assert set(files) <= set(named)
-    for name, found in files.items():
-        assert found["command"] == f"python {named[name]['command']}"
-        labels = {figure["label"] for figure in named[name]["figures"]}
-        assert labels - {"*"} <= set(found["figures"])
-        about = {"processor", "cores", "memory_gib", "load", "busy", "python"}
-        assert about == set(found["machine"]) and found["date"] and found["commit"]
-    assert sum(claim["seconds"] for claim in book.claims()) <= 20 * 60
-    for claim in named.values():
-        assert (ROOT / claim["command"].split()[0]).is_file()
-
-
 def test_what_got_worse_by_a_tenth_is_named(book: Any) -> None:
     def result(speed: float, size: float, **more: float) -> dict[str, Any]:
         figures = {"speed": {"value": speed, "better": "higher"}, "size": {"value": size, "better": "lower"}}

@@ -142,9 +142,3 @@ def test_the_config_in_the_readme_is_what_it_says(tmp_path: Path, monkeypatch: p
     mine, base = (load_config(path, find=find_config) for path in (tmp_path / "mine.toml", find_config("quickstart")))
     assert (mine.algorithm.advantage.name, mine.algorithm.loss.args) == ("rloo", {"clip_high": 0.28})
     assert mine.rollout == base.rollout and mine.name == "mine" and base.algorithm.advantage.name == "grpo"
-
-
-def test_no_page_names_a_public_address_before_there_is_one() -> None:
-    """pyproject's [project.urls] is filled in at publication; until then a made-up address leads to a stranger's page."""
-    for file in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", *ROOT.glob("docs/*.md")):
-        assert not re.search(r"github\.com/agentrl", file.read_text()), file

@@ -26,6 +26,7 @@ from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
 from agentrl.utils.errors import ConfigError, ResourceError
 from agentrl.utils.registry import Registry, _entry_points
+from tests.conftest import proof
 from tests.run.timelines import check_update, read
 
 FILES = {
@@ -205,6 +206,7 @@ def run_of(*overrides: str, **sections: Any) -> TrainConfig:
     return config_from({**base, "rollout": {"group_size": 2, "groups": 2}, **sections}, overrides)
 
 
+@proof
 @pytest.mark.timeout(240)
 def test_a_run_of_plugins_alone(shelf: Path) -> None:
     """Its actor is a Ray worker, which loads the loss and the route's sender from the shelf too. (engine_args, trackers)"""

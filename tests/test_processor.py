@@ -25,6 +25,7 @@ from agentrl.run.engine_choice import engine_computes, make_engine, trainer_comp
 from agentrl.trainer.pretrained import meta_model
 from agentrl.utils import processor
 from agentrl.utils.processor import HostMemory, prefers_bfloat16, size_of_folder, threads_for, usable_cpus, usable_memory
+from tests.conftest import proof
 
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
 """The shape of SmolLM2-135M."""
@@ -129,6 +130,7 @@ def test_control_groups_limit_cores_and_memory(name: str, tmp_path: Path, monkey
     assert usable_memory() == HostMemory(*memory)
 
 
+@proof
 def test_a_real_control_group_is_seen_by_all_that_count(tmp_path: Path) -> None:
     """In a group of one core and 2 GiB: what doctor says, the plan's memory, and the size of Ray's start."""
     groups = {

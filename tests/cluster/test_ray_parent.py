@@ -18,6 +18,7 @@ import pytest
 
 from agentrl.cluster import ray_parent
 from agentrl.run.interrupt import TWICE, Interrupt
+from tests.conftest import proof
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the driver has no parent")
 
@@ -124,6 +125,7 @@ def test_a_driver_that_ray_ended_goes_on_from_its_run_within_the_limit(config: P
     ]
 
 
+@proof
 def test_one_that_may_not_go_on_says_how_to(config: Path) -> None:
     code, said, started = ended(config, "ray,ray,ray")
     assert code == 1 and len(started) == len(said) == 3

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from tests.conftest import proof
 
 pytestmark = pytest.mark.slow
 ROOT = Path(agentrl.__file__).parents[1]
@@ -99,6 +100,7 @@ def test_a_worker_imports_what_the_driver_does_and_the_working_directory_last(ot
     assert found["only_here"] == str(other / "only_here.py")
 
 
+@proof
 def test_an_editable_install_comes_before_the_working_directory_too(other: Path) -> None:
     """An editable install may be found by a finder: a working directory on `sys.path` would then win in the workers."""
     ran = driven(other, env={"PYTHONPATH": ""}, program=(sys.executable, "-c", FINDER))
@@ -118,6 +120,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@proof
 def test_a_worker_with_another_agentrl_is_refused_by_its_path(other: Path) -> None:
     """In a Ray that the caller started, workers import from the working directory first."""
     ran = driven(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.run.metrics import unknown_keys
+from tests.run.made_folders import unknown_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 # The whole path of the quickstart, shrunk: one layer, a few warm-up steps, an open gate, a few updates.

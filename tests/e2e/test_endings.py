@@ -214,6 +214,7 @@ asyncio.run(main())
 '''
 
 
+@proof
 def test_an_open_stream_of_answers_does_not_outlive_ray(tmp_path: Path) -> None:
     """On a real Ray, with a stand-in for vLLM. Ray's client would end this process with 1 from within the open stream's task."""
     (tmp_path / "held.py").write_text(HELD)

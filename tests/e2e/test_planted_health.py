@@ -21,6 +21,7 @@ from agentrl.env.wrappers import WRAPPERS, ToolWrapper
 from agentrl.run.checks import check_config
 from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
+from tests.conftest import proof
 from tests.e2e.inside import config_of, logging_kept, updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -123,6 +124,7 @@ def test_a_reward_that_pays_silence_ends_in_a_collapse_with_three_signs(tmp_path
     assert summary["status"] == "trained nothing", "nothing varies any more; that is the run's end, and these are why"
 
 
+@proof
 def test_a_reward_that_pays_length_ends_in_loops(tmp_path: Path) -> None:
     paid = spec(tmp_path, {"use": "cost.tokens", "args": {"max": 400}})
     more = ("steps=12", "rollout.group_size=8", "rollout.max_turn_tokens=60", "optim.lr=1e-2", "health.lint=false")

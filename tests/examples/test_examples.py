@@ -27,10 +27,10 @@ from agentrl.config import load_config
 from agentrl.env.catalog import EnvRef, find_spec
 from agentrl.reward.lint import gold_episode
 from agentrl.run.config_file import find_config_file
-from agentrl.run.metrics import unknown_keys
 from agentrl.trainer.algorithms import advantages
 from agentrl.trainer.algorithms.base import AdvantageInput
 from tests.conftest import PROOFS, proof
+from tests.run.made_folders import unknown_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

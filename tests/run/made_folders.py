@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, StopReason, Task, ToolCall, ToolResult, Trajectory, Turn
 from agentrl.run.folder import RunFolder
+from agentrl.run.metrics import info_of
 
 CONFIG = 'name = "{name}"\nsteps = 4\n[env]\nid = "key_value"\n'
 
@@ -85,3 +86,9 @@ def touch(path: Path, seconds: float) -> None:
     import time
 
     os.utime(path, (time.time() + seconds,) * 2)
+
+
+def unknown_keys(row: dict[str, Any]) -> list[str]:
+    """The keys of a row that the table of metrics does not have in its phase."""
+    known = {key for key in row if (info := info_of(key)) is not None and row["phase"] in info.phases}
+    return sorted(row.keys() - known - {"step", "phase"})

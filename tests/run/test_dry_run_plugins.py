@@ -122,6 +122,8 @@ def test_a_correct_one_passes_and_keeps_nothing_of_its_trial(
     assert dry_run(tmp_path, monkeypatch, "algorithm.advantage", body) == 0
     assert json.loads(capsys.readouterr().out)["algorithm"].startswith("mine, ")
     assert ADVANTAGES.entry("mine").make.__globals__["SEEN"] == []  # type: ignore[attr-defined]
+    (tmp_path / "box").mkdir()
+    assert dry_run(tmp_path / "box", monkeypatch, "env.sandbox", MADE + "return made", "{provider='mine'}", env="python") == 0
     (tmp_path / "real").mkdir()
     assert dry_run(tmp_path / "real", monkeypatch, "rollout.accept", FILTER + "group.trajectories[0].task.data['n'] > 2") == 0
 
@@ -155,10 +157,6 @@ def test_a_sandbox_provider_that_cannot_work_is_named(
     assert dry_run(tmp_path, monkeypatch, "env.sandbox", body, "{provider='mine'}", env="python") == 2
     error = capsys.readouterr().err
     assert error.startswith("agentrl: env.sandbox.provider: plugins/mine.py:") and said in error and "Traceback" not in error
-
-
-def test_a_sandbox_provider_that_works_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dry_run(tmp_path, monkeypatch, "env.sandbox", MADE + "return made", "{provider='mine'}", env="python") == 0
 
 
 def test_a_wrapper_that_fails_at_a_step_is_named_with_file_and_line(

@@ -23,9 +23,9 @@ from agentrl.env.catalog import make_env
 from agentrl.rollout.player import summarize, together
 from agentrl.run import outcomes as horizon
 from agentrl.run.evaluate import make_report, print_report
-from agentrl.run.metrics import unknown_keys
 from agentrl.run.outcomes import FILE, Bins, draw_curve, labels_of, order, run_bins, summary_of
 from agentrl.run.run_log import episodes_row, evaluation_row
+from tests.run.made_folders import unknown_keys
 
 
 def episode(calls: int | None, success: bool | None, *, env: str = "", turns: int = 1, tokens: int = 4, n: int = 0) -> Trajectory:

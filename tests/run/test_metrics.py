@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from agentrl.cli.main import main
-from agentrl.run.metrics import PHASES, info_of, metrics_table, unknown_keys
+from agentrl.run.metrics import PHASES, info_of, metrics_table
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput
 from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from tests.run.made_folders import unknown_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "agentrl"

@@ -97,7 +97,7 @@ for config in sys.argv[1:]:
 """
 
 
-FEW = ["gpu/multi_node", "gpu/one_gpu_vllm", "recipes/qwen3_4b"]
+FEW = ["gpu/multi_node"]
 
 
 @pytest.mark.slow

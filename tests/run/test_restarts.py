@@ -146,7 +146,7 @@ def policy(checkpoint: Path) -> torch.Tensor:
     return torch.cat([read(name).double().flatten() for name in sorted(names) if name.startswith("model.")])
 
 
-@pytest.mark.parametrize("factor", [0.5, 3.0])
+@pytest.mark.parametrize("factor", [0.5, pytest.param(3.0, marks=proof)])
 def test_a_resume_takes_another_rate_and_says_from_which_update_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float
 ) -> None:
@@ -173,7 +173,9 @@ def steps_of(run: Path, steps: tuple[int, ...]) -> list[Path]:
     return [run / "checkpoints" / f"step_{step:06d}" for step in steps]
 
 
-@pytest.mark.parametrize("gone", ["trajectories", "tokens", "config_history", "tensorboard"])
+@pytest.mark.parametrize(
+    "gone", ["trajectories", *(pytest.param(name, marks=proof) for name in ("tokens", "config_history", "tensorboard"))]
+)
 def test_a_run_whose_folder_of_rows_was_deleted_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
     run = execute(config_of(tmp_path, "run", "steps=1", "checkpoint.every=1", *TINY))
     shutil.rmtree(run / gone, ignore_errors=True)

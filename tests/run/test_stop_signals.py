@@ -100,7 +100,7 @@ class Run:
             self.file.close()
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1", pytest.param("HUP", marks=proof)])
+@pytest.mark.parametrize("name", ["TERM", *(pytest.param(name, marks=proof) for name in ("USR1", "HUP"))])
 def test_a_signal_to_all_processes_of_a_job_stops_the_run_with_its_newest_checkpoint(folder: Path, name: str) -> None:
     """systemd and Kubernetes send SIGTERM to all, Slurm its warning; Ray's processes end of it, or must not know it."""
     run = Run(folder, "train", "config.toml", *FAST)
@@ -120,6 +120,7 @@ def test_a_signal_to_all_processes_of_a_job_stops_the_run_with_its_newest_checkp
     assert int(newest.removeprefix("step_")) >= (done - 2 if name == "TERM" else done)
 
 
+@proof
 def test_a_run_under_nohup_does_not_stop_for_the_terminal(folder: Path) -> None:
     run = Run(folder, "train", "config.toml", *FAST, "cluster.backend=inline", "steps=4", before=("nohup",))
     run.until("[", "said")
@@ -136,7 +137,12 @@ EVAL = ("eval", "key_value", "--model", "model", "rollout.workers=1", "cluster.b
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [(TRAIN, "INT"), (EVAL, "USR1"), pytest.param(TRAIN, "USR1", marks=proof), pytest.param(EVAL, "INT", marks=proof)],
+    [
+        (TRAIN, "INT"),
+        pytest.param(EVAL, "USR1", marks=proof),
+        pytest.param(TRAIN, "USR1", marks=proof),
+        pytest.param(EVAL, "INT", marks=proof),
+    ],
 )
 def test_a_signal_while_ray_starts_is_answered_at_once(
     folder: Path, words: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,6 @@ from agentrl.trainer.families import (
     packing_of,
     small,
     with_packing,
-    without_dropout,
 )
 from agentrl.trainer.language_model import layers_of
 from agentrl.trainer.parallel import layout
@@ -202,7 +201,7 @@ def test_a_run_of_the_packaged_model_is_tried_in_no_time() -> None:
 def test_a_huge_model_is_cut_to_few_layers_of_every_kind() -> None:
     """DeepSeek-V3: three dense layers, then sparse ones. Qwen3-Next: three recurrent layers, then attention."""
     for family, layers, kinds in (("deepseek_v3", 4, 2), ("qwen3_next", 4, 2), ("jamba", 5, 3)):
-        config = without_dropout(AutoConfig.for_model(family))
+        config = AutoConfig.for_model(family)
         found = small(config, "policy")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(found)
