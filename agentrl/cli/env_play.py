@@ -106,7 +106,10 @@ def parse_line(line: str, tools: Mapping[str, Schema]) -> Message:
     if line.startswith(":"):
         return Message("assistant", line[1:].strip())
     if line.startswith("{"):
-        return _from_json(line)
+        from agentrl.render.tool_calls import parse_tool_calls
+
+        content, calls = parse_tool_calls(f"<tool_call>\n{line}\n</tool_call>")
+        return Message("assistant", content, calls)
     if found := _PYTHON.fullmatch(line):
         return _call(found[1], _keywords(line, found[1]), tools)
     try:
@@ -142,13 +145,6 @@ def _keywords(line: str, name: str) -> dict[str, Any]:
 def _parameters(env: ToolEnv, name: str) -> Schema:
     schemas = (schema["function"] for schema in env.toolbox.schemas())
     return next((schema.get("parameters", {}) for schema in schemas if schema["name"] == name), {})
-
-
-def _from_json(line: str) -> Message:
-    from agentrl.render.tool_calls import parse_tool_calls
-
-    content, calls = parse_tool_calls(f"<tool_call>\n{line}\n</tool_call>")
-    return Message("assistant", content, calls)
 
 
 def _value(text: str, schema: Schema) -> Any:

@@ -342,7 +342,9 @@ async def check_shared(group: WorkerGroup[Any], folder: Path, key: str) -> None:
         (folder / token).write_text(token)
         answers: list[TokenAnswer] = await group.in_processes(answer_token, str(folder), token, PATIENCE)
         for rank, found in enumerate(answers):
-            fault = found.fault or await in_thread("files", _missing_answer, folder, found.file)
+            fault, seen = found.fault, partial(lambda name: name in _names(folder), found.file)
+            if not fault and not await in_thread("files", seen_in_time, seen, PATIENCE):
+                fault = "this process does not see the file that the group's process wrote"
             if fault:
                 raise ConfigError(
                     f"{key}: rank {rank} of the group {group.name!r}, on {found.place}, and this process, on {this_place()}, do "
@@ -393,11 +395,6 @@ def seen_in_time(look: Callable[[], bool], patience: float) -> bool:
             return False
         time.sleep(POLL)
     return True
-
-
-def _missing_answer(folder: Path, name: str) -> str:
-    arrived = seen_in_time(lambda: name in _names(folder), PATIENCE)
-    return "" if arrived else "this process does not see the file that the group's process wrote"
 
 
 def _not_arrived(folder: Path, files: dict[str, int]) -> list[str]:

@@ -97,18 +97,17 @@ class _Router:
         self._choices += 1
         indices = own.indices
         if self.dictated is not None:
-            indices = self._repeat(own.indices)
+            assert self.dictated is not None
+            if self.dictated.shape != own.indices.shape:
+                raise ModelError(
+                    f"{self.name} chooses {tuple(own.indices.shape)} experts, and {tuple(self.dictated.shape)} are dictated"
+                )
+            free = self.dictated == FREE[self.dictated.dtype]
+            indices = torch.where(free, own.indices, self.dictated.to(own.indices.dtype))
             own = torch.return_types.topk((scores.gather(-1, indices), indices))  # type: ignore[attr-defined]
         if self.told is not None:
             self.told(indices)
         return own
-
-    def _repeat(self, own: Tensor) -> Tensor:
-        assert self.dictated is not None
-        if self.dictated.shape != own.shape:
-            raise ModelError(f"{self.name} chooses {tuple(own.shape)} experts, and {tuple(self.dictated.shape)} are dictated")
-        free = self.dictated == FREE[self.dictated.dtype]
-        return torch.where(free, own, self.dictated.to(own.dtype))
 
 
 class Routers:

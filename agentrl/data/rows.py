@@ -220,9 +220,7 @@ def items_column(items: Sequence[Any]) -> Any:
     """A per-sample non-tensor column."""
     from tensordict import NonTensorData, NonTensorStack
 
-    if not items:
-        return NonTensorStack(stack_dim=0)
-    return NonTensorStack(*[NonTensorData(item) for item in items])
+    return NonTensorStack(*[NonTensorData(item) for item in items], stack_dim=0)
 
 
 def wide(value: Any, rows: int) -> NonTensorData:

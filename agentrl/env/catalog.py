@@ -321,7 +321,10 @@ class EnvRef:
             _check_parameters(self._label, self._class, extra)
         place = {} if self.at is None else {"name": self.id, "url": self.at.url, "token": self.at.token()}
         env = self._class(**{**self._given, **place, **extra})
-        _check_made(self.id, env)
+        from agentrl.env import ToolEnv
+
+        if not isinstance(env, ToolEnv):
+            raise CatalogError(f"{self.id}: it returned {env!r:.80}, expected a ToolEnv")
         if isinstance(env.scorer, OwnReward):  # who builds by reference scores by what the run says, or not at all
             env.scorer = None
         env.scorer = scorer or env.scorer
@@ -405,13 +408,6 @@ def _given_entry(name: str) -> EnvEntry:
         made.id = f"given/{short}-v0"  # type: ignore[attr-defined]  # what its episodes are recorded under
     summary = getattr(made, "summary", "") or (inspect.getdoc(made) or "").partition("\n")[0]
     return EnvEntry(name, short, summary, own_reward(made), None, short, made=made)
-
-
-def _check_made(env_id: str, env: object) -> None:
-    from agentrl.env import ToolEnv
-
-    if not isinstance(env, ToolEnv):
-        raise CatalogError(f"{env_id}: it returned {env!r:.80}, expected a ToolEnv")
 
 
 def _env_files() -> Iterator[Path]:

@@ -276,16 +276,12 @@ def _describe(section: str, line: str, current: str, described: dict[str, list[s
     elif numpy and line[:1].strip() and (match := _NUMPY.match(line)):
         described[match[1]] = []
         return match[1]
-    elif not numpy and (match := _GOOGLE.match(line)) and (not current or _indent(line) <= 4):
+    elif not numpy and (match := _GOOGLE.match(line)) and (not current or len(line) - len(line.lstrip()) <= 4):
         described[match[1]] = [match[2].strip()]
         return match[1]
     elif current:
         described[current].append(line.strip())
     return current
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 def _paragraph(lines: list[str]) -> str:

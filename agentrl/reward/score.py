@@ -371,7 +371,10 @@ class Scorer:
         raise RuntimeError(f"reward spec {self.name!r}: a leaf makes a new request on every pass")
 
     async def _adrive(self, work: Work[T], trajectory: Trajectory) -> T:
-        size = _size_of(trajectory)
+        calls = sum(len(turn.message.tool_calls) for turn in trajectory.turns)
+        said = sum(len(message.content) for message in trajectory.messages)
+        # Characters to look at, about; matching n calls takes as long as 10 n^2.
+        size = said + 10 * calls**2 + size_of(trajectory.state, _LONG)
         answers: Answers = {}
         for _ in range(_MOST_PASSES):
             result, frame = await self._pass_over(work, answers, size)
@@ -440,13 +443,6 @@ class Scorer:
             evidence["success"]["node"] = result.evidence
             _collect(result.evidence, metrics)
         return success
-
-
-def _size_of(trajectory: Trajectory) -> int:
-    """About how much there is to be looked at, in characters. Matching n calls takes as long as 10 n^2 characters."""
-    calls = sum(len(turn.message.tool_calls) for turn in trajectory.turns)
-    said = sum(len(message.content) for message in trajectory.messages)
-    return said + 10 * calls**2 + size_of(trajectory.state, _LONG)
 
 
 def _without_ids(node: Json) -> Json:

@@ -46,10 +46,6 @@ def _apart(character: str) -> str:
     return f"{_RAISED.get(kind, ' ')}{unicodedata.normalize('NFKC', character)}{'' if kind in _RAISED else ' '}"
 
 
-def _bfcl(text: str) -> str:
-    return text.translate(_BFCL_TABLE).lower()
-
-
 def _bfcl_said(text: str) -> str:
     return text.translate(_BFCL_SAID_TABLE).lower()
 
@@ -66,7 +62,7 @@ class _Remembered(dict[str, str]):
     """Cached results of a normalizer; short ones are kept, since the same few are compared in pairs, and for all of a group."""
 
     def __missing__(self, text: str) -> str:
-        made = _bfcl(text)
+        made = text.translate(_BFCL_TABLE).lower()
         if len(text) <= 200:
             if len(self) >= 16_384:
                 self.clear()

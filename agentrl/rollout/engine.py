@@ -474,7 +474,10 @@ class RequestRouter(Generic[Host]):
     def _new(self, need: Need, able: Sequence[Host]) -> _Home[Host]:
         """A home for a session that has none."""
         names = need.names()
-        cached = {host: need.run * _leading(names, self._loads[host].cached) for host in able}
+        cached = {
+            host: need.run * next((at for at, name in enumerate(names) if name not in self._loads[host].cached), len(names))
+            for host in able
+        }
         queued = {host: self._loads[host].queued for host in able}
         longest = min(able, key=lambda host: (-cached[host], queued[host]))
         least = min(able, key=lambda host: queued[host] - cached[host])
@@ -492,8 +495,3 @@ class RequestRouter(Generic[Host]):
             cache.move_to_end(name)
         while len(cache) > self._remembered:
             cache.popitem(last=False)
-
-
-def _leading(names: Sequence[Hashable], cached: Collection[Hashable]) -> int:
-    """Number of names, from the first on, that are cached."""
-    return next((at for at, name in enumerate(names) if name not in cached), len(names))

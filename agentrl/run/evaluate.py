@@ -94,11 +94,12 @@ def _of_horizon(members: Sequence[Trajectory]) -> dict[str, Any]:
     for t in members:
         if t.success is not None:
             known[t.task.id].append(t.success)
+    means = [statistics.fmean(of) for of in known.values()]
     return {
         "tasks": len({t.task.id for t in members}),
         "episodes": len(members),
         "unscored": sum(t.reward is None and t.success is None for t in members),
-        "success": _interval([statistics.fmean(of) for of in known.values()]),
+        "success": dict(zip(("mean", "low", "high"), mean_with_interval(means), strict=True)) if means else None,
         "reward": _mean(t.reward for t in members),
         "turns": _mean(float(len(t.turns)) for t in members),
         "tokens": _mean(_tokens(t, lambda turn: turn.sampled_tokens) for t in members),
@@ -156,13 +157,6 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
         return {"p50": None, "p95": None}
     middle, high = np.percentile(np.asarray(values), [50, 95])
     return {"p50": float(middle), "p95": float(high)}
-
-
-def _interval(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    mean, low, high = mean_with_interval(values)
-    return {"mean": mean, "low": low, "high": high}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -366,7 +360,9 @@ async def run_rollout(
                 await session.close()
     elif session is not shared:
         await session.close()
-    _sort(request, outcome)
+    # In the order of tasks, so that equal runs leave equal files.
+    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
+    atomic_write(request.out / "trajectories.jsonl", "".join(rows))
     return outcome
 
 
@@ -542,9 +538,3 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     config = without_trainer(config)
     check_eval(config, request.purpose)
     return config
-
-
-def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
-    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
-    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
-    atomic_write(request.out / "trajectories.jsonl", "".join(rows))

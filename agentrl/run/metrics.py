@@ -279,12 +279,6 @@ def info_of(key: str) -> MetricInfo | None:
     return None
 
 
-def unknown_keys(row: dict[str, object]) -> list[str]:
-    """The keys of a row that the table does not have in its phase."""
-    values = row.keys() - {"step", "phase"}
-    return sorted(key for key in values if (info := info_of(key)) is None or row["phase"] not in info.phases)
-
-
 def as_markdown() -> str:
     """The table as a page of the docs."""
     parts = [_INTRODUCTION, *(f"| `{phase}` | {meaning} |\n" for phase, meaning in PHASES.items())]

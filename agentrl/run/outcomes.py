@@ -371,7 +371,9 @@ def draw_curve(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
 
     names = env_names(rows)
     envs: list[str | None] = [*names] if names else [None]
-    panels = {env: labels for env in envs if len(labels := _labels(rows, env)) > 1}
+    drawn = [row for row in rows if row["phase"] in (*TRAIN, *EVALUATED)]
+    found = {env: sorted({label for row in drawn for label in labels_of(row, env)}, key=order) for env in envs}
+    panels = {env: labels for env, labels in found.items() if len(labels) > 1}
     figure = Figure(figsize=(8, 4.5 * (1 + len(panels))), layout="constrained")
     FigureCanvasAgg(figure)
     axes, *below = figure.subplots(1 + len(panels), 1, squeeze=False)[:, 0]
@@ -419,11 +421,6 @@ def _draw_horizons(axes: Axes, rows: Sequence[Mapping[str, Any]], env: str | Non
     axes.set(ylabel="success rate", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend(title="calls", loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _labels(rows: Sequence[Mapping[str, Any]], env: str | None) -> list[str]:
-    drawn = (*TRAIN, *EVALUATED)
-    return sorted({label for row in rows if row["phase"] in drawn for label in labels_of(row, env)}, key=order)
 
 
 def points(rows: Sequence[Mapping[str, Any]], phases: Sequence[str], key: str) -> list[tuple[int, float]]:

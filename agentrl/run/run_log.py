@@ -93,11 +93,15 @@ def episodes_row(groups: Sequence[Group], kinds: Kinds, several: bool, bins: Map
     """Statistics of an update's episodes, all together and, of `several` environments, each one's; and by the `bins` of the
     environments' horizons."""
     members = [t for group in groups for t in group.trajectories]
+    own = by_env(members, kinds, trained=True, bins=bins) if several else {}
+    for env in sorted({group.env for group in groups}) if several else ():
+        found = group_values([group for group in groups if group.env == env])
+        own |= {f"env/{env}/{key}": value for key, value in found.items()}
     return {
         **episode_values(members, kinds, trained=True, bins=None if several else _only(bins)),
         "rewrites": sum(len(t.rewrites) for t in members) / len(members),
         **group_values(groups),
-        **(_of_envs(members, groups, kinds, bins) if several else {}),
+        **own,
         **_episode_times(members),
     }
 
@@ -167,14 +171,6 @@ def known(row: Mapping[str, Any]) -> Row:
 
 def _only(bins: Mapping[str, Bins]) -> Bins | None:
     return next(iter(bins.values()), None)
-
-
-def _of_envs(members: Sequence[Trajectory], groups: Sequence[Group], kinds: Kinds, bins: Mapping[str, Bins]) -> Row:
-    found = by_env(members, kinds, trained=True, bins=bins)
-    for env in sorted({group.env for group in groups}):
-        own = group_values([group for group in groups if group.env == env])
-        found |= {f"env/{env}/{key}": value for key, value in own.items()}
-    return found
 
 
 def _episode_times(episodes: Sequence[Trajectory]) -> Row:

@@ -70,18 +70,14 @@ class WeightSource:
         if self._saving is not None:
             largest = self._saving.largest()
         sender = make_sender(route, cfg, largest, receivers, host)
-        lent = self._lendable(sender)
+        if self._joined is None and sender.joins and (shards := self._engine.shards()):
+            self._joined = join(shards, self._rank, dist.get_world_size())
+            self._engine.use_joined(self._joined.whole)
+        lent = self._engine.resident() if self._joined is None else [self._joined.flat]
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
         self._sender.lend(lent)
         return self._sender.open()
-
-    def _lendable(self, sender: Sender) -> list[Tensor]:
-        """Tensors that receivers may read in place. Shards of several ranks are joined once a route asks for it, and stay so."""
-        if self._joined is None and sender.joins and (shards := self._engine.shards()):
-            self._joined = join(shards, self._rank, dist.get_world_size())
-            self._engine.use_joined(self._joined.whole)
-        return self._engine.resident() if self._joined is None else [self._joined.flat]
 
     def attached(self) -> None:
         """Called when all receivers have attached."""

@@ -130,16 +130,6 @@ def dropouts(config: Any) -> dict[str, float]:
     return found
 
 
-def without_dropout(config: Any) -> Any:
-    """A copy in which nothing is dropped at random."""
-    found = copy.deepcopy(config)
-    for part in parts_of(found):
-        for name in dropouts(part):
-            if name in vars(part):
-                setattr(part, name, 0.0)
-    return found
-
-
 def _shrink(part: Any) -> None:
     _fix(part, _VOCABULARIES, VOCABULARY)
     _fix(part, _POSITIONS, POSITIONS)

@@ -105,7 +105,11 @@ class Loader:
             filled: set[str] = set()
             for conversion in conversions:
                 filled.update(self._fill_one(conversion, files, held))
-        self._check_complete(filled, held)
+        groups = {self._groups[name] for name in filled}
+        wanted = [name for name, entry in self._tensors.items() if id(entry.module) in held]
+        missing = [name for name in wanted if self._groups[name] not in groups]
+        if missing:
+            raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")
 
     def _fill_one(self, conversion: Conversion, files: WeightFiles, held: set[int]) -> Iterable[str]:
         """Read a conversion's results into the model's tensors; their names."""
@@ -147,13 +151,6 @@ class Loader:
     def _check_shape(self, name: str, shape: tuple[int, ...], target: Tensor) -> None:
         if shape != tuple(target.shape):
             raise ModelError(f"{self._path}: {name} has shape {shape} in the checkpoint and {tuple(target.shape)} in the model")
-
-    def _check_complete(self, filled: set[str], held: set[int]) -> None:
-        groups = {self._groups[name] for name in filled}
-        wanted = [name for name, entry in self._tensors.items() if id(entry.module) in held]
-        missing = [name for name in wanted if self._groups[name] not in groups]
-        if missing:
-            raise ModelError(f"{self._path}: the checkpoint has no weights for {missing[0]} ({len(missing)} missing)")
 
 
 def region_of(tensor: Tensor) -> Region | None:

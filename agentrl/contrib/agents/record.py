@@ -200,7 +200,9 @@ class Record:
         call = ToolCall(name, arguments, id=f"own_{self._own}")
         self._own += 1
         turn = self._newest()
-        self._say_instead(turn, replace(turn.message, tool_calls=(*turn.message.tool_calls, call)))
+        record = self._env.trajectory
+        at = next(i for i, known in enumerate(record.messages) if known is turn.message)
+        record.messages[at] = turn.message = replace(turn.message, tool_calls=(*turn.message.tool_calls, call))
         return turn, call
 
     def said(self, text: str) -> Turn:
@@ -255,8 +257,3 @@ class Record:
         turn = Turn(len(self._env.trajectory.turns), message)
         self._env.record_turn(turn)
         return turn
-
-    def _say_instead(self, turn: Turn, message: Message) -> None:
-        record = self._env.trajectory
-        at = next(i for i, known in enumerate(record.messages) if known is turn.message)
-        record.messages[at] = turn.message = message

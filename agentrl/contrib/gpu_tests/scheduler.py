@@ -214,7 +214,12 @@ class Scheduler:
         self._pass_stop_on(now)
         if self.pool.settling or any(job.gpus for job in self.waiting.values()):
             self.pool.refresh(now)
-        self._drop_what_cannot_run()
+        for job in list(self.waiting.values()):
+            if job.gpus > len(self.pool.in_service):  # more cards than there can be
+                there = len(self.pool.in_service)
+                out = "".join(f"; card {card} is out of service: {why}" for card, why in self.pool.out.items())
+                why = f": {self.pool.missing}" if self.pool.missing else out
+                self._not_run(job, f"{_needs(job)}, and {there or 'none'} can be used{why}")
         if not self.interrupted:
             self._start_files(now)
         self._wait_for_others(now)
@@ -251,12 +256,6 @@ class Scheduler:
             for session in self.running.values():
                 session.end(now)
 
-    def _drop_what_cannot_run(self) -> None:
-        """Report files that need more cards than there can be."""
-        for job in list(self.waiting.values()):
-            if job.gpus > len(self.pool.in_service):
-                self._not_run(job, self._too_many(job))
-
     def _wait_for_others(self, now: float) -> None:
         """Report files whose cards others have used for too long."""
         # Others' cards are waited for only while nothing of ours runs on cards: its end changes what is free.
@@ -272,12 +271,6 @@ class Scheduler:
             cards = "; ".join(f"card {card}: {told}" for card, told in self.pool.foreign().items())
             for job in blocked:
                 self._not_run(job, f"{_needs(job)}, {len(self.pool.free())} free after {self.limits.wait:.0f} s; {cards}")
-
-    def _too_many(self, job: FileJob) -> str:
-        there = len(self.pool.in_service)
-        out = "".join(f"; card {card} is out of service: {why}" for card, why in self.pool.out.items())
-        why = f": {self.pool.missing}" if self.pool.missing else out
-        return f"{_needs(job)}, and {there or 'none'} can be used{why}"
 
     def _not_run(self, job: FileJob, reason: str) -> None:
         del self.waiting[job.file]

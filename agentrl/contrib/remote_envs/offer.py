@@ -83,6 +83,7 @@ class EnvOffer:
     def card(self, asked: Asked) -> dict[str, Json]:
         ref = self._ref(asked)
         env = ref.build()
+        inner = env.unwrapped
         try:
             wire.check_plain(env.make_task(0, env.splits[0]))
             return {
@@ -95,16 +96,11 @@ class EnvOffer:
                 "toolbox": wire.toolbox_row(env.toolbox),
                 "reward": None if ref.default_reward() is None else find_spec(ref, None),
                 "gold": _has_gold(env),
-                "teacher": _has_gold(env) or _overrides_teacher(env),
+                "teacher": _has_gold(env) or (isinstance(inner, ToolEnv) and type(inner).teacher is not ToolEnv.teacher),
                 "files": self._digest(ref),
             }
         finally:
             env.close()
-
-
-def _overrides_teacher(env: ToolEnv) -> bool:
-    inner = env.unwrapped
-    return isinstance(inner, ToolEnv) and type(inner).teacher is not ToolEnv.teacher
 
 
 def _has_gold(env: ToolEnv) -> bool:

@@ -142,13 +142,6 @@ FIRST_S = 0.5
 """Seconds that the first question about a run's episodes waits for its index, which suffices for a small run."""
 
 
-def _redacted_config(text: str) -> str:
-    """A config's text without what it holds of secrets by its names and addresses."""
-    with suppress(ValueError):
-        learn(toml_table(text))
-    return redact_said(text)
-
-
 class Api:
     """Answers about the runs of a library. All of them read only."""
 
@@ -182,7 +175,9 @@ class Api:
             )
         fresh = RunRecord(one.run.path)
         summary = None if row["status"] == "damaged" else fresh.summary
-        config = _redacted_config(fresh.text)
+        with suppress(ValueError):
+            learn(toml_table(fresh.text))
+        config = redact_said(fresh.text)
         tables = {} if fresh.evaluation is None else fresh.official
         return {
             **row,

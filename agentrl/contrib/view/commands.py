@@ -43,12 +43,6 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_view)
 
 
-def _has_display() -> bool:
-    """Without one, Python would start a browser inside this terminal, if there is one."""
-    names = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in names)
-
-
 def run_view(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns 0. Raises RunFolderError if there are no runs."""
     import webbrowser
@@ -63,7 +57,8 @@ def run_view(args: argparse.Namespace) -> int:
 
     def began(url: str) -> None:
         say(f"agentrl view: {len(library.scan())} runs at {url}  (Ctrl-C ends it)", flush=True)
-        if not args.no_browser and _has_display():
+        names = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")  # without one, Python would start a browser inside this terminal
+        if not args.no_browser and (sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in names)):
             webbrowser.open(url)
 
     serve(library, args.port, began, envs=not args.no_envs)
@@ -203,8 +198,8 @@ def run_show(args: argparse.Namespace) -> int:
     from agentrl.contrib.view.library import Library
     from agentrl.run.reader import load_run
 
-    if tables := _tables_of_parts(Path(args.folder)):
-        return _print_parts(args, tables)
+    if _show_parts(args):
+        return 0
     found = load_run(args.folder)
     library = Library([Path(args.folder)])
     [one] = library.scan()
@@ -221,26 +216,22 @@ def run_show(args: argparse.Namespace) -> int:
     return _step(api, one.ident, args) if args.step is not None else _run(api, one.ident, args)
 
 
-def _tables_of_parts(folder: Path) -> dict[str, Any]:
-    """What `agentrl eval` wrote above the folders of several models or environments; empty in any other folder."""
-    from agentrl.run.folder import stored_object
-    from agentrl.run.reader import is_run
-
-    if is_run(folder):
-        return {}
-    found = stored_object(folder / "comparison.json", "remove it") or stored_object(folder / "report.json", "remove it") or {}
-    return found if "envs" in found else {}
-
-
-def _print_parts(args: argparse.Namespace, tables: dict[str, Any]) -> int:
+def _show_parts(args: argparse.Namespace) -> bool:
+    """Print what `agentrl eval` wrote above the folders of several models or environments; False in any other folder."""
     from agentrl.contrib.view.terminal import console, print_json
     from agentrl.run.compare import print_comparison, print_official, print_side_by_side
     from agentrl.run.evaluate import print_reports
-    from agentrl.run.reader import find_runs
+    from agentrl.run.folder import stored_object
+    from agentrl.run.reader import find_runs, is_run
 
+    folder = Path(args.folder)
+    files = () if is_run(folder) else (folder / "comparison.json", folder / "report.json")
+    tables = next((found for file in files if (found := stored_object(file, "remove it")) and "envs" in found), None)
+    if tables is None:
+        return False
     if args.step is not None or args.episode is not None:
-        inside = ", ".join(run.path.relative_to(Path(args.folder).absolute()).as_posix() for run in find_runs(Path(args.folder)))
-        raise RunFolderError(f"{args.folder}: it has no episodes of its own; there are evaluations in it: {inside}")
+        inside = ", ".join(run.path.relative_to(folder.absolute()).as_posix() for run in find_runs(folder))
+        raise RunFolderError(f"{folder}: it has no episodes of its own; there are evaluations in it: {inside}")
     if args.json:
         print_json(tables)
     elif "success" in tables:
@@ -249,7 +240,7 @@ def _print_parts(args: argparse.Namespace, tables: dict[str, Any]) -> int:
     else:
         print_comparison(tables, console())
         print_side_by_side(tables.get("official", {}), console())
-    return 0
+    return True
 
 
 def _episode(api: Api, ident: str, args: argparse.Namespace) -> int:

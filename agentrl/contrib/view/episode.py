@@ -216,6 +216,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
     turns = []
     for turn in found["turns"]:
         message = turn["message"]
+        tools = sum(result.get("seconds") or 0.0 for result in turn["results"])  # one after the other
         turns.append(
             {
                 "index": turn.get("index"),
@@ -225,7 +226,7 @@ def detail(found: Mapping[str, Json], row: sqlite3.Row, db: sqlite3.Connection) 
                 "tokens": turn.get("sampled_tokens"),
                 "prompt_tokens": turn.get("prompt_tokens"),
                 "seconds": turn.get("seconds"),
-                "timings": _timings(turn),
+                "timings": {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools},
                 "versions": versions.get(turn.get("index"), []),
                 "version": next(iter(versions.get(turn.get("index"), [])), None),
                 "reward": turn.get("reward"),
@@ -275,12 +276,6 @@ def _versions(ledgers: list[Mapping[str, Json]]) -> dict[int, list[int]]:
             if version >= 0:
                 out.setdefault(turn, set()).add(version)
     return {turn: sorted(found) for turn, found in out.items()}
-
-
-def _timings(turn: Mapping[str, Json]) -> dict[str, float]:
-    """Seconds of a turn: `sampling_s`, and `tools_s`, of its calls one after the other."""
-    tools = sum(result.get("seconds") or 0.0 for result in turn["results"])
-    return {"sampling_s": max((turn.get("seconds") or 0.0) - tools, 0.0), "tools_s": tools}
 
 
 def _neighbours(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Json]:

@@ -337,7 +337,13 @@ class Trainer:
         """The algorithm section of a call; a loss in Python is sent to the actors first."""
         algorithm = self._session.learner.algorithm
         if loss is not None:
-            changes = {**changes, "loss": await self._sent_loss(loss) if callable(loss) else _choice(loss)}
+            if callable(loss):
+                name = give(loss)
+                if self._sent.get(name) is not loss:  # a cell that is run again has another function under the name
+                    await self._session.actors.in_processes(unpack, pack_given([name]))
+                    self._sent[name] = loss
+                loss = Choice(name=name)
+            changes = {**changes, "loss": _choice(loss)}
         if not changes:
             return algorithm
         try:
@@ -346,13 +352,6 @@ class Trainer:
             raise ConfigError(f"trainer.forward_backward: {problem}") from None
         check_algorithm(algorithm)
         return algorithm
-
-    async def _sent_loss(self, loss: LossFunction) -> Choice:
-        name = give(loss)
-        if self._sent.get(name) is not loss:  # a cell that is run again has another function under the name
-            await self._session.actors.in_processes(unpack, pack_given([name]))
-            self._sent[name] = loss
-        return Choice(name=name)
 
 
 def _choice(named: Named) -> Choice:

@@ -117,9 +117,6 @@ def _place(make: Callable[..., Any], problem: Exception) -> str:
     return f"{shown_path(file)}:{lines[-1] if lines else inspect.getsourcelines(make)[1]}"
 
 
-# Answers
-
-
 def _expect(kind: type, answer: Any) -> None:
     if not isinstance(answer, kind):
         raise TrialError(f"returned {answer!r:.60}, expected {kind.__name__}")
@@ -138,9 +135,6 @@ def _check_column(name: str, column: Any, mask: Tensor) -> None:
 def _check_numbers(name: str, numbers: Mapping[str, float]) -> None:
     if not all(math.isfinite(value) for value in numbers.values()):
         raise TrialError(f"returned {name} {dict(numbers)!r:.80}, expected finite numbers")
-
-
-# Columns of tokens
 
 
 def _batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -207,9 +201,6 @@ def _declared_needs(key: str, name: str) -> frozenset[str]:
     registry = registry_of(key)
     assert registry is not None
     return registry.entry(name).needs
-
-
-# Mixtures, callbacks, conversations
 
 
 def _mixture(names: Sequence[str], make: Any, choice: Choice) -> None:

@@ -310,16 +310,18 @@ class Survey:
         if self.skipped:
             return [f"gold solutions of {self.env} are not played before the start: {self.skipped}"]
         needs = [need for part in self.parts for need in part.needs]
-        found = [f"room for the gold solutions of {self.env}, {self._sample_text()}:", *_table(needs, self.limits)]
-        over = [need.told() for need in needs if need.over]
-        more = f"; and {len(over) - NAMED} more" if len(over) > NAMED else ""
-        return [*found, *(f"  no room: {line}" for line in over[:NAMED]), *([f"  no room{more}"] if more else [])]
-
-    def _sample_text(self) -> str:
         parts = "; ".join(f"{part.name}: {len(part.needs)} of {part.wanted} tasks" for part in self.parts)
         lost = Counter(why for part in self.parts for why in part.unplayed.values())
         said = "".join(f"; {count} could not be played ({why})" for why, count in lost.most_common(1))
-        return f"played in {self.seconds:.1f} s ({parts}{said})"
+        head = f"room for the gold solutions of {self.env}, played in {self.seconds:.1f} s ({parts}{said}):"
+        over = [need.told() for need in needs if need.over]
+        more = f"; and {len(over) - NAMED} more" if len(over) > NAMED else ""
+        return [
+            head,
+            *_table(needs, self.limits),
+            *(f"  no room: {line}" for line in over[:NAMED]),
+            *([f"  no room{more}"] if more else []),
+        ]
 
 
 _surveys: dict[str, Survey] = {}
