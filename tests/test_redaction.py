@@ -43,6 +43,7 @@ from agentrl.run.tracing import attributes_of
 from agentrl.run.trackers import TRACKERS, check_trackers, makers
 from agentrl.utils import redaction
 from agentrl.utils.errors import CatalogError, ConfigError, EnvError
+from agentrl.utils.parsing import toml_table
 from agentrl.utils.redaction import (
     GONE,
     guard_process,
@@ -122,12 +123,10 @@ def test_what_a_config_holds_leaves_only_in_its_own_private_file(tmp_path: Path)
     folder.write_summary({"status": "failed", "error": everything, "deep": [{everything: everything}]})
     assert found_in(folder.summary.read_text()) == []
     assert found_in(str(without_secrets(config))) == [] and found_in(to_toml(config)) != []
-    from agentrl.contrib.view.api import _redacted_config
-
-    redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file
-    assert found_in(_redacted_config(folder.config.read_text())) == [] and "production" in _redacted_config(
-        folder.config.read_text()
-    )
+    redaction._known.clear(), redaction._ordered.clear()  # another process, which has only the file, as the viewer
+    redaction.learn(toml_table(folder.config.read_text()))
+    shown = redaction.redact_said(folder.config.read_text())
+    assert found_in(shown) == [] and "production" in shown
 
 
 def test_references_are_resolved_late_and_remembered() -> None:

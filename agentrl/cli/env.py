@@ -16,7 +16,7 @@ from agentrl.utils.terminal import cell, console, folding, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agentrl.env import ToolEnv
+    from agentrl.env import Options, ToolEnv
     from agentrl.env.catalog import EnvEntry, EnvRef
     from agentrl.env.check_tools import CheckFinding, Subject
     from agentrl.env.difficulty import DifficultyReport
@@ -501,12 +501,17 @@ def _tool_lines(env: ToolEnv) -> list[str]:
     lines = []
     for tool in env.toolbox:
         lines.append("  " + json.dumps(tool.schema["function"], ensure_ascii=False))
-        seen = {name: getattr(tool.options, name) for name in ("check", "on_error", "error", "max_output")}
-        if differs := ", ".join(f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict")):
+        if differs := _called_as(tool.options):
             lines.append(f"    {differs}")
     if env.toolbox.max_output != MAX_OUTPUT:
         lines.append(f"  answers of tools that do not say: at most {env.toolbox.max_output} tokens")
     return lines
+
+
+def _called_as(options: Options) -> str:
+    """A tool's options that a policy may see, if they differ from the default."""
+    seen = {name: getattr(options, name) for name in ("check", "on_error", "error", "max_output")}
+    return ", ".join(f"{name}={value!r}" for name, value in seen.items() if value not in (None, "strict"))
 
 
 def _parameter_lines(env_class: type) -> list[str]:

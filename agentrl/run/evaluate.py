@@ -360,9 +360,7 @@ async def run_rollout(
                 await session.close()
     elif session is not shared:
         await session.close()
-    # In the order of tasks, so that equal runs leave equal files.
-    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
-    atomic_write(request.out / "trajectories.jsonl", "".join(rows))
+    _sort(request, outcome)
     return outcome
 
 
@@ -538,3 +536,9 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     config = without_trainer(config)
     check_eval(config, request.purpose)
     return config
+
+
+def _sort(request: RolloutRequest, outcome: RolloutOutcome) -> None:
+    """Rewrite the file in the order of tasks, so that equal runs leave equal files."""
+    rows = [redact(json_text(outcome.episodes[pair].to_json())) + "\n" for pair in sorted(outcome.episodes)]
+    atomic_write(request.out / "trajectories.jsonl", "".join(rows))

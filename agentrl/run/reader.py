@@ -202,7 +202,9 @@ class RunRecord:
             return False
         signs = [_change_time(path) for path in (self.folder.metrics, self.folder.log, self.folder.trajectories)]
         last = max((sign for sign in signs if sign is not None), default=None)
-        return last is not None and time.time() - last < max(LIVE_S, 4 * _step_seconds(_tail(self.folder.metrics)))
+        rows = _tail(self.folder.metrics)
+        laps = [[v for k, v in row.items() if k.startswith("time/") and isinstance(v, (int, float))] for row in rows]
+        return last is not None and time.time() - last < max(LIVE_S, 4 * max(map(sum, laps), default=0.0))
 
     @property
     def started(self) -> float | None:
@@ -322,12 +324,6 @@ def _tail(path: Path, most: int = 65536) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return [row for row in rows if isinstance(row, dict)]
-
-
-def _step_seconds(rows: list[dict[str, Any]]) -> float:
-    """The longest of the last steps and evaluations, in seconds."""
-    laps = [sum(v for k, v in row.items() if k.startswith("time/") and isinstance(v, (int, float))) for row in rows]
-    return max(laps, default=0.0)
 
 
 # `tokens/<name>.jsonl`: what training made of the tokens in `trajectories/<name>.jsonl`, row by row.
