@@ -97,7 +97,6 @@ class _Router:
         self._choices += 1
         indices = own.indices
         if self.dictated is not None:
-            assert self.dictated is not None
             if self.dictated.shape != own.indices.shape:
                 raise ModelError(
                     f"{self.name} chooses {tuple(own.indices.shape)} experts, and {tuple(self.dictated.shape)} are dictated"

@@ -80,11 +80,6 @@ def least_loaded(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int) ->
     return bin_of
 
 
-def fits(tokens: np.ndarray, bin_of: np.ndarray, cap: int) -> bool:
-    """Return True if every bin is within the cap."""
-    return len(bin_of) == 0 or int(np.bincount(bin_of, weights=tokens).max()) <= cap
-
-
 def capped_greedy(tokens: np.ndarray, costs: np.ndarray, bins: int, cap: int, look: int = 8) -> np.ndarray | None:
     """Greedy over all bins of all ranks at once: each item goes into the cheapest of the `look` least loaded
     bins that has room; None if none of them has."""

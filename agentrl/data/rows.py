@@ -232,13 +232,12 @@ def wide(value: Any, rows: int) -> NonTensorData:
 
 def is_batch(value: Any) -> TypeGuard[TensorDict]:
     """Return True for a TensorDict; a process that never loaded the package has none."""
-    package = sys.modules.get("tensordict")
-    return package is not None and isinstance(value, package.TensorDict)
+    return isinstance(value, getattr(sys.modules.get("tensordict"), "TensorDict", ()))
 
 
 def build(columns: Mapping[str, Any], rows: int | None) -> TensorDict:
     """A batch of `rows` rows, or without a batch size; jagged columns must already share their offsets."""
-    from tensordict import TensorDict  # here: it loads torch's compiler, 4 s in which `agentrl eval` would have played
+    from tensordict import TensorDict  # here: it loads torch's compiler, which rollout workers do not need
 
     return TensorDict(dict(columns), batch_size=[] if rows is None else [rows])
 

@@ -145,7 +145,7 @@ class VerdictCache:
         Path(name).replace(path)
 
     def forget(self) -> None:
-        """Drop verdicts of memory alone."""
+        """Drop the verdicts, unless a folder keeps them."""
         if self.folder is None:
             self._memory.clear()
 

@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from agentrl.data.packing import Rowed, fits
+from agentrl.data.packing import Rowed
 
 # Karmarkar-Karp differencing with equal counts: the largest differencing method over k-tuples.
 #
@@ -99,6 +99,11 @@ def karmarkar_ranks(tokens: np.ndarray, costs: np.ndarray, ranks: int, cap: int)
         position[np.argsort(-loads, kind="stable")] = np.arange(micros)
         bin_of[items] = position[micro] * ranks + rank
     return bin_of
+
+
+def fits(tokens: np.ndarray, bin_of: np.ndarray, cap: int) -> bool:
+    """Return True if every bin is within the cap."""
+    return len(bin_of) == 0 or int(np.bincount(bin_of, weights=tokens).max()) <= cap
 
 
 def _fill_ranks(
