@@ -1,0 +1,23 @@
+"""An imperfect scripted policy: gold turns, of which some are skipped, or an early stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.env import Message, Observation
+
+
+class Teacher:
+    """`skip`: probability that a call is left out. `stop`: probability that "Done." comes before the last call. `rng` needs only
+    `random()`."""
+
+    def __init__(self, gold: Sequence[Message], rng: Any, *, skip: float = 0.03, stop: float = 0.2) -> None:
+        *calls, done = gold
+        if len(calls) > 1 and rng.random() < stop:
+            calls = calls[: 1 + int(rng.random() * (len(calls) - 1))]
+        self._left = [call for call in calls if rng.random() >= skip] + [done]
+
+    def act(self, observation: Observation) -> Message | None:
+        """The next turn; None after the last."""
+        return self._left.pop(0) if self._left else None
