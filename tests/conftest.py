@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 
 KEPT = re.compile(
-    r"AGENTRL_((PROOFS|PEERS|CHAOS|SIMULATED|REQUIRE|ORACLE|TEMPLATE|TEST|GPU|SGLANG)\w*|\w+_(PYTHON|SOURCE))"
+    r"AGENTRL_((PROOFS|SLOW|PEERS|CHAOS|SIMULATED|REQUIRE|ORACLE|TEMPLATE|TEST|GPU|SGLANG)\w*|\w+_(PYTHON|SOURCE))"
     r"|PATH|PWD|USER|LOGNAME|TMPDIR|PYTHONDONTWRITEBYTECODE|PYTEST_(?!ADDOPTS|PLUGINS)\w+|MUT\w+|COV\w+"
     r"|NCCL_(?!SOCKET)\w+|(LD|DYLD|CUDA|NVIDIA|CONDA|NIX|SSL|CURL|PIP|UV|PLAYWRIGHT|DOCKER)_\w+|\w+_CA_BUNDLE"
 )
@@ -121,6 +121,10 @@ PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
 """Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
 proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")
 """Marks a test, or a case of one, that only `make proofs` runs."""
+slow = pytest.mark.skipif(
+    not (PROOFS or os.environ.get("AGENTRL_SLOW")), reason="takes more than two seconds; `make test-all` and CI run it"
+)
+"""Marks a test, or a case of one, that is too slow for `make test`."""
 
 
 # A red `make test` is due to the change that it tests: its properties are tried on the same inputs each time. Those of

@@ -76,7 +76,12 @@ KINDS = {
         lambda v: [("book_table", v)],
     ),
     "order": Kind(
-        ("Order {quantity} {item}.", "Buy {quantity} {item}.", "We need {quantity} more {item}.", "Please get {quantity} {item}."),
+        (
+            "Order {quantity} {item}.",
+            "Buy {quantity} {item}.",
+            "We need {quantity} more {item}.",
+            "Please get {quantity} {item}.",
+        ),
         lambda rng: {"item": rng.choice(GOODS), "quantity": rng.randint(2, 30)},
         lambda v: [("order", v)],
     ),
