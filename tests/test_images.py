@@ -18,8 +18,8 @@ from PIL import Image as Pictures
 from agentrl.config.schema import McpServerConfig
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.client import Link, RemoteEnv
-from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, PromptIds, split_at_images
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.images import MOST_BYTES, MOST_IMAGES, Image, split_at_images
+from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.data.trajectory import Message, ToolCall, Trajectory, as_row, message_of
 from agentrl.env import Toolbox, tool
 from agentrl.env.address import Asked

@@ -108,26 +108,6 @@ class Image:
         return _to_rgb(_turn_upright(_open_picture(self.bytes())))
 
 
-class PromptIds(list[int]):
-    """Token ids of a prompt, or of a part of one, with the `images` whose placeholders stand among them, in order. A renderer of
-    a model that takes images makes them, a ledger keeps them, and an engine is given them; any other reads a list of ids."""
-
-    def __init__(self, ids: Iterable[int], images: Iterable[Image]) -> None:
-        super().__init__(ids)
-        self.images = tuple(images)
-
-
-def images_in(ids: Sequence[int]) -> tuple[Image, ...]:
-    """The images of token ids; none of a plain list."""
-    return ids.images if isinstance(ids, PromptIds) else ()
-
-
-def own(ids: Sequence[int]) -> list[int]:
-    """A copy of token ids, with their images if they have any."""
-    images = images_in(ids)
-    return PromptIds(ids, images) if images else list(ids)
-
-
 def by_digest(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Image]:
     """The images of a record, which has them by digest. Raises ImageError for one that stands under another's."""
     found = {sha256: Image.from_row(row) for sha256, row in rows.items()}

@@ -5,13 +5,36 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.data.images import Image, PromptIds, images_in
+from agentrl.data.images import Image
+
+# Token ids with images
+
+
+class PromptIds(list[int]):
+    """Token ids of a prompt, or of a part of one, with the `images` whose placeholders stand among them, in order. A renderer of
+    a model that takes images makes them, a ledger keeps them, and an engine is given them; any other reads a list of ids."""
+
+    def __init__(self, ids: Iterable[int], images: Iterable[Image]) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+def images_in(ids: Sequence[int]) -> tuple[Image, ...]:
+    """The images of token ids; none of a plain list."""
+    return ids.images if isinstance(ids, PromptIds) else ()
+
+
+def own(ids: Sequence[int]) -> list[int]:
+    """A copy of token ids, with their images if they have any."""
+    images = images_in(ids)
+    return PromptIds(ids, images) if images else list(ids)
+
 
 # Columns of a ledger
 

@@ -116,6 +116,10 @@ class ToolResult:
         if self.images:
             object.__setattr__(self, "images", images_of(self.images))
 
+    @property
+    def message(self) -> Message:
+        return Message("tool", self.content, tool_call_id=self.call_id, name=self.name, images=self.images)
+
 
 @dataclass(frozen=True, slots=True)
 class UserCall:

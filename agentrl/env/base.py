@@ -17,7 +17,7 @@ from agentrl.env.authoring import Forkable
 from agentrl.env.copying import play_again
 from agentrl.env.spaces import Action, MessagesSpace, Observation, ToolCallSpace, run_sync
 from agentrl.env.toolbox import CountTokens, estimate_tokens
-from agentrl.env.users import GOLD, ModelUser, RecordedUser, User, as_message, ask, make_call, next_step, note
+from agentrl.env.users import GOLD, ModelUser, RecordedUser, User, ask, make_call, next_step, note
 from agentrl.utils.errors import ConfigError, EnvError, PolicyTimeoutError, ToolTimeoutError, UserLimitError
 from agentrl.utils.event_loop import LateError, within
 from agentrl.utils.search_path import find_file, is_given, own_reward
@@ -497,7 +497,7 @@ class ToolEnv(Forkable):
         if turn.message.tool_calls:
             turn.results = await self.toolbox.call_all(turn.message.tool_calls)
             self._note_new_tools()
-            return [as_message(result) for result in turn.results], self._ended
+            return [result.message for result in turn.results], self._ended
         replies = await self.user_reply(turn.message)
         return replies or [], self._ended or replies is None
 

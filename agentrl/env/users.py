@@ -45,11 +45,7 @@ def note(record: Trajectory, turn: Turn, result: ToolResult) -> None:
     while at and record.messages[at - 1].role == "tool" and later(record.messages[at - 1].tool_call_id):
         at -= 1
     turn.results.insert(place, result)
-    record.messages.insert(at, as_message(result))
-
-
-def as_message(result: ToolResult) -> Message:
-    return Message("tool", result.content, tool_call_id=result.call_id, name=result.name, images=result.images)
+    record.messages.insert(at, result.message)
 
 
 # Simulated users
@@ -316,7 +312,7 @@ def _as_messages(calls: Sequence[UserCall]) -> list[Message]:
         same = [made for made in calls if (made.turn, made.step) == (turn, step)]
         found.append(Message("user", same[0].text, tuple(made.call for made in same)))
         answers = [made.result for made in same if made.result is not None]
-        found += [as_message(result) for result in answers]
+        found += [result.message for result in answers]
     return found
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.images import Image, PromptIds
+from agentrl.data.images import Image
 from agentrl.data.images import split_at_images as shown
+from agentrl.data.token_ledger import PromptIds
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Place, ProseReader, Renderer, TurnReader
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML, advice

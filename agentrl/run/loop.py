@@ -57,15 +57,17 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.saver.rate(owed)
     if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
         await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
+    advantages = own_advantages(config.envs)
     while not done:
-        await session.tracing.begin(collector.ledger.version + 1)
+        if session.tracing is not None:
+            await session.tracing.begin(collector.ledger.version + 1)
         clock = Clock(session.display)
         with clock.part("rollout", collector.ahead, collector.watch.waiting):
             groups = await republish_to_new_replicas(session, collector.collect())
         with clock.part("batch"):
             kept = config.algorithm.experience
             rare = None if kept is None else kept.rare
-            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, own_advantages(config.envs), rare)
+            batch = await in_thread("batch", make_batch, groups, config.algorithm.advantage, advantages, rare)
             ages = await in_thread("batch", staleness, batch, collector.ledger.version)
             shown, told = (None, {}) if session.demonstrations is None else await session.demonstrations.take()
         with clock.part("update"):
@@ -95,7 +97,8 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
                 await run_log.writes.wait()  # so that a resume from here finds the files of all earlier steps
                 await session.saver.save(found)
             done = done or interrupt.requested  # one that came meanwhile: this step is saved, another may take an hour
-        await session.tracing.end()
+        if session.tracing is not None:
+            await session.tracing.end()
     await session.saver.wait()
     interrupt.in_step = False
 
@@ -187,13 +190,13 @@ def staleness(batch: TensorDict, version: int) -> dict[str, float]:
 async def log_step(session: Session, run_log: RunLog, step: int, groups: list[Group], update: Row, clock: Clock) -> Row:
     """One metrics row, the step's trajectories, and the display; returns the row as it is written."""
     members = [t for group in groups for t in group.trajectories]
-    several = len(session.config.envs) > 1
+    several = len(session.envs) > 1
     played = await in_thread("batch", episodes_row, groups, kinds_of(session.envs), several, session.horizons)
     row = train_row(session, played, update, clock.laps)
     run_log.row("train", step, row)
     if writes_trajectories(session.config.steps, session.config.trajectories_every, step):
         await run_log.trajectories(f"step_{step:06d}", members, session.learner.tokens)
-    session.display.step(step, *shown_of(row, [env.called for env in session.config.envs]))
+    session.display.step(step, *shown_of(row, [env.name for env in session.envs]))
     return {"step": step, "phase": "train", **row}
 
 

@@ -333,7 +333,7 @@ class Session:
     publisher: Publisher
     watchdog: LoopWatchdog
     callbacks: Callbacks
-    tracing: Tracing
+    tracing: Tracing | None
     horizons: Mapping[str, Bins]
     judges: Judges
     opened: AsyncExitStack
@@ -464,8 +464,10 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
         saver = Saver(config, folder, learner, collector, display.say, demonstrations)
         opened.push_async_callback(saver.close)
-        tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
-        opened.callback(tracing.close)
+        tracing = None
+        if config.traces is not None or config.profile is not None:
+            tracing = Tracing(config, engine_name, profile_of(config, folder, learner, engine_name, display.warn))
+            opened.callback(tracing.close)
         watchdog = LoopWatchdog(config.rollout.slow_loop, display.warn)
         opened.callback(watchdog.stop)
         watchdog.start()  # last: a start loads libraries on the loop, and no episode waits for it

@@ -38,6 +38,7 @@ from agentrl.trainer.layers import (
     compiled_head,
     inject,
     merge_adapters,
+    routing_of,
     use_liger,
     without_adapters,
 )
@@ -179,7 +180,7 @@ class FsdpEngine(BaseEngine):
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             check_plans(cfg, model, world)
         if not cfg.compile:  # compiled layers have their routers inside
-            self.routing = Routing(model, self.layout.ulysses)
+            self.routing = routing_of(model, self.layout.ulysses)
         self.checkpoints = by_size(cfg.activation_checkpointing, sum(p.numel() for p in model.parameters()))
         if self.checkpoints:
             # The reentrant kind computes no gradient if no input of a layer needs one, which is so with adapters on frozen
@@ -251,6 +252,8 @@ class FsdpEngine(BaseEngine):
     def logprobs(self, micro: Micro, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
         if self.vision is not None:
             micro = with_images(micro, self.vision)
+        if self.routing is None and micro.experts is not None:
+            raise ModelError("a model without routers cannot repeat choices of experts; set rollout.router_replay = false")
         with nullcontext() if self.routing is None else self.routing.passing(micro):
             if self.layout.ulysses is not None:
                 micro = share_tokens(micro, self.layout.ulysses)

@@ -198,27 +198,27 @@ def check_liger(device: torch.device) -> None:
 # Routers
 
 
-class Routing:
-    """One rank's routers. Make it of the transformers model before adapters and shards wrap its modules."""
+def routing_of(model: nn.Module, group: Ulysses | None) -> Routing | None:
+    """One rank's routers; None for a dense model. Call it on the transformers model before adapters and shards wrap its modules.
+    `group`: the ranks that share tokens."""
+    # The routers read the request of the current pass, or of its recomputation.
+    routers = Routers(model, lambda: None if (packed := layout()) is None else packed.experts)
+    return Routing(routers, group) if len(routers) else None
 
-    def __init__(self, model: nn.Module, group: Ulysses | None) -> None:
-        """`group`: the ranks that share tokens."""
-        # The routers read the request of the current pass, or of its recomputation.
-        self._routers = Routers(model, lambda: None if (packed := layout()) is None else packed.experts)
-        self._group = group
-        self._load = Load(self._routers)
+
+class Routing:
+    """One rank's routers."""
+
+    def __init__(self, routers: Routers, group: Ulysses | None) -> None:
+        self._routers, self._group, self._load = routers, group, Load(routers)
 
     @contextmanager
     def passing(self, micro: Micro) -> Iterator[None]:
         """Around a forward pass over `micro`, as the caller gave it. Passes with gradient are counted, unless nothing in them is
         trained, as in the dummy of a rank that has no more rows. Raises ModelError if choices to repeat do not fit the model."""
         if micro.experts is not None:
-            if not len(self._routers):
-                raise ModelError(
-                    "choices of experts are to be repeated by a model without routers; set rollout.router_replay = false"
-                )
             self._routers.check(micro.experts)
-        if len(self._routers) and torch.is_grad_enabled() and len(micro.targets):
+        if torch.is_grad_enabled() and len(micro.targets):
             # A shared prefix counts for each of its rows: how often it is computed hangs on ranks and micro-batches.
             own = own_tokens(len(micro.input_ids), self._group)
             times = None if micro.row_counts is None else micro.row_counts[own]
@@ -227,11 +227,9 @@ class Routing:
         else:
             yield
 
-    def take_load(self) -> Tensor | None:
+    def take_load(self) -> Tensor:
         """Number of choices of each expert since the last call: float64 [routers, experts] on the host, over the ranks that
-        share tokens; None for a dense model."""
-        if not len(self._routers):
-            return None
+        share tokens."""
         counts, self._load.counts = self._load.counts, None
         if counts is None:
             counts = torch.zeros(len(self._routers), self._routers.experts, dtype=torch.float64)

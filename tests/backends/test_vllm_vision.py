@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.config.load import config_from
 from agentrl.config.schema import InitModelConfig
-from agentrl.data.images import Image, PromptIds
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.images import Image
+from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.render.vision import Vision
 from agentrl.rollout.engine import Engine, Generation, Sampling
 from agentrl.run.engine_choice import make_engine, maker_of

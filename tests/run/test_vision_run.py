@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from agentrl.cli.main import main
 from agentrl.config.load import config_from
 from agentrl.config.schema import RewardConfig
-from agentrl.data.images import Image, PromptIds, images_in
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.images import Image
+from agentrl.data.token_ledger import PromptIds, TokenLedger, images_in
 from agentrl.data.trajectory import Message, StopReason, ToolCall, Trajectory
 from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.env.catalog import EnvRef, find_spec, make_scorer

@@ -16,9 +16,9 @@ from tensordict import TensorDict
 from transformers import AutoConfig
 
 from agentrl.config.schema import InitModelConfig, ModelConfig
-from agentrl.data.images import Image, PromptIds
+from agentrl.data.images import Image
 from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.render.vision import Vision
 from agentrl.trainer.fsdp import FsdpEngine

@@ -14,6 +14,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.trainer.attention import register_packed_attention
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.language_model import Role
+from agentrl.trainer.layers import Routing
 from agentrl.trainer.memory import by_size
 from agentrl.trainer.model_folder import Loader, ModuleTensor, materialize
 from agentrl.trainer.optim import Offloaded
@@ -88,7 +89,7 @@ class TitanEngine(FsdpEngine):
         require_torchtitan()
         from agentrl.contrib.titan.model import (
             Sharding,
-            TitanRouting,
+            TitanRouters,
             dims_of,
             family_of,
             hf_names,
@@ -111,7 +112,8 @@ class TitanEngine(FsdpEngine):
         dims = dims_of(cfg, self.device)
         self.module = sharded_decoder(family, made, dims, Sharding(self.compute_dtype, self.checkpoints))
         self._names = hf_names(family, made, [name.replace(WRAPPER, "") for name in self.module.state_dict()])
-        self.routing = TitanRouting(self.module, self.layout.ulysses)
+        routers = TitanRouters(self.module)
+        self.routing = Routing(routers, self.layout.ulysses) if len(routers) else None
         self._load(loader)
         self.module.train()
         self.optimizers, self._offloaded = None, Offloaded()

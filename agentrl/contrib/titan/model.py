@@ -42,10 +42,9 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from agentrl.config.schema import ModelConfig
-from agentrl.data.expert_routing import FREE, Load, Routers
+from agentrl.data.expert_routing import FREE, Routers
 from agentrl.trainer.attention import PackedSequences, packed_attention
 from agentrl.trainer.language_model import Micro, shares, token_logprobs
-from agentrl.trainer.layers import Routing
 from agentrl.trainer.parallel import Ulysses, compute_divided
 from agentrl.utils.errors import ModelError
 
@@ -202,14 +201,6 @@ class TitanRouters(Routers):
         for layer, router in enumerate(found):
             router.layer = layer
         self._routers = found
-
-
-class TitanRouting(Routing):
-    """`Routing` of a torchtitan model."""
-
-    def __init__(self, decoder: nn.Module, group: Ulysses | None) -> None:
-        self._routers, self._group = TitanRouters(decoder), group
-        self._load = Load(self._routers)
 
 
 # Experts

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from agentrl.data.images import images_in
+from agentrl.data.token_ledger import images_in
 from agentrl.engines.embedded.embedded_model import EmbeddedModel, Writing, kind_of
 from agentrl.engines.embedded.kv_cache import Slots, cache_limit
 from agentrl.engines.embedded.scheduler import Batcher, Drawn, Request

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import VllmConfig
-from agentrl.data.images import images_in
+from agentrl.data.token_ledger import images_in
 from agentrl.render.vision import Pixels, Vision
 from agentrl.utils.errors import ConfigError, DependencyError, EngineError, ImageError, ModelError
 

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from agentrl.config.schema import VllmConfig
-from agentrl.data.images import own
+from agentrl.data.token_ledger import own
 from agentrl.engines.token_text import Words, check_request
 from agentrl.engines.vllm.images import vision_of, vision_options
 from agentrl.engines.vllm.options import UNUSED_IDS, engine_options

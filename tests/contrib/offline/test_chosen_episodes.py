@@ -16,8 +16,8 @@ from PIL import Image as Pictures
 from agentrl.config.schema import DataConfig
 from agentrl.contrib.offline.prepare import Preparation, chat_of, filter_episode, pairs
 from agentrl.contrib.offline.store import About, RowPlace, RowStore, rows_of, sources
-from agentrl.data.images import Image, PromptIds
-from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.images import Image
+from agentrl.data.token_ledger import PromptIds, TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.env.catalog import EnvRef
 from agentrl.render import make_renderer
