@@ -55,6 +55,7 @@ TURNS = group_of(
 EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
     "opo": (LONG, {}),
     "gpg": (group_of([1, 0, 0, 1, 1], groups=[0, 0, 0, 1, 1]), {}), "pass_at_k": (PLAIN, {"k": 2}),
+    "max_variance": (group_of([1, 0, 0, 0]), {"keep": 2}),
     "reinforce_pp": (group_of([1], [2]), {"gamma": 0.5}), "reinforce_pp_baseline": (LONG, {}),
     "gae": (group_of([1], [3], values=torch.tensor([0.1, 0.2, 0.3]).double()), {"whitened": False}),
     "gae_turns": (
@@ -102,6 +103,7 @@ TOKENS: dict[str, tuple[LossInput, dict[str, Any]]] = {
     "gspo": (tokens_of([L(4), 0.0], [1, 1]), {"clip_high": 0.5}),
     "gmpo": (tokens_of([1, -0.2], [2, 2]), {}),
     "cispo": (tokens_of([L(9)], [1], at=-1 - L(9)), {}),
+    "dppo": (tokens_of([L(1.5), L(0.9)], [1, 1], at=-L(2)), {}),
     "sapo": (tokens_of([L(2)], [-1]), {"tau_negative": 1.0}),
     "clip_cov": (tokens_of([L(1.1)] * 2, [1, 1], picked=True), {}),
     "kl_cov": (tokens_of([0.1] * 2, [1, 1], picked=True), {}),

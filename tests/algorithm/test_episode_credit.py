@@ -159,7 +159,9 @@ def test_an_unscored_member_changes_nothing_for_the_others(name: str) -> None:
         )
 
 
-GROUP_BASED = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "gigpo", "multi_reward", "pass_at_k", "turn_returns"]
+GROUP_BASED = [
+    "grpo", "dr_grpo", "rloo", "opo", "gpg", "gigpo", "max_variance", "maxrl", "multi_reward", "pass_at_k", "turn_returns",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*GROUP_BASED, "reinforce_pp_baseline"])

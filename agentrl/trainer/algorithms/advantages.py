@@ -24,6 +24,7 @@ from agentrl.trainer.algorithms.base import (
     deviation,
     episode_tokens,
     episodes,
+    group_total,
     normalize_by_key,
     row_advantages,
     scored_mask,
@@ -53,33 +54,31 @@ ADVANTAGES: Registry[Callable[..., AdvantageOutput]] = Registry(
 # Baselines of a group
 
 
+def of_episodes(batch: AdvantageInput, rule: Callable[[Episodes], Tensor]) -> AdvantageOutput:
+    """A rule's value per episode, on each of its sampled tokens."""
+    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
+
+
 @ADVANTAGES.register("grpo", needs={"group"})
 def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) -> AdvantageOutput:
     """(R - mean) / (std + eps) on every sampled token; 0 in a group of one, or if all rewards are equal.
 
     std is unbiased and eps 1e-6; the paper specifies neither.
     """
-    rows = row_advantages(batch, lambda e: e.standardized(eps))
-    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+    return of_episodes(batch, lambda e: e.standardized(eps))
 
 
 @ADVANTAGES.register("dr_grpo", needs={"group"})
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
     """R - mean on every sampled token. The paper's other change, a sum over tokens that is not divided by a length, is
     `algorithm.aggregate`."""
-    rows = row_advantages(batch, Episodes.centered)
-    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+    return of_episodes(batch, Episodes.centered)
 
 
 @ADVANTAGES.register("rloo", needs={"group"})
 def rloo(batch: AdvantageInput) -> AdvantageOutput:
     """R - mean of the other rewards = n / (n - 1) (R - mean) on every sampled token; 0 in a group of one."""
-    return AdvantageOutput(on_mask(row_advantages(batch, _leave_one_out), batch.mask, batch.offsets))
-
-
-def _leave_one_out(e: Episodes) -> Tensor:
-    n = e.size()
-    return e.centered() * n / (n - 1).clamp(min=1)
+    return of_episodes(batch, lambda e: e.centered() * e.size() / (e.size() - 1).clamp(min=1))
 
 
 @ADVANTAGES.register("opo", needs={"group"})
@@ -88,8 +87,7 @@ def opo(batch: AdvantageInput) -> AdvantageOutput:
 
     The length stands for the squared norm of the score function, as in the paper's simplification.
     """
-    rows = row_advantages(batch, lambda e: e.centered(weights=e.tokens))
-    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+    return of_episodes(batch, lambda e: e.centered(weights=e.tokens))
 
 
 @ADVANTAGES.register("gpg", needs={"group"})
@@ -105,7 +103,44 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
         teaching = max(int((e.std() > 0).sum()), 1)  # B - M
         return e.centered() * len(e.reward) / teaching / f_norm
 
-    return AdvantageOutput(on_mask(row_advantages(batch, scaled), batch.mask, batch.offsets))
+    return of_episodes(batch, scaled)
+
+
+@ADVANTAGES.register("maxrl", needs={"group"})
+def maxrl(batch: AdvantageInput) -> AdvantageOutput:
+    """(R - mean) / mean of abs(R) on every sampled token; 0 in a group without a success. For rewards of 0 and 1 the expected
+    update is that of log p(success), up to the order of the group's size."""
+
+    def rule(e: Episodes) -> Tensor:
+        size = group_total(e.reward.abs(), e.group, e.groups)[e.group] / e.size()
+        return e.centered() / torch.where(size > 0, size, 1.0)
+
+    return of_episodes(batch, rule)
+
+
+@ADVANTAGES.register("max_variance", needs={"group"})
+def max_variance(
+    batch: AdvantageInput, *, keep: Annotated[int, Field(ge=2)] = 4, eps: Annotated[float, Field(ge=0)] = 1e-6
+) -> AdvantageOutput:
+    """n / keep (R - mean) / (std + eps) over the `keep` of n episodes whose rewards have the largest variance, 0 for the others.
+
+    Those are the i smallest and keep - i largest rewards, for the best i. The factor makes up for the others in the denominators
+    of the loss. A group of at most `keep` episodes is that of `grpo`.
+    """
+
+    def rule(e: Episodes) -> Tensor:
+        out = torch.zeros_like(e.reward)
+        for group in range(e.groups):
+            members = (e.group == group).nonzero().squeeze(1)
+            order, n = members[torch.sort(e.reward[members], stable=True).indices], len(members)
+            least = min(keep, n)
+            ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
+            spread = e.reward[ends].double().var(1, correction=0)
+            kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones
+            out[kept] = n / least * standardize_in_groups(e.reward[kept], torch.zeros_like(kept), 1, eps)
+        return out
+
+    return of_episodes(batch, rule)
 
 
 @ADVANTAGES.register("pass_at_k", needs={"group", "group_over_k"})
@@ -127,7 +162,7 @@ def pass_at_k(
             out[members] = subset_advantages(e.reward[members], k, eps)
         return out
 
-    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
+    return of_episodes(batch, rule)
 
 
 def subset_advantages(rewards: Tensor, k: int, eps: float) -> Tensor:
@@ -185,20 +220,15 @@ def multi_reward(
     def rule(e: Episodes) -> Tensor:
         total = torch.zeros_like(e.reward)
         for number, factor in enumerate(scale):
-            total = total + factor * _normalize_rewards(e, columns[e.first, number].double(), eps)
+            values = columns[e.first, number].double()
+            known = ~torch.isnan(values)
+            total[known] += factor * standardize_in_groups(values[known], e.group[known], e.groups, eps)
         if not whitened:
             return total
         std = deviation(total, torch.zeros_like(e.group), 1) + eps  # all episodes as one group
         return total / torch.where(std > 0, std, 1.0)
 
-    return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets))
-
-
-def _normalize_rewards(e: Episodes, values: Tensor, eps: float) -> Tensor:
-    known = ~torch.isnan(values)
-    out = torch.zeros_like(values)
-    out[known] = standardize_in_groups(values[known], e.group[known], e.groups, eps)
-    return out
+    return of_episodes(batch, rule)
 
 
 @ADVANTAGES.register("remax", needs={"baseline"})
@@ -207,8 +237,7 @@ def remax(batch: AdvantageInput) -> AdvantageOutput:
     baseline = batch.baseline
     if baseline is None:
         raise ConfigError('algorithm.advantage "remax" needs the reward of a greedy rollout of each task')
-    rows = row_advantages(batch, lambda e: e.reward - baseline[e.first].double())
-    return AdvantageOutput(on_mask(rows, batch.mask, batch.offsets))
+    return of_episodes(batch, lambda e: e.reward - baseline[e.first].double())
 
 
 # Baselines of a batch

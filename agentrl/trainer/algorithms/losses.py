@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -117,6 +117,27 @@ def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 5.0) -> L
     weight = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
     metrics = {"ratio": ratio, "clip_fraction": (weight != ratio).float()}
     return LossOutput(-weight * batch.advantages * batch.logprobs, metrics)
+
+
+@POLICY_LOSSES.register("dppo")
+def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Annotated[float, Field(gt=0)] = 0.15) -> LossOutput:
+    """-r A; 0 on a token whose probability has moved too far in the direction of A: r > 1 with A > 0, or r < 1 with A < 0, and a
+    divergence above `delta`. It is that of two outcomes, this token or another: abs(p - p_old) ("tv"), or
+    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) ("kl")."""
+    log_r = log_ratio(batch.logprobs, batch.old_logprobs)
+    p, old = batch.logprobs.detach().exp(), batch.old_logprobs.exp()
+    if divergence == "tv":
+        moved = (p - old).abs()
+    else:
+        moved = (
+            old * (batch.old_logprobs - batch.logprobs.detach())
+            + torch.special.xlogy(1 - old, 1 - old)
+            - torch.special.xlogy(1 - old, 1 - p)
+        )
+    outside = (log_r.detach() * batch.advantages > 0) & (moved > delta)
+    ratio = log_r.exp()
+    loss = torch.where(outside, 0.0, -ratio * batch.advantages)
+    return LossOutput(loss, {"ratio": ratio.detach(), "clip_fraction": outside.float()})
 
 
 @POLICY_LOSSES.register("gspo", traits={"sequence_ratio"})

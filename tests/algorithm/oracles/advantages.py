@@ -26,6 +26,7 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
     "gpg": {"f_norm": [0.5, 2.0]},
     "grpo": {"eps": [1e-6, 1e-3, 1.0]},
+    "max_variance": {"keep": [2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
     "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "reinforce_pp": {"gamma": GAMMAS},
@@ -74,6 +75,7 @@ def by_episode(rows: list[Row], rule: Callable[[list[float], list[int]], list[fl
     """`rule`: rewards and sampled lengths of a group's scored episodes -> an advantage each."""
     out, exact = empty(rows), never(rows)
     for members in scored(rows).values():
+        members = dict(sorted(members.items()))
         rewards = [rows[numbers[0]].reward for numbers in members.values()]
         lengths = [sum(int(rows[n].mask.sum()) for n in numbers) for numbers in members.values()]
         for numbers, value in zip(members.values(), rule(rewards, lengths), strict=True):
@@ -112,6 +114,29 @@ def gpg(rows: list[Row], f_norm: float = 1.0) -> Out:
     silent = sum(len(r) for r in groups if flat_same(r))
     alpha = total / (total - silent) if total > silent else 1.0
     return by_episode(rows, lambda r, _: [alpha * (x - float(np.mean(r))) / f_norm for x in r])
+
+
+def maxrl(rows: list[Row]) -> Out:
+    return by_episode(rows, lambda r, _: [(x - float(np.mean(r))) / (float(np.mean(np.abs(r))) or 1.0) for x in r])
+
+
+def max_variance(rows: list[Row], keep: int = 4, eps: float = 1e-6) -> Out:
+    """By listing every subset."""
+
+    def rule(r: list[float], _: list[int]) -> list[float]:
+        subsets = list(itertools.combinations(range(len(r)), min(keep, len(r))))
+        spread = max(float(np.var([r[i] for i in one])) for one in subsets)
+        best = [one for one in subsets if np.var([r[i] for i in one]) >= (1 - 1e-9) * spread]
+        ranked = sorted(range(len(r)), key=lambda i: (r[i], i))
+        for low in range(len(best[0]) + 1):
+            ends = set(ranked[:low] + ranked[len(r) - len(best[0]) + low :])
+            if any(set(one) == ends for one in best):
+                break
+        mine = [r[i] for i in sorted(ends)]
+        scale = len(r) / len(mine) / (std(mine) + eps)
+        return [scale * (x - float(np.mean(mine))) if i in ends else 0.0 for i, x in enumerate(r)]
+
+    return by_episode(rows, rule)
 
 
 def remax(rows: list[Row]) -> Out:

@@ -25,6 +25,7 @@ LOSSES: dict[str, dict[str, list[Any]]] = {
     "decoupled_ppo": {
         "clip_low": [0.05, 0.2], "clip_high": [0.05, 0.28], "dual_clip": [None, 1.5, 3.0], "weight_cap": [1.1, 2.0],
     },
+    "dppo": {"divergence": ["tv", "kl"], "delta": [0.01, 0.05, 0.2]},
     "gmpo": {"clip_low": [0.01, 0.4], "clip_high": [0.01, 0.6]},
     "gspo": {"clip_low": [3e-4, 0.1], "clip_high": [4e-4, 0.2]},
     "kl_cov": {"coefficient": [0.0, 0.5, 2.0]},
@@ -92,6 +93,16 @@ def decoupled_ppo(
 def cispo(t: Tokens, new: Array, frozen: Array, w: Array, *, clip_low: float = 1.0, clip_high: float = 5.0) -> Array:
     held = np.minimum(np.maximum(ratio(frozen, t.old), 1 - clip_low), 1 + clip_high)
     return total(t, w, -held * t.advantages * new)
+
+
+def dppo(t: Tokens, new: Array, frozen: Array, w: Array, *, divergence: str = "tv", delta: float = 0.15) -> Array:
+    p, q = np.exp(frozen), np.exp(t.old)
+    tv = np.abs(p - q)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    far = (tv if divergence == "tv" else kl) > delta
+    away = np.where(t.advantages > 0, p > q, p < q)
+    return total(t, w, np.where(far & away, 0.0, -ratio(new, t.old) * t.advantages))
 
 
 def sapo(t: Tokens, new: Array, frozen: Array, w: Array, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Array:
