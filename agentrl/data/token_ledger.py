@@ -264,7 +264,11 @@ class TokenLedger:
         # The first append is often a whole prompt and gets no spare room; growing by a quarter keeps later appends cheap
         # on average while at most a fifth of the memory is unused.
         if end > len(self._room["token_ids"]):
-            self._grow(max(end, _ROOM, end + end // 4 if begin else end))
+            room = max(end, _ROOM, end + end // 4 if begin else end)
+            for name, old in self._room.items():
+                # A new array, never a resize in place: views that were handed out must keep their values.
+                self._room[name] = np.empty(room, dtype=old.dtype)
+                self._room[name][:begin] = old[:begin]
         for name, values in given.items():
             self._room[name][begin:end] = values
         # Last of all: if a column does not fit, none of its tokens has been added.
@@ -276,13 +280,6 @@ class TokenLedger:
         if len(fresh):
             lowest = int(fresh.min())
             self.oldest = lowest if self.oldest is None else min(self.oldest, lowest)
-
-    def _grow(self, room: int) -> None:
-        for name, old in self._room.items():
-            # A new array, never a resize in place: views that were handed out must keep their values.
-            fresh = np.empty(room, dtype=old.dtype)
-            fresh[: self._length] = old[: self._length]
-            self._room[name] = fresh
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         # No copy is needed: an append writes behind the view, or into new arrays.

@@ -465,13 +465,9 @@ def reward_spots(trajectory: Trajectory, terminal: float | None, turns: Mapping[
         return []
     spots: dict[tuple[int, int], float] = {}
     for index, amount in turns.items():
-        _add(spots, trajectory, _rewarded_turn(sampled, index), amount)
+        _add(spots, trajectory, next((turn for turn in sampled if turn.index >= index), sampled[-1]), amount)
     _add(spots, trajectory, sampled[-1], terminal)
     return [(ledger, token, amount) for (ledger, token), amount in spots.items()]
-
-
-def _rewarded_turn(sampled: list[Turn], index: int) -> Turn:
-    return next((turn for turn in sampled if turn.index >= index), sampled[-1])
 
 
 def _add(spots: dict[tuple[int, int], float], trajectory: Trajectory, turn: Turn, amount: float) -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from agentrl.data.images import Image
-from agentrl.data.images import split_at_images as shown
+from agentrl.data.images import Image, split_at_images
 from agentrl.data.token_ledger import PromptIds
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render.base import Place, ProseReader, Renderer, TurnReader
@@ -132,7 +131,7 @@ class TemplateRenderer(Renderer):
         pictures = self._text.pictures
         if pictures is None or not any(message.images for message in messages):
             return ids
-        parts = [part for message in messages for part in shown(message.content, message.images)]
+        parts = [part for message in messages for part in split_at_images(message.content, message.images)]
         images = [part for part in parts if isinstance(part, Image)]
         wanted, found = sum(map(pictures.count, images)), ids.count(self._text.codec.added[pictures.pad])
         if wanted != found:

@@ -322,7 +322,9 @@ class Judges:
 
     def __init__(self, config: TrainConfig, pools: Pools | None = None) -> None:
         """Nothing is made yet. `pools`: the run's."""
-        self._config, self._pools, self._asked = config, pools, set[str]()
+        self._config, self._pools = config, pools
+        self.names: list[str] = []
+        """Of those that are asked."""
         self._judges: dict[str, EngineJudge] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
@@ -341,12 +343,7 @@ class Judges:
         """Specs that will ask: only their judges are started. Raises ConfigError for one that the config does not have."""
         scorers = list(scorers)
         check_names(scorers, self._config.reward.judge.engines)
-        self._asked |= {found.name for scorer in scorers for found in own_leaves(scorer)}
-
-    @property
-    def names(self) -> list[str]:
-        """Of those that are asked."""
-        return sorted(self._asked)
+        self.names = sorted({*self.names, *(found.name for scorer in scorers for found in own_leaves(scorer))})
 
     async def start(self) -> None:
         """Start the engines of the judges that are asked; they answer on this event loop. Raises UserError or EngineError, and

@@ -46,7 +46,7 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     config, collector = session.config, session.collector
     session.display.phase("train", config.steps, first=collector.ledger.version)
     interrupt.in_step = True
-    meter = EngineMeter(session.engine)
+    meter, advantages = EngineMeter(session.engine), own_advantages(config.envs)
     resumed_at = collector.ledger.version
     rows = run_log.folder.read_metrics() if resumed_at else []
     evaluated = next((row for row in rows if row["phase"] == "eval" and row["step"] == resumed_at), None)
@@ -57,7 +57,6 @@ async def train_loop(session: Session, run_log: RunLog, interrupt: Interrupt) ->
         await session.saver.rate(owed)
     if config.rollout.max_staleness == 0:  # what was sampled before the first step is none of its tokens
         await meter.read()  # above 0 they may all be: the first row then has no speed, rather than a wrong one
-    advantages = own_advantages(config.envs)
     while not done:
         if session.tracing is not None:
             await session.tracing.begin(collector.ledger.version + 1)

@@ -39,7 +39,6 @@ from agentrl.trainer.layers import (
     inject,
     merge_adapters,
     routing_of,
-    use_liger,
     without_adapters,
 )
 from agentrl.trainer.memory import RoleMemory, by_size, count
@@ -124,7 +123,6 @@ PREFIX = "hf."
         "cpu_offload",
         "offload",
         "compile",
-        "liger",
         "families",
         "shard_gradients",
         "activation_checkpointing",
@@ -175,8 +173,6 @@ class FsdpEngine(BaseEngine):
         self.config = model.config
         text = model.config.get_text_config()
         self.tied = bool(getattr(text, "tie_word_embeddings", model.config.tie_word_embeddings))
-        if cfg.kernels == "liger":
-            use_liger(model, self.device)
         if cfg.tensor_parallel * cfg.expert_parallel > 1:
             check_plans(cfg, model, world)
         if not cfg.compile:  # compiled layers have their routers inside
@@ -363,7 +359,6 @@ class FsdpEngine(BaseEngine):
         parallel = cfg.tensor_parallel * cfg.expert_parallel > 1
         for key, given in (
             ("compile = true", cfg.compile),
-            ('kernels = "liger"', cfg.kernels == "liger"),
             ("cpu_offload = true", cfg.cpu_offload),
         ):
             if parallel and given:

@@ -1,8 +1,7 @@
-"""Layers that training changes: low-rank adapters, faster kernels, routers that repeat the engine's choice."""
+"""Layers that training changes: low-rank adapters, compiled kernels, routers that repeat the engine's choice."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ from agentrl.render.vision import takes_images
 from agentrl.trainer.attention import PACKED, PackedSequences, packed_attention
 from agentrl.trainer.language_model import HeadKernels, Micro, slope, summary
 from agentrl.trainer.parallel import Ulysses, layout
-from agentrl.utils.errors import ConfigError, DependencyError, ModelError, did_you_mean
+from agentrl.utils.errors import DependencyError, ModelError
 
 # Low-rank adapters
 
@@ -164,35 +163,6 @@ class _Compiled:
 def _attend(*args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """`packed_attention` for the layout that the layer was called with: its own argument if the layer is not compiled."""
     return packed_attention(*args, packed=packed or _layout.get(), **kwargs)
-
-
-def use_liger(model: Any, device: torch.device) -> None:
-    """Replace norms, rotary embeddings and gated MLPs by the Triton kernels of Liger (Hsu et al. 2024, arXiv:2410.10989).
-
-    Its fused cross-entropy is left out, because logprobs and entropies of single tokens are needed. The rotary embedding is
-    replaced for the whole family in this process, including an engine in it.
-
-    Raises ConfigError without a GPU and for a family that Liger does not know, DependencyError if it is not installed.
-    """
-    check_liger(device)
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as apply
-
-    family = model.config.model_type
-    if family not in known:
-        raise ConfigError(
-            f'model.kernels = "liger": {did_you_mean(family, known, "Liger has no kernels for this family")} '
-            f'(the model is a {family!r}); set model.kernels = "torch"'
-        )
-    apply(model, rope=True, rms_norm=True, swiglu=True, geglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-def check_liger(device: torch.device) -> None:
-    """Raise ConfigError if `device` is not a GPU, DependencyError if Liger is not installed."""
-    if device.type != "cuda":
-        raise ConfigError('model.kernels = "liger" needs a GPU: its kernels are written in Triton; set model.kernels = "torch"')
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise DependencyError("model.kernels = \"liger\": Liger is not installed: pip install 'agentrl[liger]'")
 
 
 # Routers

@@ -207,6 +207,7 @@ log = logging.getLogger(__name__)
 MAX_SKIPPED = 3
 """Training steps in a row that may be skipped because something in them is not finite; one more ends the run."""
 W = TypeVar("W", bound=Worker)
+R = TypeVar("R", Critic, Reference, RewardModel, TeacherModel)
 
 
 def policy_updates(config: TrainConfig) -> int:
@@ -242,31 +243,27 @@ class Learner:
         """
         config = self.config
         await self._rest("actor", self.actors)
-        if config.critic is not None:
-            self.critics = self._start("critic", Critic)
-            if folder is not None:  # before the model is loaded, which may take minutes
-                await check_shared(self.critics, folder, "out")
-            source = named_anywhere(config.critic.path or path)
-            await self.critics.arun(Critic.init_model, source, config.model, config.optim, config.critic, config.steps)
-            await self._rest("critic", self.critics)
+        if (critic := config.critic) is not None:
+            source = named_anywhere(critic.path or path)
+            self.critics = await self._begin("critic", Critic, source, critic, config.steps, shared=folder)
         if config.reward_model is not None:
-            self.reward_models = self._start("reward_model", RewardModel)
-            judge = named_anywhere(config.reward_model.path)
-            await self.reward_models.arun(RewardModel.init_model, judge, config.model, config.optim)
-            await self._rest("reward_model", self.reward_models)
+            self.reward_models = await self._begin("reward_model", RewardModel, named_anywhere(config.reward_model.path))
         if (taught := config.algorithm.distillation) is not None:
-            self.teachers = self._start("teacher", TeacherModel)
-            await self.teachers.arun(TeacherModel.init_model, named_anywhere(taught.path), config.model, config.optim)
-            await self._rest("teacher", self.teachers)
+            self.teachers = await self._begin("teacher", TeacherModel, named_anywhere(taught.path))
         if separate_reference(config.model, config.algorithm):
-            self.references = self._start("reference", Reference)
-            if folder is not None:
-                await check_shared(self.references, folder, "out")
-            await self.references.arun(Reference.init_model, path, config.model, config.optim)
-            await self._rest("reference", self.references)
+            self.references = await self._begin("reference", Reference, path, shared=folder)
             if moves(config.algorithm):
                 self._moving = self.references
                 await self.actors.arun(Actor.show, self._name)
+
+    async def _begin(self, role: str, cls: type[R], path: str, *more: Any, shared: Path | None = None) -> WorkerGroup[R]:
+        """Start a role and load its model, which then rests. `shared`: a folder that its processes must share with the driver."""
+        group = self._start(role, cls)
+        if shared is not None:  # before the model is loaded, which may take minutes
+            await check_shared(group, shared, "out")
+        await group.arun(cls.init_model, path, self.config.model, self.config.optim, *more)
+        await self._rest(role, group)
+        return group
 
     def _start(self, role: str, cls: type[W]) -> WorkerGroup[W]:
         if self.pools is not None and role in self.pools:

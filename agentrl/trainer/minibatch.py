@@ -20,7 +20,7 @@ from agentrl.config.schema import AlgorithmConfig, KlConfig
 from agentrl.data.rows import TRUNCATED, Ragged, is_batch, is_ragged, row_counts, row_ids, spread
 from agentrl.data.schedule import FRESH, ORIGIN, assign_ranks, cut_minibatches, fresh_only, origins, supervised_tokens
 from agentrl.trainer.algorithms.base import Denominators
-from agentrl.trainer.algorithms.losses import KL, POLICY_LOSSES, Selection, correction, kl_estimate, selection_of
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, Selection, kl_estimate, selection_of
 from agentrl.utils.errors import ConfigError, DispatchError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def with_policies(view: Ragged, algorithm: AlgorithmConfig) -> Ragged:
         raise ConfigError('algorithm.proximal = "recompute": the batch has no column old_logprobs (Actor.compute_logprob)')
     weights = None
     if algorithm.correction is not None:
-        rule = correction(algorithm.correction.name, algorithm.correction.args)
+        rule = CORRECTIONS.bind(algorithm.correction.name, algorithm.correction.args)
         weights = rule(proximal_of(view), view.tokens("logprobs"), view.tokens("sampled"), view.offsets)
     if algorithm.truncated == "mask":
         if TRUNCATED not in view:

@@ -254,7 +254,6 @@ TRAIN_ENGINES: Registry[type[BaseEngine]] = Registry(
         "cpu_offload": "model.cpu_offload",
         "offload": 'model.offload = "idle"',
         "compile": "model.compile",
-        "liger": 'model.kernels = "liger"',
         "families": "computes transformers' own models, so all findings of train/families hold for it",
         "shard_gradients": "model.shard_gradients = true",
         "activation_checkpointing": "model.activation_checkpointing = true",
@@ -291,7 +290,6 @@ ASKED: dict[str, tuple[str, Callable[[TrainConfig], bool]]] = {
     "cpu_offload": ("model.cpu_offload", lambda config: config.model.cpu_offload),
     "offload": ('model.offload = "idle"', lambda config: config.model.offload != "never"),
     "compile": ("model.compile", lambda config: config.model.compile),
-    "liger": ('model.kernels = "liger"', lambda config: config.model.kernels == "liger"),
     "families": ('model.packing = "one_row"', lambda config: config.model.packing.startswith("one_row")),
     "shard_gradients": ("model.shard_gradients = true", lambda config: config.model.shard_gradients is True),
     "activation_checkpointing": (

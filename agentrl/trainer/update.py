@@ -21,7 +21,7 @@ from agentrl.data.rows import Ragged, build, nested_tensor, on_device, pack, sam
 from agentrl.data.schedule import FRESH, IMITATED, KEPT, ORIGIN, SHOWN, plan_micro_batches, share, trees_of
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import Denominators, LossInput, LossOutput, aggregate
-from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, kl_estimate
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.trainer.attention import packed_rows, packed_trees
 from agentrl.trainer.language_model import Micro
 from agentrl.trainer.minibatch import (
@@ -367,7 +367,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         if algorithm.correction is not None:
             raise ConfigError('algorithm.correction needs algorithm.proximal = "recompute"')
     if algorithm.correction is not None:
-        correction(algorithm.correction.name, algorithm.correction.args)
+        CORRECTIONS.bind(algorithm.correction.name, algorithm.correction.args)
         weighs = CORRECTIONS.entry(algorithm.correction.name)
         if "importance_weighted" in loss.traits & weighs.traits:
             others = CORRECTIONS.that_are("importance_weighted", False)

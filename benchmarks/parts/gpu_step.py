@@ -36,9 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointing": {"activation_checkpointing": True},
     "compile": {"compile": True},
-    "liger": {"kernels": "liger"},
     "compile+checkpointing": {"compile": True, "activation_checkpointing": True},
-    "liger+checkpointing": {"kernels": "liger", "activation_checkpointing": True},
     "float32+checkpointing": {"dtype": "float32", "activation_checkpointing": True},
     BLOCKS: {},
 }
@@ -69,7 +67,7 @@ def step(device: torch.device, folder: Path, shape_name: str, quick: bool) -> di
             try:
                 with patch.object(attention, "varlen_takes", _never) if name == BLOCKS else nullcontext():
                     found |= _option(name, path, shape, lengths, device, limit)
-            except (AgentrlError, RuntimeError, ImportError) as problem:  # no memory, no compiler, no Liger: the others count
+            except (AgentrlError, RuntimeError, ImportError) as problem:  # no memory, no compiler: the others count
                 found[name] = {"error": f"{type(problem).__name__}: {problem}"[:200]}
     return found
 

@@ -13,7 +13,7 @@ import torch
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import AdvantageInput, LossInput
-from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, value_loss
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, value_loss
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
@@ -121,7 +121,7 @@ def test_policy_losses(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
 def test_corrections(name: str) -> None:
     proximal = torch.tensor([L(3), L(0.4)]).double()
-    found = correction(name, {})(proximal, torch.zeros(2).double(), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    found = CORRECTIONS.bind(name, {})(proximal, torch.zeros(2).double(), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     assert found.tolist() == pytest.approx(documented(name), abs=1e-4)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from agentrl.trainer.algorithms import policy_loss
 from agentrl.trainer.algorithms.base import LossInput
-from agentrl.trainer.algorithms.losses import correction, kl_estimate
+from agentrl.trainer.algorithms.losses import CORRECTIONS, kl_estimate
 
 
 def loss_of(name: str, delta: list[float], advantage: list[float], args: dict[str, float] | None = None) -> torch.Tensor:
@@ -33,9 +33,9 @@ def test_row_corrections_add_up_before_they_are_bounded() -> None:
     prox, behave = torch.tensor([-40.0, 15.0, 15.0, 10.5]), torch.zeros(4)
     given = (prox, behave, torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
     # sum d = 0.5, mean d = 0.125; token by token it would be 20.5 and 5.1: far over every cap
-    assert correction("truncated_sequence", {})(*given).tolist() == pytest.approx([math.exp(0.5)] * 4)
-    assert correction("masked_sequence", {})(*given).tolist() == pytest.approx([math.exp(0.5)] * 4)
-    assert correction("reject_sequence", {"low": 0.5, "high": 1.2})(*given).tolist() == [1.0] * 4
+    assert CORRECTIONS.bind("truncated_sequence", {})(*given).tolist() == pytest.approx([math.exp(0.5)] * 4)
+    assert CORRECTIONS.bind("masked_sequence", {})(*given).tolist() == pytest.approx([math.exp(0.5)] * 4)
+    assert CORRECTIONS.bind("reject_sequence", {"low": 0.5, "high": 1.2})(*given).tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("d", [1e-2, 1e-3, 1e-4, -1e-4])

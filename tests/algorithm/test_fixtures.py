@@ -9,7 +9,7 @@ import torch
 
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.base import AdvantageInput, Denominators, LossInput, aggregate
-from agentrl.trainer.algorithms.losses import correction, kl_estimate, value_loss
+from agentrl.trainer.algorithms.losses import CORRECTIONS, kl_estimate, value_loss
 
 
 def one_row(rewards, mask, values=None, turns=None):
@@ -220,5 +220,5 @@ def test_value_loss():
 
 def test_truncated_importance_sampling():
     prox, behave = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -1.0, -0.5])
-    weights = correction("truncated", {"cap": 2.0})(prox, behave, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
+    weights = CORRECTIONS.bind("truncated", {"cap": 2.0})(prox, behave, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
     close(weights, [2.0, 1.0, math.exp(-0.5)])

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
-from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, correction, kl_estimate
+from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate
 from agentrl.utils.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ from agentrl.utils.errors import ConfigError
         (lambda: policy_loss("ppo_clip", {"dual_clip": 0.5}), "dual_clip"),
         (lambda: advantages("gae", {"gamma": 1.5}), "less than or equal to 1"),
         (lambda: advantages("rloo", {"eps": 1}), "known: none"),
-        (lambda: correction("trunc", {}), "did you mean 'truncated'"),
+        (lambda: CORRECTIONS.bind("trunc", {}), "did you mean 'truncated'"),
         (lambda: kl_estimate("k4", None, None), "unknown name 'k4'"),
     ],
 )
@@ -36,10 +36,10 @@ def test_wrong_names_and_values(make, message):
 @pytest.mark.parametrize(
     ("make", "name", "low", "high"),
     [
-        (correction, "reject_sequence", 1.2, 0.8),
-        (correction, "reject_sequence", 1.05, None),  # above the default of high
-        (correction, "icepop", 5.0, 0.5),
-        (correction, "icepop", 0.7, 0.7),
+        (CORRECTIONS.bind, "reject_sequence", 1.2, 0.8),
+        (CORRECTIONS.bind, "reject_sequence", 1.05, None),  # above the default of high
+        (CORRECTIONS.bind, "icepop", 5.0, 0.5),
+        (CORRECTIONS.bind, "icepop", 0.7, 0.7),
         (policy_loss, "clip_cov", 5.0, 1.0),
         (policy_loss, "clip_cov", None, 1.0),  # the default of low, and the bounds are no part
     ],
@@ -61,7 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
     "turn_returns": {"gamma": 1.0, "divide": True}, "tree": {"local": 0.5, "share": 0.0, "eps": 1e-6},
     "ppo_clip": CLIPS, "decoupled_ppo": {**CLIPS, "weight_cap": None}, "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "max_variance": {"keep": 4, "eps": 1e-6}, "dppo": {"divergence": "tv", "delta": 0.15},
+    "max_variance": {"keep": 4}, "dppo": {"divergence": "tv", "delta": 0.15},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4}, "cispo": {"clip_low": 1.0, "clip_high": 5.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "clip_cov": {**CLIPS, "share": 2e-4, "low": 1.0, "high": 5.0},
     "kl_cov": {"share": 2e-3, "coefficient": 1.0}, "icepop": {"low": 0.5, "high": 5.0},

@@ -412,7 +412,6 @@ ELSEWHERE: dict[str, str] = {
     "ModelConfig.cpu_offload": f"{PARALLEL}::test_what_cannot_be",
     "ModelConfig.packing": "train/families/test_packing.py::test_one_row_a_pass_gives_the_update_of_packed_rows",
     "ModelConfig.compile": "train/test_kernels.py::test_compiled_layers_give_the_same_update",
-    "ModelConfig.kernels": "train/test_kernels.py::test_liger_is_refused_by_name",
     **{
         f"McpServerConfig.{key}": f"{MCP}::test_the_tools_section_of_a_config_reaches_the_environment"
         for key in ("command", "env", "tools", "prefix", "timeout", "max_output", "check")

@@ -107,12 +107,10 @@ def agree(one: tuple[float, Tensor], other: tuple[float, Tensor], loss: float, c
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"kernels": "liger"}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"activation_checkpointing": True}])
 def test_bfloat16_against_float32(small: str, device: torch.device, options: dict[str, Any]) -> None:
-    if device.type != "cuda" and ("compile" in options or "kernels" in options):
-        pytest.skip("minutes of compilation, or Triton: not on a CPU")
-    if "kernels" in options:
-        pytest.importorskip("liger_kernel", reason="Liger is not installed")
+    if device.type != "cuda" and "compile" in options:
+        pytest.skip("minutes of compilation on a CPU")
     exact = gradient(small, device)
     agree(gradient(small, device, dtype="bfloat16", **options), exact, loss=0.01, cosine=0.999)
 

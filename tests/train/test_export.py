@@ -143,9 +143,9 @@ def test_a_damaged_checkpoint_is_refused_and_what_is_half_written_is_removed(
 
 
 def test_a_run_of_many_gpus_is_exported_by_one_process_without_any(run_folder: Path, tmp_path: Path, tiny: str) -> None:
-    """On the head node, say: how the ranks were used, what they computed in and with which kernels is theirs alone."""
+    """On the head node, say: how the ranks were used, what they computed in is theirs alone."""
     direct = weights(run_folder / "direct1")
-    many = {"replicas": 2, "sequence_parallel": 2, "dtype": "bfloat16", "kernels": "liger", "compile": True}
+    many = {"replicas": 2, "sequence_parallel": 2, "dtype": "bfloat16", "compile": True}
     for number, memory in enumerate(({"cpu_offload": True}, {"offload": "idle"})):
         config = TrainConfig(env=EnvConfig(id="none"), model=ModelConfig(path=tiny, **many, **memory))
         (run_folder / "config.toml").write_text(to_toml(config))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,6 @@ from agentrl.config.schema import AlgorithmConfig, LoraSection, ModelConfig
 from agentrl.trainer import layers as kernels
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.language_model import PLAIN, token_logprobs
-from agentrl.utils.errors import ConfigError, DependencyError
 from tests.conftest import proof
 from tests.publishing import weights_of
 from tests.train.train_batches import make_batch, toy_optim, train_batch
@@ -105,31 +102,3 @@ def test_the_compiled_head_gives_the_same_numbers_and_gradients(backend: str, dt
             # bfloat16's gradients may round the other way where float32 differs in its last digit.
             assert ((one - other).norm() / one.norm()).item() < (1e-5 if dtype == torch.float32 else 2e-3)
     assert counters["stats"]["unique_graphs"] <= 10
-
-
-def test_liger_is_refused_by_name(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = launch(Actor, backend="inline")
-    with pytest.raises(ConfigError, match=r'model.kernels = "liger" needs a GPU.*model.kernels = "torch"'):
-        group.run(Actor.init_model, tiny, ModelConfig(kernels="liger"), toy_optim())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DependencyError, match=r"agentrl\[liger\]"):
-        kernels.check_liger(torch.device("cuda"))
-
-
-def test_liger_is_asked_for_the_layers_and_not_for_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package cannot be imported without Triton's driver, so its function is a stand-in that notes what it is asked."""
-    asked = []
-    patch = SimpleNamespace(
-        MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None},
-        _apply_liger_kernel_to_instance=lambda model, **which: asked.append((model, which)),
-    )
-    monkeypatch.setitem(__import__("sys").modules, "liger_kernel.transformers.monkey_patch", patch)
-    monkeypatch.setattr(kernels, "check_liger", lambda device: None)
-    model = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
-    kernels.use_liger(model, torch.device("cuda"))
-    ((given, which),) = asked
-    assert given is model and {name for name, on in which.items() if on} == {"rope", "rms_norm", "swiglu", "geglu"}
-    assert which["cross_entropy"] is which["fused_linear_cross_entropy"] is False
-    model.config.model_type = "qwen33"
-    with pytest.raises(ConfigError, match="did you mean 'qwen3'"):
-        kernels.use_liger(model, torch.device("cuda"))

@@ -113,8 +113,6 @@ class ModelConfig(Frozen):
     attention: slower, for families whose rows cannot be kept apart), "one_row_eager" (the same with transformers' eager
     attention, which keeps every score, for families that it computes right in no other way), or "auto": what a probe of the
     model's family finds right before the run starts (docs/families.md)."""
-    kernels: Literal["torch", "liger"] = "torch"
-    """"liger" replaces norms, rotary embeddings and gated MLPs by Liger's Triton kernels (GPUs only, needs the extra `liger`)."""
     lora: LoraSection | None = None
     """Train low-rank adapters instead of the weights."""
 

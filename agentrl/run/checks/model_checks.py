@@ -322,7 +322,6 @@ def _training(config: TrainConfig) -> Iterator[tuple[bool, str]]:
     yield config.weights.lora == "adapter", 'weights.lora = "adapter"'
     yield model.packing.startswith("one_row"), f'model.packing = "{model.packing}"'
     yield model.compile, "model.compile = true"
-    yield model.kernels != "torch", f'model.kernels = "{model.kernels}"'
     yield config.critic is not None, "[critic]"
     yield config.reward_model is not None, "[reward_model]"
     yield algorithm.kl.reference == "moving", 'algorithm.kl.reference = "moving"'

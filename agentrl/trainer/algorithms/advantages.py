@@ -119,10 +119,8 @@ def maxrl(batch: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("max_variance", needs={"group"})
-def max_variance(
-    batch: AdvantageInput, *, keep: Annotated[int, Field(ge=2)] = 4, eps: Annotated[float, Field(ge=0)] = 1e-6
-) -> AdvantageOutput:
-    """n / keep (R - mean) / (std + eps) over the `keep` of n episodes whose rewards have the largest variance, 0 for the others.
+def max_variance(batch: AdvantageInput, *, keep: Annotated[int, Field(ge=2)] = 4) -> AdvantageOutput:
+    """n / keep (R - mean) / (std + 1e-6) over the `keep` of n episodes whose rewards have the largest variance, 0 for the others.
 
     Those are the i smallest and keep - i largest rewards, for the best i. The factor makes up for the others in the denominators
     of the loss. A group of at most `keep` episodes is that of `grpo`.
@@ -137,7 +135,7 @@ def max_variance(
             ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
             spread = e.reward[ends].double().var(1, correction=0)
             kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones
-            out[kept] = n / least * standardize_in_groups(e.reward[kept], torch.zeros_like(kept), 1, eps)
+            out[kept] = n / least * standardize_in_groups(e.reward[kept], torch.zeros_like(kept), 1, 1e-6)
         return out
 
     return of_episodes(batch, rule)

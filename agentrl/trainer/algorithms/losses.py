@@ -65,6 +65,7 @@ def reinforce(batch: LossInput) -> LossOutput:
 
 Clip = Annotated[float, Field(ge=0)]
 DualClip = Annotated[float, Field(gt=1)]
+Pos = Annotated[float, Field(gt=0)]
 
 
 @POLICY_LOSSES.register("ppo_clip")
@@ -175,11 +176,8 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
     return LossOutput(-advantage * ratio, metrics)
 
 
-Sharpness = Annotated[float, Field(gt=0)]
-
-
 @POLICY_LOSSES.register("sapo")
-def sapo(batch: LossInput, *, tau_positive: Sharpness = 1.0, tau_negative: Sharpness = 1.05) -> LossOutput:
+def sapo(batch: LossInput, *, tau_positive: Pos = 1.0, tau_negative: Pos = 1.05) -> LossOutput:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with a separate tau for A <= 0; at r = 1 its gradient equals PPO's."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
@@ -273,8 +271,6 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 # Off-policy corrections
 
-Cap = Annotated[float, Field(gt=0)]
-Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
     "algorithm.correction",
@@ -283,51 +279,44 @@ CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
     given=4,
     traits={"importance_weighted": "weights tokens by proximal / behavior instead of only rejecting some"},
 )
+"""(proximal [T], behavior [T], mask [T], offsets [N + 1]) -> weights [T]; 0 rejects the token."""
 
 
 @CORRECTIONS.register("truncated", traits={"importance_weighted"})
-def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
     """Truncated importance sampling per token: min(exp(d), cap)."""
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
 
 @CORRECTIONS.register("truncated_sequence", traits={"importance_weighted"})
-def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
     """Truncated importance sampling per row: min(exp(sum d), cap) on each of its tokens."""
     return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
 
 @CORRECTIONS.register("masked", traits={"importance_weighted"})
-def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
     """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 
 
 @CORRECTIONS.register("masked_sequence", traits={"importance_weighted"})
-def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Cap = 2.0) -> Tensor:
+def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
     """Masked importance sampling per row: exp(sum d) if it is at most cap, else the row is rejected."""
     return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
 
 
 @CORRECTIONS.register("icepop", traits={"importance_weighted"})
-def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.5, high: Cap = 5.0) -> Tensor:
+def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Pos = 0.5, high: Pos = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) if it is within [low, high], else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), low, high)
 
 
 @CORRECTIONS.register("reject_sequence")
-def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Cap = 0.99, high: Cap = 1.01) -> Tensor:
+def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Pos = 0.99, high: Pos = 1.01) -> Tensor:
     """Reject rows whose geometric mean ratio is outside [low, high]; the others keep weight 1."""
     mean = torch.exp(spread(clamp_exponent(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
-
-
-def correction(name: str, args: Mapping[str, Any]) -> Correction:
-    """(proximal [T], behavior [T], mask [T], offsets [N + 1]) -> weights [T]; 0 rejects the token.
-
-    Raises ConfigError for an unknown name or argument.
-    """
-    return CORRECTIONS.bind(name, args)
 
 
 def _row_total(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
     "gpg": {"f_norm": [0.5, 2.0]},
     "grpo": {"eps": [1e-6, 1e-3, 1.0]},
-    "max_variance": {"keep": [2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
+    "max_variance": {"keep": [2, 3, 5]},
     "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
     "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "reinforce_pp": {"gamma": GAMMAS},
@@ -120,7 +120,7 @@ def maxrl(rows: list[Row]) -> Out:
     return by_episode(rows, lambda r, _: [(x - float(np.mean(r))) / (float(np.mean(np.abs(r))) or 1.0) for x in r])
 
 
-def max_variance(rows: list[Row], keep: int = 4, eps: float = 1e-6) -> Out:
+def max_variance(rows: list[Row], keep: int = 4) -> Out:
     """By listing every subset."""
 
     def rule(r: list[float], _: list[int]) -> list[float]:
@@ -133,7 +133,7 @@ def max_variance(rows: list[Row], keep: int = 4, eps: float = 1e-6) -> Out:
             if any(set(one) == ends for one in best):
                 break
         mine = [r[i] for i in sorted(ends)]
-        scale = len(r) / len(mine) / (std(mine) + eps)
+        scale = len(r) / len(mine) / (std(mine) + 1e-6)
         return [scale * (x - float(np.mean(mine))) if i in ends else 0.0 for i, x in enumerate(r)]
 
     return by_episode(rows, rule)

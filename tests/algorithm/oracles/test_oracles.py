@@ -20,7 +20,7 @@ from agentrl.data.rows import whiten_masked
 from agentrl.trainer.algorithms import advantages, policy_loss
 from agentrl.trainer.algorithms.advantages import ADVANTAGES
 from agentrl.trainer.algorithms.base import anchors_of
-from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, correction, kl_estimate, value_loss
+from agentrl.trainer.algorithms.losses import CORRECTIONS, KL, POLICY_LOSSES, kl_estimate, value_loss
 from oracles import advantages as estimators
 from oracles import losses
 from oracles.batches import (
@@ -236,7 +236,7 @@ def check_metrics_of_the_losses(seed: int) -> None:
 def check_corrections(name: str, seed: int) -> None:
     tokens, args = drawn_tokens(seed), chosen(seed, losses.WEIGHTS[name])
     flat = loss_input(tokens)
-    found = bound(correction, name, args)(flat.old_logprobs, flat.behaviour_logprobs, flat.mask, flat.offsets)
+    found = bound(CORRECTIONS.bind, name, args)(flat.old_logprobs, flat.behaviour_logprobs, flat.mask, flat.offsets)
     wanted = getattr(losses, name)(tokens, **args)
     close(found[flat.mask], wanted[tokens.mask], 1e-9)
 
