@@ -121,10 +121,6 @@ PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
 """Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
 proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")
 """Marks a test, or a case of one, that only `make proofs` runs."""
-slow = pytest.mark.skipif(
-    not (PROOFS or os.environ.get("AGENTRL_SLOW")), reason="takes more than two seconds; `make test-all` and CI run it"
-)
-"""Marks a test, or a case of one, that is too slow for `make test`."""
 
 
 # A red `make test` is due to the change that it tests: its properties are tried on the same inputs each time. Those of
@@ -205,7 +201,19 @@ def pytest_collection() -> Generator[None, Any, Any]:
             gc.enable()
 
 
+def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of slow.txt, except for `make test-all` and `make proofs`. A test whose file is named runs."""
+    if PROOFS or os.environ.get("AGENTRL_SLOW") or not any(Path(arg).is_dir() for arg in config.args):
+        return
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    slow = tuple(f"tests/{line}::" for line in lines if not line.startswith("#"))
+    left_out = {item for item in items if f"{item.nodeid.partition('[')[0]}::".startswith(slow)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out_slow(config, items)
     if hasattr(config, "workerinput"):  # one of several processes
         place = {name: number for number, name in enumerate(LONGEST)}
         # By the file that a test is collected from: `location` is where its function is written, and of the tests that a class

@@ -1,4 +1,4 @@
-"""The config of a run, section by section. `tests/config/test_keys_flip.py` says what each key does, or names the test that does.
+"""The config of a run, section by section. `tests/config/test_keys_flip.py` says what keys do.
 
 Defaults suit a real model at `model.path` (docs/hyperparameters.md has their sources). Configs that build a tiny one
 with `[model.init]` carry its values themselves.
