@@ -21,7 +21,6 @@ import math
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from agentrl.config import load_config
+from agentrl.run.config_file import find_config_file
 
 HERE = Path(__file__).resolve().parent
 FITTED = 8
@@ -64,12 +66,12 @@ eval = {{ tasks = {tasks} }}
 
 def play(args: argparse.Namespace) -> int:
     """One evaluation with an environment for each number of calls; episodes that are there are not played again."""
-    env, most = tomllib.loads(args.config.read_text())["env"], max(args.calls)
+    env, most = load_config(args.config, [], find_config_file).envs[0], max(args.calls)
     text = f'base = "{args.config.resolve()}"\n[rollout]\nmax_turns = {most + 6}\nmax_episode_tokens = {600 + 80 * most}\n'
     text += f"[vllm]\nmax_model_len = {1024 + 128 * most}\n[eval]\ntemperature = 0.0\n"
     for calls in args.calls:
-        params = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**env.get("params", {}), "calls": calls}.items())
-        text += ENTRY.format(calls=calls, id=env["id"], reward=env["reward"], params=f"{{ {params} }}", tasks=args.tasks)
+        params = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**env.params, "calls": calls}.items())
+        text += ENTRY.format(calls=calls, id=env.id, reward=env.reward, params=f"{{ {params} }}", tasks=args.tasks)
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
