@@ -87,6 +87,7 @@ def test_the_table_of_memory_counts_the_cache_where_it_is(cuda: bool, qwen3_8b: 
         assert (found.weights, found.cache) == (weights, on_gpu if cuda else on_cpu), keys
 
 
+@installed
 @pytest.mark.parametrize(
     ("keys", "gib", "fits"),
     [
