@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -188,7 +188,7 @@ def test_endless_loops_and_sleeps_end() -> None:
 
 
 def test_endless_output_is_cut_and_stopped() -> None:
-    outcome = attack("while True: print('x' * 1000)")
+    outcome = attack("while True: print('x' * 1000)", replace(SHORT, cpu_s=60))
     assert outcome.end == "output" and len(outcome.output) == OUTPUT and outcome.result.cut > 0
 
 
