@@ -218,6 +218,7 @@ def says_only(source: str, line: int) -> bool:
 def run(tree: Path, chosen: list[Result], jobs: int, budget: float) -> None:
     """mutmut on the chosen mutants."""
     env = environment(tree / "mutants", ROOT / ".ci") | {
+        "AGENTRL_SLOW": "1",
         "MUTATE_BUDGET": str(budget),
         "MUTATE_COSTS": str(tree / "test-costs.json"),
     }

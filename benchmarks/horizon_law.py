@@ -3,7 +3,7 @@
     python benchmarks/horizon_law.py play CONFIG MODEL --calls 1,2,3,5,8 -n 100 --out evals/NAME
     python benchmarks/horizon_law.py predict evals/NAME --calls 12,20,32      writes benchmarks/learning/horizon/NAME.json
     python benchmarks/horizon_law.py play CONFIG MODEL --calls 12,20,32 -n 100 --out evals/NAME
-    python benchmarks/horizon_law.py table [NAME ...]                         measured against predicted
+    python benchmarks/horizon_law.py table evals/NAME ...                      measured against predicted
 
 CONFIG has one [env] with a parameter `calls`; its held-out tasks are played at temperature 0. Tasks of up to 8 calls are fitted.
 
@@ -98,9 +98,7 @@ def episode(row: Json) -> Episode:
     for turn in row["turns"]:
         contexts.append(turn["prompt_tokens"])
         kind = _fault(turn, left, prompt)
-        if kind == "again":
-            contexts.pop()
-        elif kind == "end" or (kind and not row["success"]):
+        if kind == "end" or (kind and not row["success"]):
             fault = ("stop" if left else None) if kind == "end" else kind
             break
         elif kind:

@@ -119,6 +119,8 @@ def no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROOFS = bool(os.environ.get("AGENTRL_PROOFS"))
 """Whether `make proofs` runs: the long forms, of which `make test` has a shorter one each."""
+SLOW = PROOFS or bool(os.environ.get("AGENTRL_SLOW"))
+"""Whether the tests of slow.txt run: in `make test-all` and `make proofs`."""
 proof = pytest.mark.skipif(not PROOFS, reason="a long form of a test of `make test`; `make proofs` runs it")
 """Marks a test, or a case of one, that only `make proofs` runs."""
 
@@ -203,7 +205,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of slow.txt, except for `make test-all` and `make proofs`. A test whose file is named runs."""
-    if PROOFS or os.environ.get("AGENTRL_SLOW") or not any(Path(arg).is_dir() for arg in config.args):
+    if SLOW or not any(Path(arg).is_dir() for arg in config.args):
         return
     lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
     slow = tuple(f"tests/{line}::" for line in lines if not line.startswith("#"))
@@ -226,10 +228,14 @@ UNTESTED = "WITHOUT vLLM the main path, asynchronous rollouts on vLLM, was NOT t
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The last line of a run over whole folders, if vLLM is missing."""
+    """The last lines of a run over whole folders: what it left out."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     whole = any(Path(arg).is_dir() for arg in config.args) and not config.option.collectonly
-    if reporter is not None and whole and not hasattr(config, "workerinput") and find_spec("vllm") is None:
+    if reporter is None or not whole or hasattr(config, "workerinput"):
+        return
+    if not SLOW:
+        reporter.write_line("The tests of tests/slow.txt were left out; make test-all runs them too")
+    if find_spec("vllm") is None:
         reporter.write_line(UNTESTED)
 
 

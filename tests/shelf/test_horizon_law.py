@@ -16,16 +16,10 @@ CANCEL: dict[str, Any] = {"name": "cancel_order", "arguments": {"number": 1234}}
 
 
 def row(*turns: list[dict[str, Any]] | str, success: bool = False, gold: Any = (LAMPS, CANCEL)) -> dict[str, Any]:
-    made = [
-        {
-            "prompt_tokens": 100 * (at + 1),
-            "message": {
-                "content": turn if isinstance(turn, str) else "",
-                "tool_calls": [] if isinstance(turn, str) else [{"error": None, **call} for call in turn],
-            },
-        }
-        for at, turn in enumerate(turns)
-    ]
+    made = []
+    for at, turn in enumerate(turns):
+        text, calls = (turn, []) if isinstance(turn, str) else ("", [{"error": None, **call} for call in turn])
+        made.append({"prompt_tokens": 100 * (at + 1), "message": {"content": text, "tool_calls": calls}})
     messages = [{"content": "Do the jobs."}, {"content": "1. Order 4 lamps. 2. Cancel the lamps."}]
     return {"task": {"gold": {"calls": list(gold)}}, "success": success, "messages": messages, "turns": made}
 

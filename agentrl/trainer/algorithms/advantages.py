@@ -108,7 +108,7 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
 
 @ADVANTAGES.register("maxrl", needs={"group"})
 def maxrl(batch: AdvantageInput) -> AdvantageOutput:
-    """(R - mean) / mean of abs(R) on every sampled token; 0 in a group without a success. For rewards of 0 and 1 the expected
+    """(R - mean) / mean of abs(R) on every sampled token; 0 if all rewards are equal. For rewards of 0 and 1 the expected
     update is that of log p(success), up to the order of the group's size."""
 
     def rule(e: Episodes) -> Tensor:
