@@ -55,7 +55,7 @@ TURNS = group_of(
 EPISODES: dict[str, tuple[AdvantageInput, dict[str, Any]]] = {
     "opo": (LONG, {}),
     "gpg": (group_of([1, 0, 0, 1, 1], groups=[0, 0, 0, 1, 1]), {}), "pass_at_k": (PLAIN, {"k": 2}),
-    "max_variance": (group_of([1, 0, 0, 0]), {"keep": 2}),
+    "max_variance": (group_of([1, 0, 0, 0]), {"k": 2}),
     "reinforce_pp": (group_of([1], [2]), {"gamma": 0.5}), "reinforce_pp_baseline": (LONG, {}),
     "gae": (group_of([1], [3], values=torch.tensor([0.1, 0.2, 0.3]).double()), {"whitened": False}),
     "gae_turns": (

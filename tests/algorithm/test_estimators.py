@@ -259,7 +259,7 @@ SWITCHES = {
     "gigpo": [("gamma", 0.5), ("weight", 0.5), ("divide", False)],
     "gpg": [("f_norm", 2.0)],
     "grpo": [("eps", 1.0)],
-    "max_variance": [("keep", 2)],
+    "max_variance": [("k", 2)],
     "multi_reward": [("weights", [1.0, 3.0]), ("eps", 1.0), ("whitened", False)],
     "pass_at_k": [("k", 1), ("eps", 1.0)],
     "reinforce_pp": [("gamma", 0.5)],

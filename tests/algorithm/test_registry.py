@@ -61,7 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "multi_reward": {"terms": REQUIRED, "weights": None, "eps": 1e-6, "whitened": True},
     "turn_returns": {"gamma": 1.0, "divide": True}, "tree": {"local": 0.5, "share": 0.0, "eps": 1e-6},
     "ppo_clip": CLIPS, "decoupled_ppo": {**CLIPS, "weight_cap": None}, "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "max_variance": {"keep": 4}, "dppo": {"divergence": "tv", "delta": 0.15},
+    "max_variance": {"k": 4}, "dppo": {"divergence": "tv", "delta": 0.15},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4}, "cispo": {"clip_low": 1.0, "clip_high": 5.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "clip_cov": {**CLIPS, "share": 2e-4, "low": 1.0, "high": 5.0},
     "kl_cov": {"share": 2e-3, "coefficient": 1.0}, "icepop": {"low": 0.5, "high": 5.0},

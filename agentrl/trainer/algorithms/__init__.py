@@ -12,13 +12,12 @@ from agentrl.trainer.algorithms.base import (
     Mode,
     aggregate,
 )
-from agentrl.trainer.algorithms.losses import CORRECTIONS, POLICY_LOSSES, kl_estimate, value_loss
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES, kl_estimate, value_loss
 
 advantages = ADVANTAGES.bind
 """`advantages(name, args)`: the estimator with its arguments bound. Raises ConfigError for an unknown name or argument."""
 policy_loss = POLICY_LOSSES.bind
 """`policy_loss(name, args)`: the same of a policy loss."""
-correction = CORRECTIONS.bind
 
 __all__ = [
     "ADVANTAGES",
@@ -31,7 +30,6 @@ __all__ = [
     "Mode",
     "advantages",
     "aggregate",
-    "correction",
     "kl_estimate",
     "policy_loss",
     "value_loss",

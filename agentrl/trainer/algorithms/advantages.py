@@ -118,12 +118,12 @@ def maxrl(batch: AdvantageInput) -> AdvantageOutput:
     return of_episodes(batch, rule)
 
 
-@ADVANTAGES.register("max_variance", needs={"group"})
-def max_variance(batch: AdvantageInput, *, keep: Annotated[int, Field(ge=2)] = 4) -> AdvantageOutput:
-    """n / keep (R - mean) / (std + 1e-6) over the `keep` of n episodes whose rewards have the largest variance, 0 for the others.
+@ADVANTAGES.register("max_variance", needs={"group", "group_over_k"})
+def max_variance(batch: AdvantageInput, *, k: Annotated[int, Field(ge=2)] = 4) -> AdvantageOutput:
+    """n / k (R - mean) / (std + 1e-6) over the k of n episodes whose rewards have the largest variance, 0 for the others.
 
-    Those are the i smallest and keep - i largest rewards, for the best i. The factor makes up for the others in the denominators
-    of the loss. A group of at most `keep` episodes is that of `grpo`.
+    Those are the i smallest and k - i largest rewards, for the best i. The factor makes up for the others in the denominators
+    of the loss. A group of at most k episodes is that of `grpo`.
     """
 
     def rule(e: Episodes) -> Tensor:
@@ -131,7 +131,7 @@ def max_variance(batch: AdvantageInput, *, keep: Annotated[int, Field(ge=2)] = 4
         for group in range(e.groups):
             members = (e.group == group).nonzero().squeeze(1)
             order, n = members[torch.sort(e.reward[members], stable=True).indices], len(members)
-            least = min(keep, n)
+            least = min(k, n)
             ends = torch.stack([torch.cat([order[:i], order[n - least + i :]]) for i in range(least + 1)])
             spread = e.reward[ends].double().var(1, correction=0)
             kept = ends[int((spread >= (1 - 1e-9) * spread.max()).nonzero()[0])]  # rounding decides between no equal ones

@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "gigpo": {"gamma": GAMMAS, "weight": [0.0, 0.5, 2.0], "divide": [True, False]},
     "gpg": {"f_norm": [0.5, 2.0]},
     "grpo": {"eps": [1e-6, 1e-3, 1.0]},
-    "max_variance": {"keep": [2, 3, 5]},
+    "max_variance": {"k": [2, 3, 5]},
     "multi_reward": {"eps": [1e-6, 1e-3, 1.0], "whitened": [True, False]},
     "pass_at_k": {"k": [1, 2, 3, 5], "eps": [1e-6, 1e-3, 1.0]},
     "reinforce_pp": {"gamma": GAMMAS},
@@ -120,11 +120,11 @@ def maxrl(rows: list[Row]) -> Out:
     return by_episode(rows, lambda r, _: [(x - float(np.mean(r))) / (float(np.mean(np.abs(r))) or 1.0) for x in r])
 
 
-def max_variance(rows: list[Row], keep: int = 4) -> Out:
+def max_variance(rows: list[Row], k: int = 4) -> Out:
     """By listing every subset."""
 
     def rule(r: list[float], _: list[int]) -> list[float]:
-        subsets = list(itertools.combinations(range(len(r)), min(keep, len(r))))
+        subsets = list(itertools.combinations(range(len(r)), min(k, len(r))))
         spread = max(float(np.var([r[i] for i in one])) for one in subsets)
         best = [one for one in subsets if np.var([r[i] for i in one]) >= (1 - 1e-9) * spread]
         ranked = sorted(range(len(r)), key=lambda i: (r[i], i))
