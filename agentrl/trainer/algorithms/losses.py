@@ -65,7 +65,7 @@ def reinforce(batch: LossInput) -> LossOutput:
 
 Clip = Annotated[float, Field(ge=0)]
 DualClip = Annotated[float, Field(gt=1)]
-Pos = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 @POLICY_LOSSES.register("ppo_clip")
@@ -121,7 +121,7 @@ def cispo(batch: LossInput, *, clip_low: Clip = 1.0, clip_high: Clip = 5.0) -> L
 
 
 @POLICY_LOSSES.register("dppo")
-def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Annotated[float, Field(gt=0)] = 0.15) -> LossOutput:
+def dppo(batch: LossInput, *, divergence: Literal["tv", "kl"] = "tv", delta: Positive = 0.15) -> LossOutput:
     """-r A; 0 on a token whose probability has moved too far in the direction of A: r > 1 with A > 0, or r < 1 with A < 0, and a
     divergence above `delta`. It is that of two outcomes, this token or another: abs(p - p_old) ("tv"), or
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) ("kl")."""
@@ -177,7 +177,7 @@ def gmpo(batch: LossInput, *, clip_low: Clip = 0.4, clip_high: Clip = 0.4) -> Lo
 
 
 @POLICY_LOSSES.register("sapo")
-def sapo(batch: LossInput, *, tau_positive: Pos = 1.0, tau_negative: Pos = 1.05) -> LossOutput:
+def sapo(batch: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> LossOutput:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with a separate tau for A <= 0; at r = 1 its gradient equals PPO's."""
     ratio = torch.exp(log_ratio(batch.logprobs, batch.old_logprobs))
     tau = torch.full_like(ratio, tau_negative).masked_fill(batch.advantages > 0, tau_positive)
@@ -283,37 +283,39 @@ CORRECTIONS: Registry[Callable[..., Tensor]] = Registry(
 
 
 @CORRECTIONS.register("truncated", traits={"importance_weighted"})
-def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
+def truncated(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Truncated importance sampling per token: min(exp(d), cap)."""
     return torch.exp(log_ratio(prox, behave)).clamp(max=cap)
 
 
 @CORRECTIONS.register("truncated_sequence", traits={"importance_weighted"})
-def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
+def truncated_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Truncated importance sampling per row: min(exp(sum d), cap) on each of its tokens."""
     return torch.exp(_row_total(prox, behave, mask, offsets)).clamp(max=cap)
 
 
 @CORRECTIONS.register("masked", traits={"importance_weighted"})
-def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
+def masked(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Masked importance sampling per token: exp(d) if it is at most cap, else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), 0.0, cap)
 
 
 @CORRECTIONS.register("masked_sequence", traits={"importance_weighted"})
-def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Pos = 2.0) -> Tensor:
+def masked_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, cap: Positive = 2.0) -> Tensor:
     """Masked importance sampling per row: exp(sum d) if it is at most cap, else the row is rejected."""
     return _within(torch.exp(_row_total(prox, behave, mask, offsets)), 0.0, cap)
 
 
 @CORRECTIONS.register("icepop", traits={"importance_weighted"})
-def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Pos = 0.5, high: Pos = 5.0) -> Tensor:
+def icepop(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Positive = 0.5, high: Positive = 5.0) -> Tensor:
     """IcePop (Ling team 2025, arXiv:2510.18855): exp(d) if it is within [low, high], else the token is rejected."""
     return _within(torch.exp(log_ratio(prox, behave)), low, high)
 
 
 @CORRECTIONS.register("reject_sequence")
-def reject_sequence(prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Pos = 0.99, high: Pos = 1.01) -> Tensor:
+def reject_sequence(
+    prox: Tensor, behave: Tensor, mask: Tensor, offsets: Tensor, *, low: Positive = 0.99, high: Positive = 1.01
+) -> Tensor:
     """Reject rows whose geometric mean ratio is outside [low, high]; the others keep weight 1."""
     mean = torch.exp(spread(clamp_exponent(row_mean(prox - behave, mask, offsets)), offsets))
     return ((mean >= low) & (mean <= high)).to(prox.dtype)
