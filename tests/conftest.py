@@ -205,11 +205,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of slow.txt, except for `make test-all` and `make proofs`. A test whose file is named runs."""
-    if SLOW or not any(Path(arg).is_dir() for arg in config.args):
+    if SLOW:
         return
-    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
-    slow = tuple(f"tests/{line}::" for line in lines if not line.startswith("#"))
-    left_out = {item for item in items if f"{item.nodeid.partition('[')[0]}::".startswith(slow)}
+    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
+    slow = tuple(f"tests/{line}::" for line in Path(__file__).with_name("slow.txt").read_text().splitlines())
+    left_out = {item for item in items if item.path not in named and f"{item.nodeid.partition('[')[0]}::".startswith(slow)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -204,7 +204,7 @@ def _check_groups(size: int, advantage: Choice) -> None:
     k = ADVANTAGES.arguments(advantage.name, advantage.args)["k"] if "group_over_k" in needs else 0
     if size <= k:
         raise ConfigError(
-            f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" chooses k = {k} episodes of a group, so it needs '
+            f'rollout.group_size = {size}: algorithm.advantage "{advantage.name}" chooses k = {k} episodes of a group and needs '
             f"more; set rollout.group_size to at least {k + 1}, or lower algorithm.advantage.args.k"
         )
 
