@@ -405,7 +405,8 @@ def floors(subject: Subject, env: ToolEnv, split: str, seeds: Iterable[int]) -> 
         found = Floor(name)
         for seed in tasks:
             env.reset(seed=seed, options={"split": split})
-            for turn in _until_silence(script(env, subject.rng(seed))):
+            turns = script(env, subject.rng(seed))
+            for turn in [*turns, *turns[-1:] * 20]:  # a simulated user may ask back
                 if any(env.step(turn)[2:4]):
                     break
             score = subject.scored(env)
@@ -458,11 +459,6 @@ def share_interval(count: int, of: int) -> tuple[float, float]:
     middle = (count + z * z / 2) / (of + z * z)
     half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)
     return (max(0.0, middle - half) if count else 0.0), min(1.0, middle + half)
-
-
-def _until_silence(turns: list[Message]) -> list[Message]:
-    """A simulated user may ask back, so the script repeats its last line a few times."""
-    return [*turns, *turns[-1:] * 20]
 
 
 def check_order(subject: Subject) -> str:

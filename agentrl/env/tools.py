@@ -263,7 +263,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
             section = "other"
         else:
             current = _describe(section, line, current, described)
-    return _paragraph(summary), {name: " ".join(filter(None, parts)) for name, parts in described.items()}
+    return " ".join(" ".join(summary).split()), {name: " ".join(filter(None, parts)) for name, parts in described.items()}
 
 
 def _describe(section: str, line: str, current: str, described: dict[str, list[str]]) -> str:
@@ -282,11 +282,6 @@ def _describe(section: str, line: str, current: str, described: dict[str, list[s
     elif current:
         described[current].append(line.strip())
     return current
-
-
-def _paragraph(lines: list[str]) -> str:
-    """The text before the first section, its paragraphs joined by single spaces."""
-    return " ".join(" ".join(lines).split())
 
 
 # Tools

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import io
 import os
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -188,7 +189,7 @@ class ContainerSandbox(Sandbox):
 
     async def entries(self, path: str = ".") -> list[FileInfo]:
         place = self.spec.place(path)
-        listing = f"cd {_quote_word(place)} 2>/dev/null && find . ! -type d -exec stat -c '%s %f %n' {{}} +"
+        listing = f"cd {shlex.quote(place)} 2>/dev/null && find . ! -type d -exec stat -c '%s %f %n' {{}} +"
         done = await self.exec(listing, max_output=1 << 24)
         found = []
         for line in done.stdout.splitlines():
@@ -310,10 +311,6 @@ def packed_files(files: Mapping[str, bytes]) -> bytes:
             info.size, info.mode = len(content), 0o755 if content[:2] == b"#!" else 0o644
             archive.addfile(info, io.BytesIO(content))
     return packed.getvalue()
-
-
-def _quote_word(path: str) -> str:
-    return "'" + path.replace("'", "'\\''") + "'"
 
 
 def _digest(folder: Path) -> str:
