@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -24,7 +25,16 @@ from agentrl.engines.vllm import vllm_engine
 from agentrl.run.engine_choice import engine_computes, make_engine, trainer_computes, with_threads
 from agentrl.trainer.pretrained import meta_model
 from agentrl.utils import processor
-from agentrl.utils.processor import HostMemory, prefers_bfloat16, size_of_folder, threads_for, usable_cpus, usable_memory
+from agentrl.utils.processor import (
+    YOUNG_OBJECTS,
+    HostMemory,
+    prefers_bfloat16,
+    raise_gc_threshold,
+    size_of_folder,
+    threads_for,
+    usable_cpus,
+    usable_memory,
+)
 from tests.conftest import proof
 
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
@@ -232,24 +242,25 @@ def test_the_type_by_device_and_size(
 
 
 @pytest.mark.parametrize(
-    ("keys", "threads"),
+    ("keys", "threads", "alone"),
     [
-        (["engine=embedded"], 8),  # the engine's turn and the trainer's alternate
-        (["engine=embedded", "rollout.max_staleness=1"], 4),
-        (["engine=embedded", "cluster.actors=4"], 2),
-        (["engine=vllm", "vllm.replicas=2", "vllm.tensor_parallel=3", "rollout.max_staleness=2"], 1),
-        (["engine=vllm", "vllm.replicas=2", "cluster.backend=inline", "rollout.max_staleness=2"], 2),
-        (["engine=embedded", "reward.judge.engines.j.path=x"], 4),
-        (["engine=embedded", "model.threads=5", "rollout.max_staleness=1"], 5),
-        (["engine=embedded", "~model.path", "model.init={}"], 1),
+        (["engine=embedded"], 8, 8),  # the engine's turn and the trainer's alternate
+        (["engine=embedded", "rollout.max_staleness=1"], 4, 8),
+        (["engine=embedded", "cluster.actors=4"], 2, 2),
+        (["engine=vllm", "vllm.replicas=2", "vllm.tensor_parallel=3", "rollout.max_staleness=2"], 1, 8),
+        (["engine=vllm", "vllm.replicas=2", "cluster.backend=inline", "rollout.max_staleness=2"], 2, 8),
+        (["engine=embedded", "reward.judge.engines.j.path=x"], 4, 8),
+        (["engine=embedded", "model.threads=5", "rollout.max_staleness=1"], 5, 5),
+        (["engine=embedded", "~model.path", "model.init={}"], 1, 1),
     ],
     ids=str,
 )
-def test_the_threads_of_a_run(keys: list[str], threads: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_threads_of_a_run(keys: list[str], threads: int, alone: int, real: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_from({"env": {"id": "key_value"}, "model": {"path": real}}, keys)
     monkeypatch.setattr("agentrl.run.engine_choice.resolve_engine", lambda config: config.engine)  # vLLM may not be installed
     made = with_threads(config)
     assert made.model.threads == threads
+    assert with_threads(config, samples=False).model.threads == alone, "in a warm start the engine rests"
     monkeypatch.setattr("agentrl.run.engine_choice.model_context", lambda *_: 2048)
     for module, cls, name in ((vllm_engine, "VllmEngine", "vllm"), (embedded_engine, "EmbeddedEngine", "embedded")):
         if config.engine == name:
@@ -283,3 +294,14 @@ async def test_an_engine_of_its_own_takes_what_its_model_is_worth(tmp_path: Path
             await engine.close()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, YOUNG_OBJECTS), (0, 0), (50_000, 50_000)])
+def test_only_a_more_frequent_garbage_collection_is_made_rarer(before: int, after: int) -> None:
+    own = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 10, 10)
+        raise_gc_threshold()
+        assert gc.get_threshold() == (after, 10, 10)
+    finally:
+        gc.set_threshold(*own)

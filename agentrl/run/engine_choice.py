@@ -117,18 +117,18 @@ def workers_apart(config: TrainConfig) -> int:
     return workers - maker_of(engine_name(config), config).seats() if workers else 0
 
 
-def with_threads(config: TrainConfig, trains: bool = True) -> TrainConfig:
+def with_threads(config: TrainConfig, trains: bool = True, samples: bool = True) -> TrainConfig:
     """The config with what `model.threads = "auto"` stands for: one decision for all processes of trainer and engine.
 
-    Their turns alternate in a synchronous run, so that each has the cores to itself; in an asynchronous one they share them.
-    `trains`: whether there is a trainer.
+    Their turns alternate in a synchronous run, so that each has all cores; in an asynchronous one they share them.
+    `trains`, `samples`: a trainer or engine computes; a warm start only trains.
     """
     if config.model.threads != "auto":
         return config
     pool = config.cluster.pools.get(str(config.cluster.roles.get("actor")))
     actors = 1 if config.cluster.backend == "inline" else config.cluster.actors
     training = (actors if pool is None else pool.nodes * pool.per_node) if trains else 0
-    sampling = 0 if config.data is not None else _sampling(config)
+    sampling = _sampling(config) if samples and config.data is None else 0
     at_once = sampling + training if config.rollout.max_staleness else max(sampling, training)
     nodes = [int(node.cpus) for node in nodes_of(config.cluster, "actor")]
     # Processes are spread evenly over nodes, and none has more cores than its node.

@@ -263,7 +263,7 @@ def lines(plan: RunPlan) -> list[str]:
         ("run", f"{plan.name}: {plan.updates:,} updates with {plan.algorithm}{early}"),
         *(("environment", line) for line in plan.environments if len(plan.environments) == 1),
         ("model", f"{plan.model}, {computation_text(plan.dtype, plan.threads)}; engine {plan.engine}"),
-        *(("trained", _trained_text(one)) for one in plan.parameters),
+        *(("trained", f"{one.role}: {one.trained:,} of {one.all:,} parameters") for one in plan.parameters),
         ("an update", f"{b.groups:,} groups x {b.group_size:,} = {b.episodes:,} episodes{more} -> {cut}{passes} -> "
          f"{_count(b.optimizer_steps, 'optimizer step')}{beside}"),
         ("tokens", f"an episode at most {b.sampled_tokens:,} sampled and {b.episode_tokens:,} in all, an update {b.tokens:,}"),
@@ -318,12 +318,6 @@ def _parameters(model: ModelConfig, critic: CriticConfig | None) -> list[Paramet
             parameters = list(shell(model, role, path).parameters())
             found.append(Parameters(name, numbers(parameters), numbers(p for p in parameters if p.requires_grad)))
     return found
-
-
-def _trained_text(one: Parameters) -> str:
-    if one.trained == one.all:
-        return f"{one.role}: all {one.all:,} parameters"
-    return f"{one.role}: {one.trained:,} of {one.all:,} parameters ({one.trained / one.all:.2%}); the others are frozen"
 
 
 def _span(sizes: list[int]) -> str:

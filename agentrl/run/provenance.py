@@ -16,7 +16,6 @@ from agentrl.config import TrainConfig, load_config
 from agentrl.config.envs import alone
 from agentrl.config.identity import Identity, changes, differences, identity_of, later_changes
 from agentrl.config.load import with_absolute_paths
-from agentrl.config.schema import DataConfig
 from agentrl.env.catalog import find_env
 from agentrl.run.checks import check_train
 from agentrl.run.digests import code_of, contents_of
@@ -137,17 +136,13 @@ def updates_done(folder: RunFolder) -> int:
 
 def _resume_notes(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:
     """Notes on keys that steer later updates, and on the end of the run."""
-    after = f"from update {updates_done(folder) + 1} on"
-    later = (f"{change} {after}" for change in later_changes(before, config))
-    return (*later, *_steps_note(config.steps, config.data, folder), *_schedule_note(before, config, folder))
-
-
-def _steps_note(steps: int, data: DataConfig | None, folder: RunFolder) -> tuple[str, ...]:
-    """A note if the run is to end before where it is: then it only ends again, and trains nothing."""
-    done = updates_done(folder)
-    if steps >= done or data is not None:
-        return ()
-    return (f"steps = {steps}, and the run has done {done} updates: it is over; to go on give more, such as steps={done + 10}",)
+    done, steps = updates_done(folder), config.steps
+    notes = [f"{change} from update {done + 1} on" for change in later_changes(before, config)]
+    if steps < done and config.data is None:
+        notes.append(
+            f"steps = {steps}, and the run has done {done} updates: it is over; continue with more, as steps={done + 10}"
+        )
+    return (*notes, *_schedule_note(before, config, folder))
 
 
 def _schedule_note(before: TrainConfig, config: TrainConfig, folder: RunFolder) -> tuple[str, ...]:

@@ -337,6 +337,8 @@ class Session:
     horizons: Mapping[str, Bins]
     judges: Judges
     opened: AsyncExitStack
+    sft_threads: int | None = None
+    """Threads per training process while the engine rests; None: as in an update."""
     demonstrations: Demonstrations | None = None
 
     async def begin(self) -> bool:
@@ -395,6 +397,7 @@ def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
     """Start every part; `callbacks`: next to those that the config names. If one fails, the parts that were already started are
     closed."""
+    sft_threads = with_threads(config, samples=False).model.threads
     config = with_threads(config)
     async with AsyncExitStack() as opened:  # closes users before what they use
         opened.callback(stop_asking)
@@ -490,6 +493,7 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
             horizons,
             parts.judges,
             opened.pop_all(),
+            None if sft_threads == "auto" else sft_threads,
             demonstrations,
         )
 

@@ -46,7 +46,7 @@ async def warm_start(session: Session, run_log: RunLog, interrupt: Interrupt) ->
     assert config is not None
     await session.publisher.prove()  # the first publish, of the gate, comes only after many steps
     source = transcripts_of(session)
-    await session.actors.arun(Actor.begin_sft, config)
+    await session.actors.arun(Actor.begin_sft, config, session.sft_threads)
     session.display.phase("warm start", config.max_steps)
     step, shut = 0, "not measured"
     success: float | None = None

@@ -41,6 +41,7 @@ from agentrl.trainer.update import (
     update_policy,
 )
 from agentrl.utils.errors import AgentrlError, ConfigError, NonFiniteError
+from agentrl.utils.processor import own_threads
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -403,9 +404,11 @@ class Actor(TrainedRole):
         self._updates += self._stepped
         self._stepped = False
 
-    def begin_sft(self, cfg: SftConfig) -> None:
-        """Start a supervised phase with its own optimizer."""
+    def begin_sft(self, cfg: SftConfig, threads: int | None = None) -> None:
+        """Start a supervised phase with its own optimizer and CPU threads."""
         engine = self._ready()
+        self._rl_threads, self.threads = self.threads, threads or self.threads
+        own_threads(self.threads)
         self._sft, self._sft_done = cfg, 0
         engine.use_optimizer(sft_optim(self._optim, cfg, engine.cfg))
 
@@ -422,7 +425,8 @@ class Actor(TrainedRole):
         """Write the model to `folder` and switch to a fresh optimizer for reinforcement learning."""
         engine = self._ready()
         engine.export(Path(folder))
-        self._sft = None
+        self._sft, self.threads = None, self._rl_threads
+        own_threads(self.threads)
         engine.use_optimizer(self._optim)
 
     # -- data that is there already --------------------------------------------------------------------

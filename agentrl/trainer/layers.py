@@ -40,7 +40,9 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         raise DependencyError("model.lora needs peft: pip install 'agentrl[peft]'") from error
     # A tower's layers may have the same names.
     tower = {"exclude_modules": TOWER} if takes_images(getattr(model, "config", None)) else {}
-    names = cfg.modules or _linear_names(model)
+    head = model.get_output_embeddings()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    names = cfg.modules or sorted({name.rpartition(".")[2] for name in linear}.difference(ROUTERS))
     settings = LoraConfig(r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, lora_dropout=0.0, **tower)
     own = model.config
     # By its family peft would read names of an MLP as those of experts in one tensor, whose adapters nothing here publishes.
@@ -56,12 +58,6 @@ def inject(model: Any, cfg: LoraSection, seed: int = 0) -> None:
         model.config = own
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-
-
-def _linear_names(model: Any) -> list[str]:
-    head = model.get_output_embeddings()
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    return sorted({last for name in linear if (last := name.rpartition(".")[2]) not in ROUTERS})
 
 
 @contextmanager

@@ -334,6 +334,7 @@ class Course:
         self.member = member
         self.session: Any = SimpleNamespace(
             config=config,
+            sft_threads=None,
             envs=[
                 SimpleNamespace(
                     name="key_value",

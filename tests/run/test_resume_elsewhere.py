@@ -166,7 +166,7 @@ def test_an_end_that_is_past_is_said(executed: Executed, steps: int, said: bool)
     Path("runs/r/checkpoints/step_000010").mkdir(parents=True)
     Path("runs/r/checkpoints/step_000010/manifest.json").write_text('{"files": {}}')
     assert main(["train", "--resume", "runs/r", f"steps={steps}"]) == 0
-    expected = "steps = 9, and the run has done 10 updates: it is over; to go on give more, such as steps=20"
+    expected = "steps = 9, and the run has done 10 updates: it is over; continue with more, as steps=20"
     assert executed[1][1] == ((expected,) if said else ())
 
 

@@ -189,7 +189,7 @@ def test_an_update_without_any_group_that_teaches_is_a_step_that_moves_nothing(t
 
 
 def test_a_rank_computes_in_as_many_threads_as_it_is_given_or_as_is_said_or_in_one(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()
     try:
@@ -198,6 +198,11 @@ def test_a_rank_computes_in_as_many_threads_as_it_is_given_or_as_is_said_or_in_o
             group = start(tiny, ModelConfig(threads=given))  # type: ignore[arg-type]
             assert torch.get_num_threads() == wanted
             torch.set_num_threads(4)  # as another thread may have it, which calls next
+            group.run(Actor.drop_gradients)
+            assert torch.get_num_threads() == wanted
+            group.run(Actor.begin_sft, toy_sft(), wanted + 1)
+            assert torch.get_num_threads() == wanted + 1, "the engine rests"
+            group.run(Actor.end_sft, str(tmp_path / str(wanted)))
             group.run(Actor.drop_gradients)
             assert torch.get_num_threads() == wanted
     finally:
