@@ -18,7 +18,7 @@ import numpy.typing as npt
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.folder import RunFolder, stored_object
-from agentrl.utils.errors import ConfigError, RunFolderError
+from agentrl.utils.errors import ConfigError, RunFolderError, hint_text
 from agentrl.utils.files import open_plain, read_plain
 from agentrl.utils.parsing import json_text, read_json, toml_table
 
@@ -234,8 +234,6 @@ def load_run(path: str | Path) -> RunRecord:
     if is_run(folder):
         return RunRecord(folder)
     if not folder.exists():
-        from agentrl.utils.errors import hint_text
-
         near = [item.name for item in folder.parent.iterdir() if item.is_dir()] if folder.parent.is_dir() else []
         usual = "runs" / folder  # `agentrl train` prints a run's name beside its folder
         hint = hint_text(folder.name, near, show=lambda name: repr(str(folder.parent / name)))
@@ -249,8 +247,7 @@ def load_run(path: str | Path) -> RunRecord:
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
-    """The runs under a folder, at most `depth` levels down (evaluations are in evals/NAME/MODEL/ENV), by path; none inside runs,
-    nor if there is no such folder."""
+    """The runs at most `depth` levels below a folder (evaluations are in evals/NAME/MODEL/ENV), by path; none inside runs."""
     found: list[RunRecord] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if is_run(path):
@@ -261,15 +258,11 @@ def find_runs(folder: Path, depth: int = 3) -> list[RunRecord]:
 
 
 def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """A run in one row, as lists of runs show it. Unknown values are None. `rows`: its metrics, if they are known.
-
-    A damaged folder has status "damaged" and `error`.
-    """
+    """A run as a row of a list; None is unknown. `rows`: its metrics, if known. A damaged folder has `error`."""
     out: dict[str, Any] = {"path": str(run.path), "name": run.name, "envs": run.envs, "started": run.started, "live": run.live}
-    keys = ("status", "error", "steps", "updates", "success_before", "success_after", "seconds", "tokens")
-    out |= dict.fromkeys(keys)
+    out |= dict.fromkeys(("status", "error", "steps", "updates", "success_before", "success_after", "seconds", "tokens"))
     try:
-        summary = (None if out["live"] else run.summary) or {}
+        summary = {} if out["live"] else run.summary or {}
         found = run.metrics if rows is None else rows
         out["steps"] = run.table.get("steps")
     except RunFolderError as problem:
@@ -282,12 +275,13 @@ def overview(run: RunRecord, rows: list[Mapping[str, Any]] | None = None) -> dic
         values = [row.get("success") for row in found if row.get("phase") == phase]
         out[f"success_{phase}"] = values[-1] if values else None
     out["tokens"] = sum(row.get("tokens") or 0 for row in train) if any("tokens" in row for row in train) else None
-    out["seconds"] = summary.get("seconds")
+    out["seconds"], out["error"] = summary.get("seconds"), summary.get("error")
     if run.evaluation is not None:
         first = run.report.get("pass@1")
         out["success_after"] = first.get("mean") if isinstance(first, dict) else None
-    out["status"] = "running" if out["live"] else summary.get("status") or run.evaluation or "unfinished"
-    out["error"] = summary.get("error")
+    last = found[-1] if found else {}
+    live = f"warm start, step {last['step']}" if last.get("phase") in ("sft", "gate") else "running"
+    out["status"] = live if out["live"] else summary.get("status") or run.evaluation or "unfinished"
     return out
 
 

@@ -202,15 +202,14 @@ def test_damaged_runs_are_said(home: Path, capsys: pytest.CaptureFixture[str]) -
 def test_what_a_run_without_a_summary_is(home: Path) -> None:
     folder = run_folder(home / "runs" / "live", {"step_000001": [episode(1)]}, [{**ROWS[1], "time/rollout_s": 100.0}])
     run = load_run(folder.path)
-    assert overview(run)["status"] == "running" and run.live
-    signs = (folder.metrics, folder.trajectories)
-    for ago, live in ((390, True), (410, False)):  # four steps of 100 s
-        for path in signs:
+    assert overview(run)["status"] == "running" and overview(run, [{"phase": "sft", "step": 7}])["status"] == "warm start, step 7"
+    for ago, live in ((0, True), (390, True), (410, False)):  # four steps of 100 s
+        for path in (folder.metrics, folder.trajectories):
             touch(path, -ago)
         assert load_run(folder.path).live is live
     assert overview(load_run(folder.path))["status"] == "unfinished"
     folder.write_summary({"status": "interrupted", "seconds": 1.0})
-    for path in signs:
+    for path in (folder.metrics, folder.trajectories):
         touch(path, 0)
     assert overview(load_run(folder.path))["status"] == "interrupted"
 
