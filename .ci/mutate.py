@@ -32,22 +32,22 @@ from scratch import ROOT, copy_tree, environment
 WORK = ROOT / "build" / "mutate"
 # The tests, as folders and files, that may kill a mutant of a room. Those that do not call it cost nothing.
 TESTS = {
-    "agentrl/trainer/algorithms": ["tests/algorithm", "tests/train/test_learner.py", "tests/run/test_estimator_inputs.py"],
-    "agentrl/data": ["tests/batch", "tests/train"],
+    "agentrl/trainer/algorithms": ["tests/algorithm", "tests/trainer/test_learner.py", "tests/run/test_estimator_inputs.py"],
+    "agentrl/data": ["tests/data", "tests/trainer"],
     "agentrl/reward": ["tests/reward", "tests/cli/test_reward.py", "tests/rollout"],
     "agentrl/rollout": ["tests/rollout", "tests/run"],
-    "agentrl/trainer": ["tests/train", "tests/weights", "tests/run"],
-    "agentrl/data/token_ledger.py": ["tests/rollout", "tests/batch"],
-    "agentrl/data/trajectory.py": ["tests/rollout", "tests/batch", "tests/env/test_tool_env.py", "tests/reward"],
+    "agentrl/trainer": ["tests/trainer", "tests/weights", "tests/run"],
+    "agentrl/data/token_ledger.py": ["tests/rollout", "tests/data"],
+    "agentrl/data/trajectory.py": ["tests/rollout", "tests/data", "tests/env/test_tool_env.py", "tests/reward"],
     "agentrl/run/loop.py": ["tests/e2e/test_unlit_paths.py", "tests/run"],
 }
 # These call agentrl in other processes, where mutmut does not see it, and cost half a minute each.
 LEFT_OUT = [
     "tests/weights/test_publish_vllm.py",
     "tests/weights/test_publish_routes.py",
-    "tests/train/test_ranks.py",
-    "tests/train/test_world_size.py",
-    "tests/batch/test_balance_benchmark.py",
+    "tests/trainer/test_ranks.py",
+    "tests/trainer/test_world_size.py",
+    "tests/data/test_balance_benchmark.py",
 ]
 STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests"}
 QUIET = ("log", "logger", "logging", "warnings")

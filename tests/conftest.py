@@ -137,7 +137,7 @@ def examples(count: int) -> int:
 
 
 RAY = [
-    "tests/e2e/test_train.py", "tests/backends/test_vllm.py", "tests/e2e/test_endings.py",
+    "tests/e2e/test_train.py", "tests/engines/test_vllm.py", "tests/e2e/test_endings.py",
     "tests/cluster/test_ray_group.py", "tests/run/test_gpu_placement.py", "tests/test_plugins.py",
 ]  # fmt: skip
 """The files that start a Ray (vLLM's actors are of one), longest first. One process plays them all: a Ray that starts has five
@@ -145,7 +145,7 @@ programs import at once and its tests wait for them, which beside a second Ray i
 
 CLIENTS = [
     "tests/contrib/agents/test_episode.py", "tests/run/test_api_eval.py", "tests/contrib/agents/test_endpoint.py",
-    "tests/backends/test_clocks.py", "tests/reward/test_reward_judge.py", "tests/contrib/agents/test_endpoint_protocols.py",
+    "tests/engines/test_clocks.py", "tests/reward/test_reward_judge.py", "tests/contrib/agents/test_endpoint_protocols.py",
     "tests/contrib/agents/test_litellm.py", "tests/env/test_users.py",
 ]  # fmt: skip
 """The files that import litellm, openai's client or anthropic's: 7 s of a core, in the one process that plays them all."""
@@ -159,12 +159,12 @@ TOGETHER = {file: name for name, files in (("ray", RAY), ("clients", CLIENTS), (
 """The name of what a file is played with by one process."""
 
 LONGEST = [
-    *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/train/test_keys.py",
-    "tests/train/test_split.py", "tests/train/test_ranks.py", "tests/train/test_finite.py", "tests/rollout/test_blame.py",
-    "tests/e2e/test_new_env.py", "tests/train/test_dropping.py", "tests/train/test_kernels.py",
-    "tests/train/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py",
+    *RAY, "tests/shelf/test_mcp_env.py", "tests/e2e/test_unlit_paths.py", *CLIENTS, "tests/trainer/test_keys.py",
+    "tests/trainer/test_split.py", "tests/trainer/test_ranks.py", "tests/trainer/test_finite.py", "tests/rollout/test_blame.py",
+    "tests/e2e/test_new_env.py", "tests/trainer/test_dropping.py", "tests/trainer/test_kernels.py",
+    "tests/trainer/test_learner.py", "tests/e2e/test_success.py", "tests/env/test_env_check.py",
     "tests/contrib/suites/test_bfcl.py",
-    "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/train/test_prefix_training.py",
+    "tests/shelf/test_workspace.py", "tests/test_contributing.py", "tests/trainer/test_prefix_training.py",
     "tests/examples/test_examples.py", "tests/test_packaging.py", *SOURCES,
 ]  # fmt: skip
 """The files that take longest, longest first (`make test ARGS=--durations=60` says). A file stays in one process, and these
@@ -219,7 +219,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):  # one of several processes
         place = {name: number for number, name in enumerate(LONGEST)}
         # By the file that a test is collected from: `location` is where its function is written, and of the tests that a class
-        # inherits (backends/contract.py) that is another one. They would then come after those that end their file.
+        # inherits (engines/contract.py) that is another one. They would then come after those that end their file.
         items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import CARDS, cards_shown
 
 
-@pytest.mark.parametrize("args", [(), ("tests",), ("tests/train", "-x"), ("tests/run/test_gpu_placement.py",)])
+@pytest.mark.parametrize("args", [(), ("tests",), ("tests/trainer", "-x"), ("tests/run/test_gpu_placement.py",)])
 def test_the_suite_sees_no_card(args: tuple[str, ...]) -> None:
     assert cards_shown(args, driver=True, given="2") == CARDS
     assert cards_shown(args, driver=False, given="") is None

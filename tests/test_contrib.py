@@ -32,7 +32,7 @@ assert not any(name.startswith("agentrl.contrib.GONE") for name in sys.modules)
 """
 
 
-SUITE = ["algorithm", "catalog", "cli", "config", "env", "render", "reward", "rollout", "shelf", "tool"]  # in minutes
+SUITE = ["algorithm", "cli", "config", "env", "render", "reward", "rollout", "shelf", "tool"]  # in minutes
 USED = ("sandboxes", "suites", "toolkit")  # by environments and tools of the shelf
 
 

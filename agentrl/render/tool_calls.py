@@ -398,7 +398,7 @@ def _kind(value: Json) -> str:
 # Values of a tool-call syntax that writes everything as text, read as the types declared by the tool.
 #
 # Types are tried in the same order as in vLLM's Qwen3-coder parser, so that a model served there and trained
-# here gets the same arguments (`tests/backends/test_vllm_parsers.py` compares the two).
+# here gets the same arguments (tests/engines/test_vllm_parsers.py compares the two).
 
 
 def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Json:

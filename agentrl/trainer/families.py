@@ -516,7 +516,7 @@ def packing_of(config: TrainConfig) -> Packing:
     if takes_images(policy_model(config.model)):
         if config.optim.prefix_sharing == "on":
             raise ConfigError('optim.prefix_sharing = "on": rows with images are computed each by itself; set "off"')
-        return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/train/test_vision.py)")
+        return Packing("packed", False, "packed: a model that takes images, as each row alone (tests/trainer/test_vision.py)")
     for label, _, model in models_of(config):
         check_lengths(config, label, model)
     found = [probe_family(model, kind, label, one_row=asked.startswith("one_row")) for label, kind, model in models_of(config)]

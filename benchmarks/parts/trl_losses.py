@@ -18,7 +18,7 @@ BETA = 0.3
 
 
 def build(folder: Path) -> None:
-    from tests.train.pair_batches import batch_rows, models
+    from tests.trainer.pair_batches import batch_rows, models
 
     models(folder)
     (folder / "rows.json").write_text(json.dumps(batch_rows()))

@@ -32,10 +32,10 @@ from agentrl.cluster import ray_cluster as ray_vitals
 from agentrl.cluster import ray_cluster as runtime
 from agentrl.config.schema import ClusterConfig
 from agentrl.utils.errors import ConfigError, EngineError, ResourceError, WorkerDiedError
-from tests.backends.vllm_parts import skip_without_vllm
 from tests.cluster.strikes import CONFIG, SFT, VICTIMS, Struck, line_of
 from tests.conftest import proof
 from tests.e2e.runs import numbers, rows
+from tests.engines.vllm_parts import skip_without_vllm
 from tests.run.broken_off import assert_same
 from tests.tiny_run import MODEL
 

@@ -1,1 +1,1 @@
-from tests.backends.conftest import model, model_folder, tokenizer  # noqa: F401 - fixtures of engines' tests
+from tests.engines.conftest import model, model_folder, tokenizer  # noqa: F401 - fixtures of engines' tests

@@ -16,7 +16,7 @@ from agentrl.run.checks import check_train
 from agentrl.run.driver import execute
 from agentrl.run.folder import RunFolder
 from agentrl.utils.errors import ModelError
-from tests.train.family_models import build
+from tests.trainer.family_models import build
 
 RUN = {
     "env": {"id": "key_value", "reward": str(Path(__file__).with_name("short.json"))},

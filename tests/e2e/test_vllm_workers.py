@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backends.vllm_parts import skip_without_vllm
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
+from tests.engines.vllm_parts import skip_without_vllm
 
 skip_without_vllm()
 pytestmark = pytest.mark.timeout(500)

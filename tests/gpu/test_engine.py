@@ -24,7 +24,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import ConfigError
-from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
 PROMPT = list(range(20, 60))

@@ -21,7 +21,7 @@ from agentrl.trainer.actor import Actor
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.update import Pack
 from tests.publishing import weights_of
-from tests.train.train_batches import make_batch, toy_optim, train_batch
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch
 
 pytestmark = pytest.mark.gpus(1, timeout=540)
 HALF = torch.bfloat16

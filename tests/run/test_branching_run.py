@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns
-from tests.backends.vllm_parts import skip_without_vllm
 from tests.conftest import proof
 from tests.e2e.inside import config_of, episodes, execute, updates
+from tests.engines.vllm_parts import skip_without_vllm
 
 TESTS = Path(__file__).parents[1]
 TURNS = "{at='depth', roots=2, turns=[1, 2]}"

@@ -26,7 +26,7 @@ from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.pretrained import init_model, packaged_tokenizer
 from agentrl.utils.errors import ConfigError
-from tests.train.train_batches import train_batch
+from tests.trainer.train_batches import train_batch
 
 SEED = 3
 

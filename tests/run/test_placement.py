@@ -29,7 +29,7 @@ from agentrl.run import role_placement as placement
 from agentrl.run.checks.size_checks import check_placement
 from agentrl.trainer import learner
 from agentrl.utils.errors import ConfigError
-from tests.train.train_batches import toy_critic
+from tests.trainer.train_batches import toy_critic
 
 
 def test_what_starts_a_role_gets_the_keys_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Trajectory
 from agentrl.run.reader import token_columns, token_lines
 from agentrl.trainer.actor import Actor
-from tests.train.learners import config_of, opened
-from tests.train.train_batches import toy_optim, trajectories
+from tests.trainer.learners import config_of, opened
+from tests.trainer.train_batches import toy_optim, trajectories
 
 TAUGHT = AlgorithmConfig(minibatch=64, epochs=2)
 
@@ -93,7 +93,7 @@ def test_without_keep_nothing_is_kept_and_the_update_is_the_same(tiny: str) -> N
 
 
 def test_with_a_critic_each_token_has_its_own_advantage(tiny: str) -> None:
-    from tests.train.train_batches import toy_critic
+    from tests.trainer.train_batches import toy_critic
 
     gae = AlgorithmConfig(advantage=Choice(name="gae", args={"gamma": 0.9}), minibatch=64)
     learner = opened(tiny, config_of(algorithm=gae, critic=toy_critic()))

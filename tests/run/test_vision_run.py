@@ -36,7 +36,7 @@ from agentrl.utils.errors import ConfigError, EngineError
 from tests.conftest import PROOFS, proof
 from tests.e2e.inside import HERE, episodes, execute, updates
 from tests.players import run_tasks
-from tests.train.test_vision import BLUE, RED, WIDE, alone, deep, folder, reference
+from tests.trainer.test_vision import BLUE, RED, WIDE, alone, deep, folder, reference
 
 __all__ = ["deep", "folder", "reference"]  # fixtures
 INIT = "model.init={vision=true,layers=1,hidden=32,mlp=32,heads=2,kv_heads=1,head_dim=16}"

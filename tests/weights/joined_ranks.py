@@ -1,6 +1,6 @@
 """FSDP2 ranks that train, publish in place to this process, and train on: a script, because ranks are forked.
 
-    PYTHONPATH=.:tests/train python tests/weights/joined_ranks.py OUT MODEL RANKS...
+    PYTHONPATH=.:tests/trainer python tests/weights/joined_ranks.py OUT MODEL RANKS...
 
 OUT/<ranks>.json: what test_joined.py asks.
 """
@@ -29,8 +29,8 @@ from agentrl.engines.weights import host_routes as joined
 from agentrl.engines.weights.base import Bucket, open_receiver
 from agentrl.trainer.actor import Actor
 from agentrl.utils.errors import ConfigError
-from tests.train.ranks import forked, join, mine, warm_up
-from tests.train.train_batches import make_batch, toy_optim
+from tests.trainer.ranks import forked, join, mine, warm_up
+from tests.trainer.train_batches import make_batch, toy_optim
 
 CFG = WeightsConfig(bucket_mib=0.06)
 Weights = dict[str, Any]

@@ -16,7 +16,7 @@ from agentrl.data.rows import collate
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.trainer.actor import Actor
-from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 PROMPT = list(range(20, 40))
 

@@ -23,7 +23,7 @@ COUNTS = [3, 2] if os.environ.get("AGENTRL_PROOFS") else [3]
 @pytest.fixture(scope="module")
 def found(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     out = tmp_path_factory.mktemp("joined")
-    script, train = Path(__file__).with_name("joined_ranks.py"), Path(__file__).parents[1] / "train"
+    script, train = Path(__file__).with_name("joined_ranks.py"), Path(__file__).parents[1] / "trainer"
     run_script(script, str(out), tiny, *map(str, COUNTS), paths=[train], timeout=400)
     return {count: json.loads((out / f"{count}.json").read_text()) for count in COUNTS}
 

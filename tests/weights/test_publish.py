@@ -18,7 +18,7 @@ from agentrl.rollout.engine import Sampling
 from agentrl.trainer.actor import Actor
 from agentrl.trainer.publish import Publisher
 from tests.publishing import weights_of
-from tests.train.train_batches import make_batch, toy_optim, train_batch, trajectories
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch, trajectories
 
 PROMPT = list(range(20, 40))
 

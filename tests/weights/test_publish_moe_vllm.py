@@ -21,7 +21,7 @@ from agentrl.trainer.publish import Publisher
 from agentrl.utils.errors import EngineError
 from tests import moe
 from tests.conftest import proof
-from tests.train.train_batches import toy_optim
+from tests.trainer.train_batches import toy_optim
 from tests.weights.publish_parts import gap, ledger_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio, proof]

@@ -16,7 +16,7 @@ from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
 from agentrl.render import make_renderer
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
 from agentrl.utils.errors import EngineError, ResourceError
-from tests.backends.engine_models import forward_logprobs, load
+from tests.engines.engine_models import forward_logprobs, load
 from tests.lazily import openai
 from tests.render.render_conversations import TOOLS
 from tests.render.render_tokenizers import CONTROL_TOKENS, build_tokenizer

@@ -18,9 +18,9 @@ from agentrl.contrib.offline.store import RowStore, RowWriter
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.run.display import Count
 from agentrl.trainer.actor import Actor
-from tests.train.pair_batches import PAIRS, ledger_of, models
-from tests.train.pair_batches import batch_rows as numbers
-from tests.train.train_batches import toy_optim
+from tests.trainer.pair_batches import PAIRS, ledger_of, models
+from tests.trainer.pair_batches import batch_rows as numbers
+from tests.trainer.train_batches import toy_optim
 
 BETA = 0.3
 CONFIG = DataConfig(path=["x"], beta=BETA)

@@ -16,8 +16,8 @@ from agentrl.data.rows import Ragged
 from agentrl.run.sft import steps_batch
 from agentrl.trainer.actor import Actor, Dpo
 from agentrl.trainer.roles import RewardModel
-from tests.train.pair_batches import PAIRS, episodes, models
-from tests.train.train_batches import toy_optim, train_batch
+from tests.trainer.pair_batches import PAIRS, episodes, models
+from tests.trainer.train_batches import toy_optim, train_batch
 
 TRL = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 

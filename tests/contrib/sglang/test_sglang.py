@@ -17,10 +17,10 @@ import pytest_asyncio
 from agentrl.config.schema import SglangConfig
 from agentrl.contrib.sglang.engine import SglangEngine
 from agentrl.contrib.sglang.servers import SERVER
-from tests.backends.contract import EngineContract
-from tests.backends.engine_models import parameters
 from tests.conftest import proof
 from tests.contrib.sglang.sglang_stand_in.server import StandIn
+from tests.engines.contract import EngineContract
+from tests.engines.engine_models import parameters
 from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

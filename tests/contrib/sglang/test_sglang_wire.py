@@ -16,10 +16,10 @@ from agentrl.engines.weights.parameters import expected_parameters
 from agentrl.rollout.engine import Sampling
 from agentrl.run.engine_choice import maker_of
 from agentrl.utils.errors import ConfigError, EngineError
-from tests.backends.contract import off, prompt_of, until
-from tests.backends.engine_models import VOCAB, build_model, changed, load
 from tests.contrib.sglang.sglang_stand_in.requests import FROZEN, INSTALLED, BadRequestError, frozen, requests, text_of
 from tests.contrib.sglang.sglang_stand_in.server import DEFAULTS, Settings, StandIn
+from tests.engines.contract import off, prompt_of, until
+from tests.engines.engine_models import VOCAB, build_model, changed, load
 from tests.publishing import publish
 
 pytestmark = pytest.mark.asyncio

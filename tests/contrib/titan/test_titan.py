@@ -34,8 +34,8 @@ from agentrl.trainer.update import Pack
 from agentrl.utils.errors import ConfigError, DependencyError, ModelError
 from tests import moe
 from tests.e2e.inside import config_of, execute, updates
-from tests.train.test_router_replay import actor_of, routed, updated
-from tests.train.train_batches import make_batch, toy_optim
+from tests.trainer.test_router_replay import actor_of, routed, updated
+from tests.trainer.train_batches import make_batch, toy_optim
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: python .ci/install.py test titan"

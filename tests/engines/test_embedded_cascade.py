@@ -1,0 +1,154 @@
+"""Decode attention that reads a shared prompt once: the numbers of reading it for each row, and where it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.engines.embedded import kv_cache as attention
+from agentrl.engines.embedded import kv_cache as cascade
+from agentrl.engines.embedded.embedded_engine import EmbeddedEngine
+from agentrl.engines.embedded.kv_cache import CachedSequence as Sequence
+from agentrl.engines.embedded.kv_cache import KvShape, PrefixIndex, cascade_of
+from agentrl.engines.exact_attention import AttentionForm
+from agentrl.rollout.engine import Sampling
+from tests.engines.contract import prompt_of
+
+SHAPE = KvShape(1, 2, 8, torch.float32, torch.device("cpu"))
+
+
+def held(tokens: list[int], slot: int) -> Sequence:
+    sequence = Sequence(str(slot), tokens, None, slot)  # type: ignore[arg-type]
+    sequence.blocks = PrefixIndex().find(tokens)[2]
+    return sequence
+
+
+def prompts() -> list[list[int]]:
+    """Three rows with 48 tokens in common, of which two have 64; and one with 32, and others after them."""
+    first = list(range(64))
+    return [[*first, 70 + row] for row in range(2)] + [[*first[:48], *range(90, 107)], [*first[:32], *range(90, 130)]]
+
+
+def by_hand(query: Any, kv: Any, slot: int, keys: int, scale: float) -> Any:
+    """In float64, head by head: softmax(q k) v over the slot's first `keys` tokens."""
+    heads, out = kv.shape[2], []
+    for number, one in enumerate(query.double()):
+        key, value = (part[slot, number * heads // len(query), :keys].double() for part in kv)
+        scores = [float(one @ k) * scale for k in key]
+        weights = [math.exp(score - max(scores)) for score in scores]
+        out.append(sum(w * v for w, v in zip(weights, value, strict=True)) / sum(weights))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [0, 1, 2, 5], [0, 4, 9, 17]], ids=["dense", "one idle slot", "far apart"])
+def test_rows_attend_to_what_they_would_alone(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of three and of one, behind the depth that saves most: two blocks; whatever slots they lie in."""
+    monkeypatch.setattr(cascade, "WORTH", 0)
+    rows = [held(tokens, slot) for tokens, slot in zip(prompts(), slots, strict=True)]
+    pool = attention.Pool(SHAPE, 96)
+    torch.manual_seed(0)
+    pool.kv = torch.randn(2, 1, 18, 2, 96, 8)
+    for row in rows:
+        row.pool, row.computed = pool, len(row.tokens) - 1
+        for other in rows:  # what a copy of a prefix, or its computation, would have made
+            same = next((i for i, (a, b) in enumerate(zip(row.tokens, other.tokens, strict=False)) if a != b), 0)
+            pool.kv[:, :, other.slot, :, :same] = pool.kv[:, :, row.slot, :, :same]
+    span = attention.Span(pool, 0, [(row, 1) for row in rows], SHAPE.device)
+    assert span.cascade is not None
+    assert (span.cascade.length, len(span.cascade.leaders)) == (32, 1), (
+        "4 rows x 32 tokens save 96, 3 x 48 also 96, 2 x 64 only 64"
+    )
+    query, scale = torch.randn(4, 4, 8), 0.3
+    mask = span.mask(AttentionForm(scale), torch.float32)
+    shared = attention._decode_cascade(span, span.cascade, query, pool.kv[:, 0], mask, scale)
+    alone = attention._decode(span, query, span.cached(pool.kv[:, 0]), mask, scale)
+    wanted = torch.stack([by_hand(query[i], pool.kv[:, 0], row.slot, len(row.tokens), scale) for i, row in enumerate(rows)])
+    assert torch.allclose(shared.double(), wanted, atol=1e-6) and torch.allclose(alone.double(), wanted, atol=1e-6)
+
+
+def test_several_groups_of_unequal_size() -> None:
+    """Rows of one group, of another and of none, in any order; a row that takes no part has no say."""
+    torch.manual_seed(1)
+    groups, place = [[4, 0, 2], [3]], [1, 0, 2, 3, 0]
+    made = cascade.Cascade(16, [7, 5], torch.tensor([4, 0, 2, 3, 3, 3]), torch.tensor(place))
+    query, kv, own = torch.randn(5, 2, 3, 8), torch.randn(2, 9, 2, 40, 8), torch.randn(2, 5, 2, 6, 8)
+    mask = torch.zeros(5, 1, 1, 6).masked_fill_(torch.arange(6) > torch.tensor([5, 0, 3, 1, 0])[:, None, None, None], -math.inf)
+    found = made.attend(query, made.leading(kv), own, mask, 0.5)
+    for group, slot in zip(groups, (7, 5), strict=True):
+        for row in group:
+            whole = torch.cat([kv[:, slot, :, :16], own[:, row]], 2)[:, None]
+            seen = 16 + int((mask[row] == 0).sum())
+            assert torch.allclose(
+                found[row].flatten(0, 1).double(), by_hand(query[row].flatten(0, 1), whole, 0, seen, 0.5), atol=1e-6
+            )
+
+
+def test_it_is_used_where_enough_bytes_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [held(tokens, slot) for slot, tokens in enumerate(prompts())]
+    saved = 3 * 32 * SHAPE.token_bytes
+    monkeypatch.setattr(cascade, "WORTH", saved)
+    assert cascade_of(rows, range(4), 4, SHAPE) is not None
+    monkeypatch.setattr(cascade, "WORTH", saved + 1)
+    assert cascade_of(rows, range(4), 4, SHAPE) is None
+    monkeypatch.setattr(cascade, "WORTH", 0)
+    half = KvShape(1, 2, 8, torch.bfloat16, torch.device("cpu"))
+    assert cascade_of(rows, range(4), 4, half) is None, "in half precision the fused kernel reads keys and values"
+    assert cascade_of([held(list(range(9)), 0), rows[0]], range(2), 2, SHAPE) is None, "no block in common"
+
+
+async def episodes(folder: str, worth: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[list[int], list[float]]], int]:
+    """Three groups of four episodes of two turns, the second of which begins with a rewritten history for every other episode;
+    and how many layers' steps shared a prompt."""
+    monkeypatch.setattr(cascade, "WORTH", worth)
+    count, plain = [0], attention._decode_cascade
+    monkeypatch.setattr(attention, "_decode_cascade", lambda *args: (count.__setitem__(0, count[0] + 1), plain(*args))[1])
+    engine = EmbeddedEngine(folder, device="cpu", max_slots=32)
+    await engine.start()
+
+    async def episode(number: int) -> tuple[list[int], list[float]]:
+        ids, said, logprobs = prompt_of(70, seed=number // 4), list[int](), list[float]()
+        for turn in range(2):
+            sampling = Sampling(max_tokens=12 + number % 3, seed=100 * number + turn, temperature=0.7 + 0.1 * (number % 4))
+            found = await engine.generate(ids, sampling, f"e{number}")
+            said, logprobs, ids = said + found.token_ids, logprobs + found.logprobs, ids + found.token_ids + [7] * 5
+            if number % 2:
+                ids = [*ids[:3], 9, *ids[4:]]
+        return said, logprobs
+
+    try:
+        return list(await asyncio.gather(*(episode(number) for number in range(12)))), count[0]
+    finally:
+        await engine.close()
+        monkeypatch.setattr(attention, "_decode_cascade", plain)
+
+
+async def test_an_engine_samples_the_same_tokens_with_the_same_logprobs(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, steps = await episodes(model_folder, 0, monkeypatch)
+    plain, none = await episodes(model_folder, math.inf, monkeypatch)
+    assert steps > 20 and none == 0
+    assert [ids for ids, _ in shared] == [ids for ids, _ in plain]
+    assert max(abs(a - b) for one, other in zip(shared, plain, strict=True) for a, b in zip(one[1], other[1], strict=True)) < 1e-5
+
+
+def test_a_turns_new_tokens_read_the_cache_of_their_own_rows_alone_into_memory_that_stays() -> None:
+    """Two rows of 64 slots: their keys and values are copied once, 2 x 2 x 2 x 40 x 8 numbers of 4 bytes, not those of all slots,
+    and the second layer's into the same memory. Histories that are one token longer take twice as much once, then no more."""
+    pool = attention.Pool(SHAPE, 96)
+    pool.kv = torch.randn(2, 2, 64, 2, 96, 8)
+    parts = [(Sequence(str(slot), list(range(40)), pool, slot, computed=30), 10) for slot in (3, 60)]
+    span = attention.Span(pool, 0, parts, SHAPE.device)
+    taken = []
+    for layer, tokens in ((0, 40), (1, 40), (0, 41), (1, 42)):
+        span.longest = tokens
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+            found = span.cached(pool.kv[:, layer])
+        assert torch.equal(found, pool.kv[:, layer, [3, 60], :, :tokens]) and found.is_contiguous()
+        taken.append(sum(max(event.self_cpu_memory_usage, 0) for event in seen.key_averages()))
+    first = 2 * 2 * 2 * 40 * 8 * 4
+    assert taken == [first, 0, 2 * first, 0]

@@ -1,0 +1,33 @@
+"""Actors and learners in this process, over the tiny model: what a test of a whole training step begins with."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import ClusterConfig, EnvConfig, ModelConfig, TrainConfig
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner, policy_updates
+from tests.trainer.train_batches import toy_optim
+
+
+def start(tiny: str, **optim: Any) -> Any:
+    """An actor."""
+    group = launch(Actor, backend="inline", world_size=1)
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
+    return group
+
+
+def config_of(**sections: Any) -> TrainConfig:
+    """A run of the toy optimizer, in this process."""
+    return TrainConfig(env=EnvConfig(id="none"), cluster=ClusterConfig(backend="inline"), **{"optim": toy_optim(), **sections})
+
+
+def opened(tiny: str, config: TrainConfig) -> Learner:
+    """The learner of a run, all its roles started from the tiny model."""
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, config.model, config.optim, policy_updates(config))
+    learner = Learner(config, actors)
+    asyncio.run(learner.open(tiny))
+    return learner

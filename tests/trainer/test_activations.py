@@ -1,0 +1,148 @@
+"""What is counted on the meta device is what a real pass saves, and the peak of a real pass and its backward pass."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from agentrl.config.schema import InitModelConfig, LoraSection, ModelConfig
+from agentrl.trainer.attention import packed_rows
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.language_model import Micro, Role
+from agentrl.trainer.memory import count, count_activations, shell, token_bytes
+from agentrl.trainer.pretrained import init_model
+from tests.conftest import proof
+from tests.tiny_families import build_family
+from tests.trainer.train_batches import toy_optim
+
+TOKENS = 512
+LORA = LoraSection(rank=4)
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = InitModelConfig(layers=4, hidden=128, mlp=384, heads=8, kv_heads=2, head_dim=32, context=2048)
+    return str(init_model(sizes, tmp_path_factory.mktemp("model"), 0))
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that are alive at once, at most, without those that were there before."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.seen = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers()]}
+        self.now = self.top = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.top = max(self.top, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return out
+
+    def freed(self, key: int, size: int) -> None:
+        self.now -= size
+        self.seen.discard(key)
+
+
+def one_row() -> Micro:
+    ids, offsets = torch.randint(5, 400, (TOKENS,)), torch.tensor([0, TOKENS])
+    return Micro(ids, torch.arange(TOKENS), packed_rows(offsets), torch.arange(TOKENS - 1), ids[1:], offsets[1:] - 1)
+
+
+def output(engine: FsdpEngine, micro: Micro, role: Role) -> torch.Tensor:
+    return engine.logprobs(micro, 1.0, True)[0] if role == "policy" else engine.values(micro)
+
+
+@pytest.mark.parametrize(
+    ("role", "thin", "lora"),
+    [("policy", False, None), ("policy", True, None), ("policy", False, LORA), ("value", True, LORA)],
+    ids=["all kept", "checkpointed", "adapters", "values of adapters, checkpointed"],
+)
+def test_the_count_is_what_a_real_pass_saves_and_needs(folder: str, role: Role, thin: bool, lora: LoraSection | None) -> None:
+    cfg = ModelConfig(path=folder, dtype="float32", activation_checkpointing=thin, lora=lora)
+    found = count_activations(shell(cfg, role, grouped=False), TOKENS, torch.float32)
+    saved = found.checkpointed if thin else found.saved
+    engine, micro = FsdpEngine(folder, cfg, 1.0, role), one_row()
+    parameters = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    kept: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output(engine, micro, role)
+    real = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters)
+    assert saved == pytest.approx(real, rel=0.01) and real > 1 << 20
+    kept.clear()
+    with Live(engine.module) as live:
+        output(engine, micro, role).sum().backward()
+    gradients = sum(p.grad.nbytes for p in engine.module.parameters() if p.grad is not None)
+    estimate = saved + found.working(thin)
+    assert live.top - gradients < estimate * 1.1 and estimate < 1.1 * live.top
+
+
+QWEN3 = {"0.6B": (1024, 28, 3072, 16, True), "4B": (2560, 36, 9728, 32, True), "8B": (4096, 36, 12288, 32, False)}
+
+
+@proof
+@pytest.mark.parametrize(("size", "gigabytes"), [("0.6B", 17), ("4B", 54), ("8B", 67)])
+def test_the_activations_of_real_models_are_those_that_were_measured(tmp_path: Path, size: str, gigabytes: int) -> None:
+    """8,192 tokens in bfloat16 without checkpointing, keys and values repeated for each query head, as that kernel wanted."""
+    hidden, layers, mlp, heads, tied = QWEN3[size]
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "num_attention_heads": heads}
+    more = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": tied}
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
+    (tmp_path / "config.json").write_text(json.dumps({**kind, **shape, **more}))
+    cfg = ModelConfig(path=str(tmp_path), dtype="bfloat16", activation_checkpointing=False)
+    memory = count(shell(cfg, grouped=False), cfg, 8, 8192, [toy_optim()])
+    assert memory.activations / 1e9 == pytest.approx(gigabytes, rel=0.03)
+    # Checkpointed, what each layer starts from is left, beside the head's: two bytes a number.
+    inputs = layers * 8192 * hidden * 2
+    thin = cfg.model_copy(update={"activation_checkpointing": True})
+    assert count(shell(thin), thin, 8, 8192, [toy_optim()]).activations == pytest.approx(inputs, rel=0.2)
+    # A kernel that reads a key head once for its whole group saves the difference, in each layer and for keys and values.
+    repeated = layers * 8192 * 2 * (heads - 8) * 128 * 2
+    assert memory.activations - count(shell(cfg), cfg, 8, 8192, [toy_optim()]).activations == repeated
+
+
+def test_the_count_of_a_mixture_of_experts_is_what_a_real_pass_saves(tmp_path: Path) -> None:
+    path = build_family(tmp_path, "qwen3_moe", tie_word_embeddings=False)
+    cfg = ModelConfig(path=path, dtype="float32", activation_checkpointing=False)
+    found = count_activations(shell(cfg, grouped=False), TOKENS, torch.float32)
+    engine, micro = FsdpEngine(path, cfg, 1.0, "policy"), one_row()
+    kept: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    own = {p.untyped_storage()._cdata for p in engine.module.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output(engine, micro, "policy")
+    real = sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    assert found.saved == pytest.approx(real, rel=0.02) and real > 1 << 20
+
+
+def test_a_token_in_the_cache_takes_what_the_layers_hand_to_their_attention(tmp_path: Path) -> None:
+    """Latent attention names its widths otherwise than others do: keys of 8 + 8, values of 16 numbers, 4 heads, 2 layers."""
+    latent = build_family(tmp_path / "latent", "deepseek_v3", **LATENT)
+    plain = build_family(tmp_path / "plain", "qwen3_moe")
+    assert token_bytes(shell(ModelConfig(path=latent)), "float32") == 2 * 2 * 4 * 16 * 4
+    assert token_bytes(shell(ModelConfig(path=plain)), "bfloat16") == 2 * 2 * 2 * 8 * 2

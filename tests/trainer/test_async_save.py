@@ -1,0 +1,258 @@
+"""Saves in the background: what is written is the state of the moment; a failure is told and costs one checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.cluster import group as shared_folder
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    EnvConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from agentrl.rollout.group_ledger import GroupLedger
+from agentrl.rollout.player import Evaluation
+from agentrl.run.folder import RunFolder
+from agentrl.run.session import Saver
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.checkpoint import MANIFEST
+from agentrl.trainer.learner import Learner
+from agentrl.utils.errors import CheckpointError, ResourceError
+from tests.publishing import weights_of
+from tests.trainer.train_batches import make_batch, toy_optim, train_batch
+
+ALGORITHM = AlgorithmConfig(minibatch=8)
+
+
+def started(tiny: str) -> Any:
+    group = launch(Actor, backend="inline", world_size=1)
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim())
+    return group
+
+
+def flat(group: Any) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in weights_of(group).values()])
+
+
+def test_training_goes_on_and_the_save_holds_the_moment(tiny: str, tmp_path: Path) -> None:
+    group = started(tiny)
+    train_batch(group, Actor.update, make_batch(8), ALGORITHM)
+    before = flat(group)
+    group.run(Actor.begin_save, str(tmp_path / "c"))
+    for step in range(1, 4):
+        train_batch(group, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+    while not group.run(Actor.saved):
+        pass
+    resumed = started(tiny)
+    resumed.run(Actor.load, str(tmp_path / "c"))
+    assert torch.equal(flat(resumed), before) and not torch.equal(flat(group), before)
+    for step in range(1, 4):
+        train_batch(resumed, Actor.update, make_batch(8, seed=step), ALGORITHM, step=step)
+    assert torch.equal(flat(resumed), flat(group))  # optimizer and schedule are those of the moment, too
+
+
+class SlowLearner(Learner):
+    """Its writers need some time more than it takes to write."""
+
+    slow = 0
+
+    async def saved(self) -> bool:
+        self.slow -= 1
+        return await super().saved() and self.slow < 0
+
+
+class Ledger(GroupLedger):
+    """In a collector's place: its version, and what a checkpoint holds of it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0)
+
+
+class Bench:
+    """A run without a loop: a learner, a ledger and a saver."""
+
+    def __init__(self, tiny: str, root: Path, call_timeout: float = 60.0, **checkpoint: Any) -> None:
+        self.config = TrainConfig(
+            env=EnvConfig(id="none"),
+            name="run",
+            cluster=ClusterConfig(backend="inline", call_timeout=call_timeout),
+            out=str(root),
+            checkpoint=CheckpointConfig(**checkpoint),
+        )
+        path = root / "run"
+        self.folder = RunFolder(path) if path.exists() else RunFolder.create(self.config)
+        self.learner = SlowLearner(self.config, started(tiny))
+        self.ledger = Ledger()
+        self.said: list[str] = []
+        self.saver = Saver(self.config, self.folder, self.learner, self.ledger, self.said.append)  # type: ignore[arg-type]
+
+    async def save(self, step: int, success: float | None = None, reward: float | None = None) -> None:
+        self.ledger.version = step
+        found = Evaluation(success, reward, 1, 0, {}, []) if success is not None else None
+        await self.saver.save(found)
+
+    def steps(self) -> list[int]:
+        return sorted(int(p.parent.name[5:]) for p in self.folder.checkpoints.glob(f"step_*/{MANIFEST}"))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_save_returns_before_the_checkpoint_is_whole_only_when_asynchronous(
+    tiny: str, tmp_path: Path, asynchronous: bool
+) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
+        bench.learner.slow = 5
+        await bench.save(1)
+        assert bench.steps() == ([] if asynchronous else [1])
+        bench.learner.slow = 0
+        await bench.save(2)  # waits for the one before
+        assert 1 in bench.steps()
+        await bench.saver.wait()
+        assert bench.steps() == [1, 2]
+
+    asyncio.run(body())
+
+
+def test_a_save_that_never_ends_is_given_up_by_name(tiny: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, call_timeout=0.3)
+        bench.learner.slow = 10**9
+        await bench.save(1)
+        with pytest.raises(CheckpointError, match=r"checkpoint 1 was not written within 0.3 s \(cluster.call_timeout\)"):
+            await asyncio.wait_for(bench.saver.wait(), 20)
+        assert bench.steps() == []
+
+    asyncio.run(body())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("how", ["check", "next save"])
+def test_a_disk_that_fills_up_in_the_background(tiny: str, tmp_path: Path, how: str) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path)
+        await bench.save(1)
+        await bench.saver.wait()
+        begin = bench.saver._checkpoints.begin
+
+        def full(step: int) -> Path:
+            aside = begin(step)
+            (aside / "actor").mkdir()
+            (aside / "actor" / "__0_0.distcp").symlink_to("/dev/full")
+            return aside
+
+        bench.saver._checkpoints.begin = full  # type: ignore[method-assign]
+        await bench.save(2)
+        with pytest.raises(ResourceError, match=r"disk is full.*: checkpoint 2 was not written, older ones are intact"):
+            if how == "next save":
+                await bench.save(3)
+            while True:
+                await asyncio.sleep(0.01)
+                await bench.saver.check()
+        assert bench.steps() == [1]
+        assert [path.name for path in bench.folder.checkpoints.iterdir()] == ["step_000001"]
+        assert await bench.saver.load() and bench.ledger.version == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_part_that_a_rank_wrote_to_a_disk_of_its_own_is_no_checkpoint(
+    tiny: str, tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "PATIENCE", 0.1)
+
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, asynchronous=asynchronous)
+        own = {"rng_1.pt": 5, "__1_0.distcp": 7}
+
+        async def seen(function: Any, folder: str) -> list[Any]:  # of two ranks, the second on a machine of its own
+            here = function(folder)
+            assert Path(folder).is_absolute() and {"rng_0.pt", "meta.json", ".metadata"} < set(here.files)
+            return [here, shared_folder.Seen("node-b (10.0.0.2)", own)]
+
+        bench.learner.actors.in_processes = seen
+        with pytest.raises(
+            CheckpointError, match=r"the actor's checkpoint: __1_0.distcp \(2 of 2 files\), which rank 1 .*node-b"
+        ):
+            await bench.save(1)
+            await bench.saver.wait()
+        assert bench.steps() == [] and not [*bench.folder.checkpoints.iterdir()]
+        own.clear()
+        await bench.save(1)
+        await bench.saver.wait()
+        assert bench.steps() == [1]
+
+    asyncio.run(body())
+
+
+def test_a_run_that_ended_while_it_saved_says_so(tiny: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path)
+        await bench.save(3)
+        await bench.saver.wait()
+        bench.learner.slow = 10**9
+        await bench.save(7)
+        while not await Learner.saved(bench.learner):  # the writer of a run that ended does not write on
+            await asyncio.sleep(0.01)
+        await bench.saver.close()
+        later = Bench(tiny, tmp_path)
+        assert await later.saver.load() and later.ledger.version == 3
+        [text] = later.said
+        assert "checkpoint 7 was being written" in text and "going on from step_000003" in text
+        again = Bench(tiny, tmp_path)
+        assert await again.saver.load() and again.said == []
+
+    asyncio.run(body())
+
+
+def test_the_best_stays(tiny: str, tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, keep=1, keep_best=1)
+        for step, success in [(0, 0.2), (1, 0.9), (2, 0.5), (3, None), (4, 0.6)]:
+            await bench.save(step, success, 0.0)
+        await bench.saver.wait()
+        assert bench.steps() == [1, 4]
+        manifest = json.loads((bench.folder.checkpoints / "step_000001" / MANIFEST).read_text())
+        assert manifest["score"] == 0.9
+        assert bench.saver.wanted(Evaluation(0.95, 0, 1, 0, {}, []))
+        assert not bench.saver.wanted(Evaluation(0.9, 0, 1, 0, {}, [])) and not bench.saver.wanted(None)
+        resumed = Bench(tiny, tmp_path, keep=1, keep_best=1)
+        assert await resumed.saver.load() and resumed.ledger.version == 4
+        await resumed.save(5)
+        await resumed.saver.wait()
+        assert resumed.steps() == [1, 5]
+        await resumed.saver.rate(Evaluation(1.0, 0.0, 1, 0, {}, []))  # the evaluation came after the save
+        assert resumed.steps() == [5]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({"keep_best": 0}, [4]),
+        ({"keep_best": 1}, [1, 4]),
+        ({"keep_best": 2}, [1, 3, 4]),
+        ({"keep_best": 1, "best": "reward"}, [2, 4]),
+        ({"keep_best": 0, "keep": 2}, [3, 4]),
+    ],
+)
+def test_every_key_of_keeping_changes_what_is_left(tiny: str, tmp_path: Path, keys: dict[str, Any], left: list[int]) -> None:
+    async def body() -> None:
+        bench = Bench(tiny, tmp_path, **{"keep": 1, **keys})
+        for step, success, reward in [(1, 0.9, 0.1), (2, 0.1, 0.9), (3, 0.5, 0.0), (4, 0.4, 0.2)]:
+            await bench.save(step, success, reward)
+        await bench.saver.wait()
+        assert bench.steps() == left
+
+    asyncio.run(body())

@@ -1,0 +1,327 @@
+"""PackedSequences attention: equal to one row at a time, and never a leak between rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from agentrl.engines.embedded.kv_cache import register_slot_attention
+from agentrl.engines.exact_attention import AttentionForm, exact_attention
+from agentrl.trainer.attention import (
+    PACKED,
+    Kernel,
+    WithSinks,
+    packed_attention,
+    packed_rows,
+    packed_trees,
+    register_packed_attention,
+    varlen_attention,
+    varlen_takes,
+)
+from agentrl.trainer.language_model import PolicyModule, positions
+from agentrl.utils.errors import ModelError
+from tests.trainer.tiny_families import FAMILIES, VOCAB, micro_of, row_logprobs, tiny_model
+
+
+def offsets_for(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def attend(lengths: list[int], heads: int, kv_heads: int, inputs: list[torch.Tensor]) -> torch.Tensor:
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in inputs)
+    out, _ = packed_attention(torch.nn.Identity(), query, key, value, None, packed=packed_rows(offsets_for(lengths)), scaling=0.3)
+    return out[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_are_those_of_one_row_at_a_time(lengths: list[int], kv_heads: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    total = sum(lengths)
+    inputs = [torch.randn(total, heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    found = attend(lengths, 4, kv_heads, inputs)
+    weights = torch.randn_like(found)
+    grads = torch.autograd.grad((found * weights).sum(), inputs)
+    q, k, v = inputs
+    k, v = (tensor.repeat_interleave(4 // kv_heads, dim=1) for tensor in (k, v))
+    rows, start = [], 0
+    for n in lengths:
+        part = slice(start, start + n)
+        scores = torch.einsum("qhd,khd->hqk", q[part], k[part]) * 0.3
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        rows.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[part]))
+        start += n
+    expected = torch.cat(rows)
+    assert torch.allclose(found, expected, atol=1e-5)
+    for mine, other in zip(grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        assert torch.allclose(mine, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_row_never_sees_another(tiny: str, changed: int) -> None:
+    """Change every token of one row: the hidden states of the others keep every bit."""
+    register_packed_attention()
+    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=PACKED)
+    offsets = offsets_for([9, 13, 5])
+    ids = torch.randint(7, 400, (27,), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    row = slice(int(offsets[changed]), int(offsets[changed + 1]))
+    other[row] = (ids[row] + 1) % 400
+
+    def states(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            out = model.model(
+                input_ids=tokens[None],
+                position_ids=positions(offsets)[None],
+                use_cache=False,
+                packed=packed_rows(offsets),
+            )
+        return out.last_hidden_state[0]
+
+    same = (states(ids) == states(other)).all(-1)
+    outside = torch.ones(27, dtype=torch.bool)
+    outside[row] = False
+    assert bool(same[outside].all())
+    assert not bool(same[row].any())
+
+
+def test_control_transformers_own_attention_leaks_here(tiny: str) -> None:
+    """Why the custom form exists: with transformers' sdpa and a cache (the default) packed rows do leak."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="sdpa")
+    offsets = offsets_for([9, 13])
+    ids = torch.randint(7, 400, (22,), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([(ids[:9] + 1) % 400, ids[9:]])
+    with torch.no_grad():
+        a, b = (model.model(input_ids=x[None], position_ids=positions(offsets)[None]).last_hidden_state[0] for x in (ids, other))
+    assert (a[9:] - b[9:]).abs().max() > 1e-3
+
+
+CPU = torch.device("cpu")
+ROWS = [(0, 11), (11, 13), (13, 31)]
+FORMS = {
+    "window": AttentionForm(0.4, window=5),
+    "chunks": AttentionForm(0.4, chunk=5),
+    "cap": AttentionForm(0.4, cap=1.5),
+    "sinks": AttentionForm(0.4, sinks=torch.empty(0)),
+    "all": AttentionForm(0.4, window=4, cap=2.0, sinks=torch.empty(0)),
+    "one key": AttentionForm(0.4, window=1, sinks=torch.empty(0)),
+}
+
+
+class LayerOf(torch.nn.Module):
+    """A layer's attention, of a model whose only layer attends to chunks, or to all."""
+
+    def __init__(self, chunk: int | None = None) -> None:
+        super().__init__()
+        kinds = ["full_attention" if chunk is None else "chunked_attention"]
+        self.config = SimpleNamespace(layer_types=kinds, attention_chunk_size=chunk)
+        self.layer_idx = 0
+
+
+def by_hand(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm, sinks: torch.Tensor | None, before: int
+) -> torch.Tensor:
+    """Attention of one row, float64: q [n, H, D] at positions from `before` on, k [before + n, H, D], v [before + n, H, E]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * form.scale
+    if form.cap is not None:
+        scores = form.cap * torch.tanh(scores / form.cap)
+    at, to = torch.arange(before, len(k))[:, None], torch.arange(len(k))
+    seen = to <= at
+    if form.window is not None:
+        seen &= at - to < form.window
+    if form.chunk is not None:
+        seen &= at // form.chunk == to // form.chunk
+    weights = scores.masked_fill(~seen, float("-inf")).exp()
+    total = weights.sum(-1) + (0 if sinks is None else sinks.exp()[:, None])
+    return torch.einsum("hqk,khd->qhd", weights / total[..., None], v)
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor], near: float) -> None:
+    for mine, right in zip(found, expected, strict=True):
+        assert ((mine.double() - right).norm() / right.norm()).item() < near
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(8, 8), (12, 8), (8, 12)], ids=["", "narrow values", "wide values"])
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("shared", [False, True], ids=["rows", "prefixes"])
+def test_each_form_gives_values_and_gradients_of_each_row_by_hand(
+    name: str, widths: tuple[int, int], shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows, or a prefix of 7 tokens with two suffixes and a row alone; 4 query heads over 2 key heads."""
+    monkeypatch.setattr("agentrl.engines.exact_attention.CELLS", 300)  # several pieces a block
+    spans = [[0, 0, 0, 7], [0, 7, 7, 18], [0, 7, 18, 22], [22, 22, 22, 31]] if shared else [[n, n, n, m] for n, m in ROWS]
+    torch.manual_seed(0)
+    sizes = [(31, 4, widths[0]), (31, 2, widths[0]), (31, 2, widths[1]), (4,)]
+    given = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    form = FORMS[name]
+    packed = packed_trees(torch.tensor(spans), 18, CPU) if shared else packed_rows(torch.tensor([0, 11, 13, 31]))
+    asked = {"s_aux": None if form.sinks is None else given[3], "softcap": form.cap, "sliding_window": form.window}
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in given[:3])
+    found = packed_attention(LayerOf(form.chunk), q, k, v, None, packed=packed, scaling=form.scale, **asked)[0][0]
+    k, v = (tensor.repeat_interleave(2, 1) for tensor in exact[1:3])
+    rows = []
+    for first, last, start, stop in spans:
+        keys, values = (torch.cat([tensor[first:last], tensor[start:stop]]) for tensor in (k, v))
+        rows.append(by_hand(exact[0][start:stop], keys, values, form, None if form.sinks is None else exact[3], last - first))
+    expected = torch.cat(rows)
+    push, used = torch.randn(expected.shape), 3 if form.sinks is None else 4
+    grads = torch.autograd.grad((found * push).sum(), given[:used])
+    wanted = torch.autograd.grad((expected * push).sum(), exact[:used])
+    close([found, *grads], [expected, *wanted], 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["rows", "prefixes"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_packed_rows_are_its_own_rows_alone(family: str, shared: bool) -> None:
+    """logprobs and gradients of all parameters against the model's own eager forward of each row, with its own logits."""
+    register_packed_attention()
+    model = tiny_model(family)
+    ids = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+    rows = [torch.cat([ids[:9], ids[9 : 9 + n]]) for n in (10, 1, 5)] if shared else [ids[:19], ids[19:21], ids[21:33]]
+    weights = torch.linspace(-1.0, 1.0, sum(len(row) - 1 for row in rows))
+    alone = torch.cat([row_logprobs(model, row, 0.8) for row in rows])
+    wanted = gradients(model, alone, weights)
+    model.set_attn_implementation(PACKED)
+    found, _ = PolicyModule(model)(micro_of(rows, 9 if shared else 0), 0.8, False)
+    assert (found - alone).abs().max() < 1e-5
+    largest = max(grad.norm().item() for grad in wanted.values())
+    for name, grad in gradients(model, found, weights).items():  # some are zero but for rounding: no bias of keys matters
+        assert (grad - wanted[name]).norm() < max(1e-4 * wanted[name].norm().item(), 1e-6 * largest), name
+    assert family != "gpt-oss" or wanted["model.layers.0.self_attn.sinks"].norm() > 1e-2
+
+
+def gradients(model: torch.nn.Module, logprobs: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad((logprobs * weights).sum(), parameters, allow_unused=True)
+    return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+
+def test_a_kernel_without_sinks_computes_them_by_its_sums() -> None:
+    """The GPU's way, with the CPU's kernel in the place of the varlen one, which takes and gives the same tensors."""
+    torch.manual_seed(0)
+    given = [torch.randn(9, 4, 8, requires_grad=True) for _ in range(3)] + [torch.randn(4, requires_grad=True)]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.transpose(0, 1)[None] for tensor in tensors]
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = kernel(*heads_first(q, k, v), 0.0, True, scale=0.4)
+        return out[0].transpose(0, 1), lse[0]
+
+    def backward(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grads = back(*heads_first(*tensors[:5]), tensors[5][None], 0.0, True, scale=0.4)
+        return tuple(grad[0].transpose(0, 1) for grad in grads)
+
+    found = WithSinks.apply(*given, Kernel(forward, backward))
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    expected = by_hand(exact[0], exact[1], exact[2], AttentionForm(0.4), exact[3], 0)
+    push = torch.randn(expected.shape)
+    grads, wanted = (torch.autograd.grad((out * push).sum(), of) for out, of in ((found, given), (expected, exact)))
+    close([found, *grads], [expected, *wanted], 1e-5)
+
+
+@pytest.mark.parametrize(("window", "causal", "back"), [(None, True, -1), (5, False, 4), (9, True, -1)])
+def test_the_varlen_operators_are_called_as_they_are_declared(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, causal: bool, back: int
+) -> None:
+    """With sinks, by torch's own schemas of the private operators (they run on GPUs only); a row of 9 tokens."""
+    import torch.nn.attention.varlen  # declares them
+
+    asked = []
+
+    def noted(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        operator = getattr(torch.ops.torch_attn, name)
+        arguments = [argument.name for argument in operator.default._schema.arguments]
+
+        def call(*tensors: torch.Tensor, **named: object) -> tuple[torch.Tensor, ...]:
+            given = dict(zip(arguments, tensors, strict=False))
+            assert not given.keys() & named.keys() and {*given, *named} <= set(arguments)
+            asked.append((named["is_causal"], named["window_size"], named["scale"], tuple(given)))
+            lse = torch.zeros(4, 9)  # as its declaration for tracing has it: heads first
+            return (tensors[0], lse, lse) if name == "_varlen_attn" else tensors[1:4]
+
+        return call
+
+    fakes = SimpleNamespace(**{name: noted(name) for name in ("_varlen_attn", "_varlen_attn_backward")})
+    monkeypatch.setattr("agentrl.trainer.attention.torch.ops", SimpleNamespace(torch_attn=fakes))
+    q, k, v = (torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    out = varlen_attention(q, k, v, cu, 9, AttentionForm(0.3, window=window, sinks=torch.zeros(4)))
+    out.sum().backward()
+    tensors = ("query", "key", "value")
+    assert asked == [(causal, [back, 0], 0.3, tensors), (causal, [back, 0], 0.3, ("grad_out", *tensors, "out", "lse"))]
+    assert torch.allclose(out, q / 2), "a sum of e^0 and a sink of 0: half of it is the sink's"
+
+
+def test_scores_of_a_long_row_exist_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 500 tokens under a window of 20: 250,000 scores a head, of which 64 x 83 exist at once, and none are kept."""
+    made: list[int] = []
+    plain = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: made.append(len(a) * a.shape[1] * b.shape[2]) or plain(a, b))
+    q, k, v = (torch.randn(1, 2, 500, 4, requires_grad=True) for _ in range(3))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+        out = exact_attention(q, k, v, AttentionForm(0.5, window=20))
+    out.sum().backward()
+    assert max(made) == 2 * 64 * 83 and max(kept) <= 2 * 500 * 4
+
+
+def test_what_it_cannot_compute_is_an_error_that_names_the_layer_and_the_argument() -> None:
+    inputs = [torch.randn(1, 2, 6, 4) for _ in range(3)]
+
+    def ask(mask: torch.Tensor | None = None, layer: torch.nn.Module | None = None, **asked: object) -> None:
+        packed_attention(layer or LayerOf(), *inputs, mask, packed=packed_rows(offsets_for([6])), **asked)
+
+    with pytest.raises(ModelError, match="LayerOf: dropout"):
+        ask(dropout=0.1)
+    with pytest.raises(ModelError, match=r"LayerOf: .*position_bias is not supported"):
+        ask(position_bias=torch.zeros(1))
+    with pytest.raises(ModelError, match=r"LayerOf: .*block_indices, indices is not supported"):
+        ask(indices=torch.zeros(1), block_indices=torch.zeros(1))
+    with pytest.raises(ModelError, match="LayerOf: its model makes an attention mask of its own"):
+        ask(torch.zeros(6, 6))
+    both_ways = LayerOf()
+    both_ways.is_causal = False
+    for way in ({"is_causal": False}, {"layer": both_ways}):
+        with pytest.raises(ModelError, match="LayerOf: its attention is not causal"):
+            ask(**way)
+    ask(position_ids=torch.zeros(1), output_attentions=False, is_causal=True, indices=None, softcap=None)
+
+
+@pytest.mark.parametrize("family", ["phimoe", "doge", "qwen2_moe"])
+def test_a_window_that_a_family_puts_only_into_its_mask_is_seen(family: str) -> None:
+    """Their layers do not tell their attention function of it."""
+    layer = LayerOf()
+    layer.config = SimpleNamespace(sliding_window=3, **({"layer_types": ["sliding_attention"]} if family == "qwen2_moe" else {}))
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    found = packed_attention(layer, q, k, v, None, packed=packed_rows(offsets_for([9])))[0]
+    expected = packed_attention(LayerOf(), q, k, v, None, packed=packed_rows(offsets_for([9])), sliding_window=3)[0]
+    told = packed_attention(layer, q, k, v, None, packed=packed_rows(offsets_for([9])), sliding_window=None)[0]
+    assert torch.equal(found, expected) and (found - told).abs().max() > 0.1
+
+
+def test_the_varlen_kernel_is_asked_for_what_it_takes() -> None:
+    """It would end the run ("must be a multiple of 8"; "at most 256"), where the blocks' kernels go on."""
+    assert [width for width in (8, 20, 64, 80, 128, 192, 256, 264, 576) if varlen_takes(width)] == [8, 64, 80, 128, 192, 256]
+
+
+@pytest.mark.parametrize("register", [register_packed_attention, register_slot_attention])
+def test_no_kernel_that_prepares_itself_for_each_shape(register: Callable[[], None]) -> None:
+    """cuDNN's attention, which torch would prefer on Hopper cards (check_prefer_cudnn_attention, from cuDNN 9.15.1 on)."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    register()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,0 +1,167 @@
+"""A teacher that is learned from (`algorithm.distillation`): the step by hand, and runs from a config."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    DistillationConfig,
+    InitModelConfig,
+    LoraSection,
+    ModelConfig,
+    RolloutConfig,
+)
+from agentrl.data.rows import collate
+from agentrl.run.checks import check_config
+from agentrl.trainer.pretrained import init_model
+from agentrl.utils.errors import AgentrlError
+from tests.conftest import proof
+from tests.e2e import inside
+from tests.e2e.runs import numbers, rows
+from tests.trainer.learners import config_of, opened
+from tests.trainer.train_batches import toy_optim, trajectories
+
+PLAIN = Choice(name="ppo_clip", args={"dual_clip": None})
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of another size than any policy here, and less uniform."""
+    sizes = InitModelConfig(layers=1, hidden=48, mlp=32, heads=3, kv_heads=1, head_dim=16, init_std=0.1)
+    return str(init_model(sizes, tmp_path_factory.mktemp("models") / "teacher", seed=7))
+
+
+def batch_of(seed: int) -> TensorDict:
+    """Two groups of four with rewards 1 and 0 in turns; each second episode has two ledgers."""
+    members, spare = trajectories(8, seed=seed), trajectories(8, seed=seed + 100)
+    for place, member in enumerate(members):
+        member.reward = float(place % 2 == 0)
+        member.ledgers += spare[place].ledgers if place % 4 in (1, 2) else []
+    return collate(members, [place // 4 for place in range(8)])
+
+
+def logprobs(folder: str, batch: TensorDict, row: int, temperature: float) -> torch.Tensor:
+    """Of the sampled tokens of a row, by a plain forward pass of the model in a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    ids, sampled = batch["token_ids"][row].long(), batch["sampled"][row]
+    with torch.no_grad():
+        table = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, -1)
+    return table[:-1][sampled[1:]].gather(1, ids[sampled][:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("proximal", ["behaviour", "recompute"])
+@pytest.mark.parametrize("sharing", ["off", "on"])
+def test_advantages_are_the_estimators_and_the_teachers_log_probabilities_less_the_policys(
+    tiny: str, teacher: str, proximal: str, sharing: str
+) -> None:
+    """At a temperature, with several ledgers an episode and adapters, which the teacher has none of."""
+    section = DistillationConfig(path=teacher, coef=0.3, reward_coef=0.5)
+    algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, proximal=proximal, distillation=section)
+    model = ModelConfig(lora=LoraSection(rank=2))
+    rollout = RolloutConfig(temperature=1.5)
+    learner = opened(tiny, config_of(algorithm=algorithm, model=model, rollout=rollout, optim=toy_optim(prefix_sharing=sharing)))
+    batch = batch_of(1)
+    view, metrics, broken = asyncio.run(learner.ready(batch))
+    assert not broken
+    gaps = []
+    for row in range(len(batch)):
+        sampled = batch["sampled"][row]
+        own = batch["logprobs"][row][sampled].double() if proximal == "behaviour" else logprobs(tiny, batch, row, 1.5)
+        ahead = logprobs(teacher, batch, row, 1.5) - own
+        reward = float(batch["reward"][row])
+        wanted = 0.5 * (reward - (2 - reward) / 3) + 0.3 * ahead
+        found = view.batch["advantages"][row]
+        assert found[sampled].double().numpy() == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-5)
+        assert not found[~sampled].any()
+        gaps += ahead.tolist()
+    assert metrics["teacher/kl"] == pytest.approx(-np.mean(gaps), rel=1e-4)
+    learner.close()
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(tiny: str) -> None:
+    section = DistillationConfig(path=tiny, reward_coef=0.0)
+    algorithm = AlgorithmConfig(advantage=Choice(name="rloo"), loss=PLAIN, proximal="recompute", distillation=section)
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    found = asyncio.run(learner.step(batch_of(2), 0))
+    assert found["grad_norm"] < 1e-5 and found["teacher/kl"] == pytest.approx(0.0, abs=1e-6)
+    learner.close()
+
+
+def words(out: Path, teacher: str, *more: str) -> list[str]:
+    given = [f"algorithm.distillation={{path='{teacher}',reward_coef=0.0}}", "rollout.group_size=1", "rollout.groups=12"]
+    return [*given, "steps=8", "optim.lr=1e-2", "checkpoint.every=1", "checkpoint.keep=9", "algorithm.minibatch=64", *more]
+
+
+def test_the_policy_comes_nearer_to_its_teacher_and_a_resumed_run_is_the_unbroken_one(tmp_path: Path, teacher: str) -> None:
+    """One episode a group is enough without rewards: nothing is compared."""
+    given = words(tmp_path, teacher)
+    run = inside.execute(inside.config_of(tmp_path, "run", *given))
+    kls = [row["teacher/kl"] for row in rows(run) if row["phase"] == "train"]
+    assert len(kls) == 8 and sum(kls[-3:]) < 0.8 * sum(kls[:3]) and kls[0] > 0.2
+    whole = numbers(run)
+    for step in (5, 6, 7, 8):
+        shutil.rmtree(run / "checkpoints" / f"step_{step:06d}")
+    assert numbers(inside.execute(inside.config_of(tmp_path, "run", *given), resumed=True)) == whole
+
+
+@proof
+@pytest.mark.timeout(300)
+def test_two_ranks_and_a_pool_of_its_own_change_nothing(tmp_path: Path, teacher: str) -> None:
+    pools = "cluster.pools={trained={per_node=1},taught={per_node=1}}"
+    roles = "cluster.roles={actor='trained',teacher='taught'}"
+    found = []
+    for name, more in (
+        ("one", []),
+        ("two", ["cluster.backend=ray", "cluster.actors=2"]),
+        ("apart", ["cluster.backend=ray", pools, roles]),
+    ):
+        run = inside.execute(inside.config_of(tmp_path, name, *words(tmp_path, teacher, "optim.lr=1e-5", *more)))
+        found.append([row["teacher/kl"] for row in rows(run) if row["phase"] == "train"])
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and found[2] == pytest.approx(found[0], rel=1e-3)
+
+
+REFUSED = {
+    "rollout.filter_zero_variance=true": "drops groups whose rewards are equal, from which algorithm.distillation learns",
+    "algorithm.experience={}": 'algorithm.experience.term = "policy" trains kept episodes with the advantages that they had',
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_would_drop_or_keep_by_rewards_alone_is_refused(tmp_path: Path, teacher: str, word: str) -> None:
+    with pytest.raises(AgentrlError, match=REFUSED[word][:40]) as problem:
+        check_config(inside.config_of(tmp_path, "run", *words(tmp_path, teacher, "rollout.group_size=4", word)))
+    assert REFUSED[word] in str(problem.value)
+
+
+def test_one_episode_a_group_needs_a_teacher_alone(tmp_path: Path, teacher: str) -> None:
+    with pytest.raises(AgentrlError, match="compares the episodes of a group"):
+        check_config(inside.config_of(tmp_path, "run", *words(tmp_path, teacher, "algorithm.distillation.reward_coef=0.1")))
+
+
+def test_a_teacher_with_other_token_ids_is_refused_by_the_first_of_them(tmp_path: Path, teacher: str) -> None:
+    other = Path(shutil.copytree(teacher, tmp_path / "other"))
+    file = other / "tokenizer.json"
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    (one, first), (two, second) = vocabulary[40], vocabulary[41]
+    table: dict[str, Any] = json.loads(file.read_text())
+    table["model"]["vocab"] |= {one: second, two: first}
+    file.write_text(json.dumps(table))
+    with pytest.raises(AgentrlError) as problem:
+        check_config(inside.config_of(tmp_path, "run", *words(tmp_path, str(other))))
+    said = str(problem.value)
+    assert f"algorithm.distillation.path = {other}: its tokenizer is not the policy's: 2 of " in said and f"({first})" in said
+    with pytest.raises(AgentrlError, match=r"algorithm\.distillation\.path = nowhere"):
+        check_config(inside.config_of(tmp_path, "run", *words(tmp_path, "nowhere")))

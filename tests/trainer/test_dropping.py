@@ -1,0 +1,365 @@
+"""Rows that cannot have a gradient are not computed, and that changes no step: not its gradient, not the number of steps, not
+the weights. What an episode counts for does not depend on its number of ledgers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import AlgorithmConfig, Choice, KlConfig, ModelConfig
+from agentrl.data.rows import Ragged, collate, nested_tensor, offsets_of, select
+from agentrl.data.schedule import assign_ranks, cut_minibatches
+from agentrl.data.token_ledger import TokenLedger
+from agentrl.data.trajectory import Task, Trajectory
+from agentrl.trainer import minibatch
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms.losses import POLICY_LOSSES
+from agentrl.trainer.minibatch import counts_of, with_counts, without_idle_rows
+from agentrl.trainer.roles import Critic
+from tests.conftest import proof
+from tests.publishing import weights_of
+from tests.trainer.train_batches import make_batch, sharing, toy_critic, toy_optim, train_batch, trajectories
+
+MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+
+
+def start(tiny: str, **optim: Any) -> Any:
+    group = launch(Actor, backend="inline", world_size=1)
+    group.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**optim))
+    return group
+
+
+def weights(group: Any) -> torch.Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in weights_of(group).values()])
+
+
+def ledgers(rng: np.random.Generator, prompt: list[int], count: int) -> list[TokenLedger]:
+    made = []
+    for number in range(count):
+        ledger = TokenLedger()
+        ledger.append_context(prompt[: len(prompt) - number], 0)
+        for turn in range(int(rng.integers(1, 3))):
+            n = int(rng.integers(1, 9))
+            ledger.append_sampled(rng.integers(7, 400, n).tolist(), (-6 + 0.3 * rng.standard_normal(n)).tolist(), [0] * n, turn)
+            ledger.append_context(rng.integers(7, 400, int(rng.integers(1, 4))).tolist(), turn)
+        made.append(ledger)
+    return made
+
+
+def several(groups: int = 4, size: int = 4, teaching: int = 1, seed: int = 0, prompt_tokens: int = 12) -> TensorDict:
+    """Groups of episodes of one to three ledgers; only the first `teaching` groups have advantages, one number an episode."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group in range(groups):
+        prompt = rng.integers(7, 400, prompt_tokens).tolist()
+        for member in range(size):
+            task = Task(id=f"t{group}", seed=group)
+            made = ledgers(rng, prompt, 1 + (member + group) % 3)
+            found.append(Trajectory("made-up", task, member=member, ledgers=made, reward=0.0))
+    batch = collate(found)
+    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
+    per_episode = torch.from_numpy(rng.standard_normal(groups * size)).float()
+    per_episode[teaching * size :] = 0.0
+    per_row = per_episode[torch.from_numpy(Ragged.of(batch).episode)]
+    tokens = torch.repeat_interleave(per_row, offsets.diff()) * sampled
+    near = (batch["logprobs"].values() + 0.2 * torch.from_numpy(rng.standard_normal(len(sampled))).float()) * sampled
+    return batch.update({"advantages": nested_tensor(tokens, offsets), "old_logprobs": nested_tensor(near, offsets)})
+
+
+def both(tiny: str, batch: TensorDict, algorithm: AlgorithmConfig, monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[Any]:
+    """Metrics and weights after an update, with rows left out and with every row computed."""
+    found = []
+    for dropping in (True, False):
+        with monkeypatch.context() as patch:
+            if not dropping:
+                patch.setattr(minibatch, "teaches", lambda batch, algorithm: np.ones(len(batch), dtype=bool))
+            actor = start(tiny, lr=1e-4, weight_decay=0.1)
+            metrics = train_batch(actor, Actor.update, batch, algorithm, **given)
+            found.append((metrics, weights(actor)))
+    return found
+
+
+ARGS = {"clip_cov": {"share": 0.1, "low": -9.0, "high": 9.0}, "kl_cov": {"share": 0.1}}
+PAIRS = list(itertools.product(POLICY_LOSSES, MODES))
+TOGETHER = [(loss, mode) for place, loss in enumerate(POLICY_LOSSES) for mode in (MODES[place % 4], MODES[(place + 1) % 4])]
+"""Every loss, in two modes; `make proofs` runs the others."""
+COMPARED = ("loss", "grad_norm", "tokens_trained", "episodes_trained", "minibatches", "optimizer_steps")
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode"), [*TOGETHER, *(pytest.param(*pair, marks=proof) for pair in PAIRS if pair not in TOGETHER)]
+)
+def test_leaving_rows_out_changes_no_step(tiny: str, monkeypatch: pytest.MonkeyPatch, loss: str, mode: str) -> None:
+    """Several ledgers an episode, a correction that rejects tokens, T = 0.7, two epochs, whole minibatches without advantage."""
+    correction = (
+        Choice(name="reject_sequence", args={"low": 0.9, "high": 1.2})
+        if loss == "decoupled_ppo"
+        else Choice(name="masked", args={"cap": 1.2})
+    )
+    algorithm = AlgorithmConfig(
+        loss=Choice(name=loss, args=ARGS.get(loss, {})),
+        aggregate=mode,
+        length_norm=50 if mode.endswith("norm") else None,
+        minibatch=3,
+        epochs=2,
+        proximal="recompute",
+        correction=correction,
+    )
+    (one, left), (all_rows, right) = both(tiny, several(), algorithm, monkeypatch, temperature=0.7)
+    assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"]
+    assert all_rows["minibatches"] == 6 and all_rows["optimizer_steps"] == 12
+    for name in COMPARED:
+        assert one[name] == pytest.approx(all_rows[name], rel=2e-5, abs=1e-6), name
+    assert (left - right).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("groups", ["kept", "split"])
+def test_leaving_rows_out_changes_no_step_with_shared_prefixes(tiny: str, monkeypatch: pytest.MonkeyPatch, groups: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=8, groups=groups, aggregate="seq_mean_token_mean")
+    (one, left), (all_rows, right) = both(tiny, sharing(several(prompt_tokens=40), "on"), algorithm, monkeypatch)
+    assert one["tokens_computed"] < 0.6 * all_rows["tokens_computed"] and all_rows["prefix_ratio"] > 1.0
+    assert (left - right).abs().max() < 5e-6  # of steps of 1e-4: two attentions are joined, in another order
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_of_four_groups_that_teaches_gives_the_gradient_of_a_kl_term_next_to_nothing(tiny: str, mode: str) -> None:
+    """kl.coef = 1e-12 keeps every row: the gradient and the number of steps are the same."""
+    batch = make_batch(16)
+    batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
+    found = []
+    for coef in (0.0, 1e-12):
+        algorithm = AlgorithmConfig(
+            minibatch=16,
+            aggregate=mode,
+            kl=KlConfig(coef=coef),
+            loss=Choice(name="reinforce"),
+            length_norm=64 if mode.endswith("norm") else None,
+        )
+        found.append(train_batch(start(tiny, max_grad_norm=1e9), Actor.update, batch, algorithm))
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)
+    assert found[0]["tokens_computed"] < found[1]["tokens_computed"] == found[1]["tokens_trained"]
+
+
+def test_the_number_of_optimizer_steps_is_that_of_all_episodes(tiny: str) -> None:
+    batch = make_batch(16)
+    batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
+    for rows in (batch, several(teaching=1)):
+        metrics = train_batch(start(tiny), Actor.update, rows, AlgorithmConfig(minibatch=4))
+        assert metrics["minibatches"] == metrics["optimizer_steps"] == 4
+
+
+def test_a_batch_that_teaches_nothing_takes_steps_of_gradient_zero(tiny: str) -> None:
+    """Momentum goes on as if the rows had been computed: lr m / (sqrt(v) + eps) by hand, for one weight."""
+    batch, still = make_batch(4), make_batch(4)
+    still["advantages"].values().zero_()
+    actor = start(tiny, lr=1e-2, betas=(0.9, 0.99), max_grad_norm=1e9)
+    algorithm = AlgorithmConfig(minibatch=4, loss=Choice(name="reinforce"))
+    start_at = weights(actor)
+    train_batch(actor, Actor.update, batch, algorithm)
+    after_one = weights(actor)
+    metrics = train_batch(actor, Actor.update, still, algorithm)
+    second = weights(actor) - after_one
+    assert metrics["grad_norm"] == metrics["loss"] == 0 and metrics["optimizer_steps"] == 1
+    # m_2 / (1 - .9^2) = .9 * .1 g / .19, v_2 / (1 - .99^2) = .99 * .01 g^2 / .0199; the first step was lr sign(g)
+    share = (0.09 / 0.19) / np.sqrt(0.0099 / 0.0199)
+    moved = (after_one - start_at).abs() > 0.0099
+    assert moved.float().mean() > 0.5
+    assert torch.allclose(second[moved], share * (after_one - start_at)[moved], atol=1e-4)
+
+
+def by_hand(tiny: str, batch: TensorDict, mode: str, length: float) -> tuple[float, float]:
+    """Loss and gradient norm of REINFORCE over all rows by plain forward passes, in float64, an episode counting once."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager").double()
+    episode = [(int(g), int(m)) for g, m in zip(batch["group"], batch["member"], strict=True)]
+    tokens = {e: sum(int(batch["sampled"][row].sum()) for row in range(len(batch)) if episode[row] == e) for e in set(episode)}
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        ids = batch["token_ids"][row]
+        table = torch.log_softmax(model(ids[None]).logits[0], -1)
+        part = -(table[:-1].gather(1, ids[1:, None]).squeeze(1) * batch["advantages"][row][1:].double()).sum()
+        total = (
+            total
+            + part
+            / {
+                "token_mean": sum(tokens.values()),
+                "seq_mean_token_sum": len(tokens),
+                "seq_mean_token_mean": len(tokens) * tokens[episode[row]],
+                "seq_mean_token_sum_norm": len(tokens) * length,
+            }[mode]
+        )
+    total.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    return total.item(), norm.item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cap", [4096, 60])
+def test_an_episode_counts_once_however_many_ledgers_it_has(tiny: str, mode: str, cap: int) -> None:
+    batch = several(groups=2, size=3, teaching=1)
+    assert np.bincount(Ragged.of(batch).episode).tolist() == [1, 2, 3, 2, 3, 1]
+    algorithm = AlgorithmConfig(
+        minibatch=6, aggregate=mode, loss=Choice(name="reinforce"), length_norm=37 if mode.endswith("norm") else None
+    )
+    metrics = train_batch(start(tiny, max_grad_norm=1e9, micro_tokens=cap), Actor.update, batch, algorithm)
+    loss, norm = by_hand(tiny, batch, mode, 37)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["episodes_trained"] == 6
+
+
+def test_the_ledgers_of_an_episode_share_a_minibatch() -> None:
+    batch = several(groups=5, size=4)
+    episode = Ragged.of(batch).episode
+    for groups in ("split", "kept"):
+        parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=6, groups=groups), seed=1, step=2)
+        assert sorted(np.concatenate(parts).tolist()) == list(range(len(batch)))
+        homes = [set(episode[rows].tolist()) for rows in parts]
+        assert all(len(home) <= 6 for home in homes)
+        assert sum(len(home) for home in homes) == 20  # no episode in two of them
+        if groups == "kept":
+            group = np.asarray(batch["group"])
+            assert all(len(set(group[rows].tolist())) == 1 for rows in parts)
+        else:
+            assert [len(home) for home in homes] == [5, 5, 5, 5]
+
+
+def test_counts_are_taken_from_every_row_and_without_rejected_tokens() -> None:
+    batch = several(groups=2, size=2, teaching=1)
+    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
+    weight = sampled.float()
+    weight[int(offsets[0]) : int(offsets[1])] = 0.0  # the only ledger of the first episode is rejected whole
+    batch["weights"] = nested_tensor(weight, offsets)
+    parts = [np.arange(len(batch))]
+    out = with_counts(Ragged.of(batch), parts, 10)
+    (counts,) = counts_of(out)
+    per_row = [int((sampled & (weight > 0))[offsets[r] : offsets[r + 1]].sum()) for r in range(len(batch))]
+    episode = Ragged.of(batch).episode
+    assert counts.tokens == sum(per_row) and counts.episodes == 3 and counts.length == 10
+    expected = [sum(n for n, e in zip(per_row, episode, strict=True) if e == own) for own in episode]
+    assert out.numbers("episode_tokens").tolist() == expected
+    (left,) = without_idle_rows(out, parts, AlgorithmConfig())
+    teaching = [row for row in range(len(batch)) if per_row[row] and bool((batch["advantages"][row] != 0).any())]
+    assert left.tolist() == teaching and 0 < len(teaching) < len(batch)
+    alone = assign_ranks(out, [left], 2).numbers("dp_rank").tolist()
+    assert [row for row, rank in enumerate(alone) if rank >= 0] == teaching, "the others go to no rank, and are not copied"
+
+
+def test_the_first_minibatch_keeps_a_row_so_that_the_engine_is_compared(tiny: str) -> None:
+    batch = make_batch(8)
+    batch["advantages"].values().zero_()
+    own = start(tiny).run(Actor.compute_logprob, batch)["logprobs"].values()
+    batch["logprobs"].values().copy_((own + 0.5) * batch["sampled"].values())
+    metrics = train_batch(start(tiny), Actor.update, batch, AlgorithmConfig(minibatch=2))
+    assert metrics["mismatch_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(np.exp(0.5) - 1 - 0.5, abs=1e-4)
+
+
+def test_means_over_tokens_are_over_what_was_computed(tiny: str) -> None:
+    batch = make_batch(8)
+    batch["advantages"].values()[int(offsets_of(batch["advantages"])[4]) :] = 0
+    actor = start(tiny)
+    entropy = actor.run(Actor.compute_logprob, batch)["entropy"].values()
+    end = int(offsets_of(batch["advantages"])[4])
+    sampled = batch["sampled"].values()
+    metrics = train_batch(actor, Actor.update, batch, AlgorithmConfig(minibatch=8))
+    assert metrics["tokens_computed"] == int(sampled[:end].sum()) and metrics["tokens_trained"] == int(sampled.sum())
+    assert metrics["entropy"] == pytest.approx(float(entropy[:end].sum() / sampled[:end].sum()), rel=1e-5)
+
+
+def test_the_critic_counts_an_episode_once_and_every_row(tiny: str) -> None:
+    """The gradient of the value head at its start, by hand: mean over episodes of the mean over tokens of (v - R) h."""
+    batch = several(groups=2, size=3, teaching=0)
+    sampled, offsets = batch["sampled"].values(), offsets_of(batch["sampled"])
+    returns = torch.randn(len(sampled), generator=torch.Generator().manual_seed(0)) * sampled
+    zero = torch.zeros(len(sampled))
+    batch.update(
+        {
+            "returns": nested_tensor(returns, offsets),
+            "values": nested_tensor(zero, offsets),
+            "weights": nested_tensor(zero, offsets),
+        }
+    )
+    critic = launch(Critic, backend="inline", world_size=1)
+    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(max_grad_norm=1e9), toy_critic(clip=None))
+    plain = {name: batch[name] for name in batch.keys() if name != "weights"}  # noqa: SIM118
+    metrics = train_batch(
+        critic,
+        Critic.update,
+        TensorDict(plain, batch_size=[len(batch)]),
+        AlgorithmConfig(minibatch=6, aggregate="seq_mean_token_mean"),
+    )
+    episode = Ragged.of(batch).episode
+    rows = torch.repeat_interleave(torch.from_numpy(episode), offsets.diff())
+    loss = sum(float(returns[sampled & (rows == number)].square().mean()) / 2 / 6 for number in range(6))
+    assert metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_rows_of_one_ledger_fall_into_the_minibatches_of_their_rows() -> None:
+    """With a ledger an episode the cut is that over rows, whatever the order of rows."""
+    batch = collate(trajectories(10))
+    parts = cut_minibatches(Ragged.of(batch), AlgorithmConfig(minibatch=4), seed=3, step=1)
+    expected = np.array_split(np.random.default_rng([3, 1]).permutation(10), 3)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
+    turned = select(batch, list(range(9, -1, -1)))
+    assert len(cut_minibatches(Ragged.of(turned), AlgorithmConfig(minibatch=4), seed=3, step=1)) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("correction", [None, Choice(name="truncated")])
+def test_masked_episodes_are_trained_as_if_they_were_not_there(
+    tiny: str, mode: Any, loss: str, correction: Choice | None
+) -> None:
+    """Against an update of the other rows alone, with the same advantages: numerators, denominators and KL are theirs."""
+    batch = several(teaching=4)
+    view = Ragged.of(batch)
+    cut = torch.from_numpy(view.episode % 3 == 0)
+    kl = KlConfig(coef=0.1, where="loss")
+    batch = batch.update({"truncated": cut, "ref_logprobs": batch["old_logprobs"]})
+    algorithm = AlgorithmConfig(
+        aggregate=mode, length_norm=10, loss=Choice(name=loss), proximal="recompute", correction=correction, kl=kl
+    )
+    moved = []
+    for rows, truncated in ((batch, "mask"), (select(batch, (~cut).nonzero().squeeze(1).numpy()), "score"), (batch, "score")):
+        group = start(tiny, lr=1e-2)
+        before = weights(group)
+        train_batch(group, Actor.update, rows, algorithm.model_copy(update={"truncated": truncated}), step=0, seed=0, kl_coef=0.1)
+        moved.append(weights(group) - before)
+    assert (moved[0] - moved[1]).norm() < 1e-4 * moved[1].norm()
+    assert (moved[0] - moved[2]).norm() > 1e-2 * moved[1].norm()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_update_whose_tokens_are_all_rejected_trains_none_and_leaves_the_weights(tiny: str, mode: str) -> None:
+    algorithm = AlgorithmConfig(
+        minibatch=6,
+        aggregate=mode,
+        length_norm=9 if mode.endswith("norm") else None,
+        proximal="recompute",
+        correction=Choice(name="masked", args={"cap": 1e-6}),
+        entropy_bonus=0.1,
+    )
+    actor = start(tiny)
+    before = weights(actor)
+    metrics = train_batch(actor, Actor.update, several(), algorithm)
+    assert metrics["tokens_trained"] == metrics["episodes_trained"] == metrics["loss"] == metrics["grad_norm"] == 0
+    assert "entropy" not in metrics and "ratio" not in metrics, "of no token nobody knows them; an entropy of 0 would be alarming"
+    assert metrics["optimizer_steps"] == metrics["minibatches"] == 3 and torch.equal(before, weights(actor))
+
+
+def test_means_do_not_depend_on_the_number_of_epochs(tiny: str) -> None:
+    """With weights that stand still, two epochs say what one says: of tokens, of steps, and of the gap to the engine."""
+    found = []
+    for epochs in (1, 2):
+        algorithm = AlgorithmConfig(minibatch=3, epochs=epochs, loss=Choice(name="reinforce"))
+        found.append(train_batch(start(tiny, lr=1e-12, max_grad_norm=1e9), Actor.update, make_batch(8), algorithm))
+    for name in ("entropy", "kl_behaviour", "mismatch_kl", "mismatch_max", *COMPARED[:4]):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5), name
+    assert found[1]["tokens_computed"] == 2 * found[0]["tokens_computed"] and found[1]["optimizer_steps"] == 6

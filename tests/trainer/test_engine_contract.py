@@ -1,0 +1,49 @@
+"""Each of agentrl's own training engines, in one process: without a process group if it can, else in one of one rank (the other
+way is a long form)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agentrl.config.schema import ModelConfig
+from agentrl.trainer.train_engine import TRAIN_ENGINES, BaseEngine
+from agentrl.utils.errors import DependencyError
+from tests.conftest import proof
+from tests.trainer.engine_contract import Made, TrainEngineContract
+
+WAYS = [
+    pytest.param((entry.name, grouped), id=f"{entry.name}, {'in a group' if grouped else 'alone'}", marks=marks)
+    for entry in TRAIN_ENGINES.own()
+    for grouped, marks in ((False, ()), (True, [proof] if "alone" in entry.traits else []))
+    if grouped or "alone" in entry.traits
+]
+
+
+class TestTrainingEngines(TrainEngineContract):
+    @pytest.fixture(params=WAYS)
+    def way(self, request: pytest.FixtureRequest) -> Iterator[str]:
+        name, grouped = request.param
+        try:
+            TRAIN_ENGINES.entry(name).make.check(ModelConfig(engine=name), 1)
+        except DependencyError as error:
+            pytest.skip(str(error))
+        if grouped:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield name
+
+    @pytest.fixture
+    def traits(self, way: str) -> frozenset[str]:
+        return TRAIN_ENGINES.entry(way).traits
+
+    @pytest.fixture
+    def made(self, way: str, tiny: str) -> Made:
+        def make(role: Any = "policy", **keys: Any) -> BaseEngine:
+            cfg = ModelConfig(path=tiny, engine=way, **keys)
+            return TRAIN_ENGINES.entry(way).make(tiny, cfg, 0.01, role, torch.device("cpu"))
+
+        return make

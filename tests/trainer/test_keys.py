@@ -1,0 +1,266 @@
+"""Every key of [algorithm], [optim] and [critic] does to the weights what a plain float64 trainer does that reads it, too."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    ClusterConfig,
+    CriticConfig,
+    EnvConfig,
+    KlConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from agentrl.data.rows import collate, nested_tensor, offsets_of
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.learner import Learner
+from agentrl.trainer.optim import rate
+from agentrl.trainer.roles import Critic
+from tests.publishing import weights_of
+from tests.trainer.plain_trainer import Batch, PlainActor, PlainCritic
+from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
+
+STEPS = 3
+TOTAL = 4  # of the run, for schedules
+
+# -- the policy ------------------------------------------------------------------------------------
+
+OPTIM: dict[str, dict[str, Any]] = {
+    "lr": {"lr": 2e-3},
+    "weight_decay": {"weight_decay": 5.0},
+    "betas, first": {"betas": (0.5, 0.99)},
+    "betas, second": {"betas": (0.9, 0.7)},
+    "max_grad_norm": {"max_grad_norm": 1e-7},  # so small that AdamW's epsilon sees it: the plain step would be larger
+    "warmup": {"warmup": 4},
+    "schedule, linear": {"schedule": "linear"},
+    "schedule, cosine": {"schedule": "cosine", "warmup": 1},
+}
+ALGORITHM: dict[str, dict[str, Any]] = {
+    "aggregate, sum": {"aggregate": "seq_mean_token_sum"},
+    "aggregate, mean": {"aggregate": "seq_mean_token_mean"},
+    "aggregate and length_norm": {"aggregate": "seq_mean_token_sum_norm", "length_norm": 7, "entropy_bonus": 0.1},
+    "epochs": {"epochs": 3},
+    "minibatch": {"minibatch": 3},
+    "minibatch of one": {"minibatch": 1},
+    "entropy_bonus": {"entropy_bonus": 0.3},
+    "proximal": {"proximal": "recompute"},
+    "kl.coef": {"kl": KlConfig(coef=2.0)},
+    "kl.kind": {"kl": KlConfig(coef=2.0, kind="k2")},
+    "kl.straight_through": {"kl": KlConfig(coef=2.0, straight_through=True)},
+    "kl.where": {"kl": KlConfig(coef=2.0, where="reward"), "proximal": "recompute"},
+}
+
+
+def episodes(seed: int) -> list[Any]:
+    """8 episodes in two groups, of which the first and the fifth have a second ledger."""
+    found = trajectories(10, seed=seed)
+    for index in (0, 4):
+        found[index].ledgers.append(found[8 + index // 4].ledgers[0])
+    for index, trajectory in enumerate(found[:8]):
+        trajectory.reward = float(index % 3 == 0) + 0.25 * (index % 2)
+    return found[:8]
+
+
+@cache
+def batches(tiny: str) -> list[TensorDict]:
+    """What was sampled lies around the untrained policy: importance ratios of 0.4 to 2, some of them cut."""
+    found = []
+    policy = PlainActor(tiny, AlgorithmConfig(), toy_optim())
+    for seed in range(STEPS):
+        batch = collate(episodes(seed))
+        with torch.no_grad():
+            logprobs, _ = policy.tokens(policy.model, Batch(batch))
+        noise = torch.Generator().manual_seed(seed)
+        flat = torch.zeros(len(batch["sampled"].values()))
+        flat[batch["sampled"].values()] = torch.cat(logprobs).float()
+        flat += 0.3 * torch.randn(len(flat), generator=noise) * batch["sampled"].values()
+        found.append(batch.update({"logprobs": nested_tensor(flat, offsets_of(batch["sampled"]))}))
+    return found
+
+
+def settings(optim: dict[str, Any] | None = None, algorithm: dict[str, Any] | None = None, **top: Any) -> TrainConfig:
+    base = {"minibatch": 4, "advantage": Choice(name="dr_grpo")}
+    return TrainConfig(
+        env=EnvConfig(id="none"),
+        cluster=ClusterConfig(backend="inline"),
+        steps=TOTAL,
+        optim=toy_optim(**(optim or {})),
+        algorithm=AlgorithmConfig(**{**base, **(algorithm or {})}),
+        **top,
+    )
+
+
+def named(group: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in weights_of(group).items()}
+
+
+def learned(tiny: str, config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Weights after three steps of the learner, and its metrics."""
+    actors = launch(Actor, backend="inline", world_size=1)
+    actors.run(Actor.init_model, tiny, config.model, config.optim, config.steps)
+    learner = Learner(config, actors)
+    asyncio.run(learner.open(tiny))
+    rows = [asyncio.run(learner.step(batch.copy(), step)) for step, batch in enumerate(batches(tiny))]
+    return named(actors), rows
+
+
+def plainly(tiny: str, config: TrainConfig) -> PlainActor:
+    trainer = PlainActor(tiny, config.algorithm, config.optim, config.steps, config.seed)
+    for step, batch in enumerate(batches(tiny)):
+        trainer.step(batch, step)
+    return trainer
+
+
+@cache
+def usual(tiny: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights before training, and after it by the plain trainer with the defaults of this file."""
+    return PlainActor(tiny, AlgorithmConfig(), toy_optim()).weights(), plainly(tiny, settings()).weights()
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return sum(float((one[name] - other[name]).abs().sum()) for name in one)
+
+
+CASES = {
+    **{key: settings(optim=change) for key, change in OPTIM.items()},
+    **{key: settings(algorithm=change) for key, change in ALGORITHM.items()},
+    "nothing": settings(),
+    "seed": settings(seed=1),
+}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_moves_the_weights_as_the_plain_trainer_does(tiny: str, key: str) -> None:
+    """Within 1e-4 of the way that training goes; and the key leads away from the defaults by hundreds of times that."""
+    config = CASES[key]
+    start, defaults = usual(tiny)
+    trainer = plainly(tiny, config)
+    expected = trainer.weights()
+    found, rows = learned(tiny, config)
+    way = apart(expected, start)
+    assert apart(found, expected) < 1e-4 * way
+    assert key == "nothing" or apart(expected, defaults) > 0.02 * way
+    steps = len(trainer.norms) // STEPS
+    assert [row["optimizer_steps"] for row in rows] == [steps] * STEPS
+    for row, at in zip(rows, range(0, len(trainer.norms), steps), strict=True):
+        assert row["grad_norm"] == pytest.approx(sum(trainer.norms[at : at + steps]) / steps, rel=2e-3)
+        assert row["loss"] == pytest.approx(sum(trainer.losses[at : at + steps]) / steps, rel=2e-3, abs=1e-5)
+
+
+# -- the rate of each step -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "rates"),
+    [
+        ({}, [1e-3, 1e-3, 1e-3]),
+        ({"lr": 4e-3}, [4e-3, 4e-3, 4e-3]),
+        ({"warmup": 4}, [2.5e-4, 5e-4, 7.5e-4]),
+        ({"schedule": "linear"}, [1e-3, 7.5e-4, 5e-4]),
+        ({"schedule": "cosine"}, [1e-3, 8.5355339e-4, 5e-4]),
+        ({"schedule": "linear", "warmup": 2}, [5e-4, 1e-3, 1e-3]),
+    ],
+)
+def test_the_first_optimizer_step_of_each_rate_is_the_rate_against_the_sign_of_the_gradient(
+    tiny: str, change: dict[str, Any], rates: list[float]
+) -> None:
+    """With betas of 0 AdamW steps by lr g / (|g| + 1e-8): every weight with a gradient that counts moves by the rate itself."""
+    actor = launch(Actor, backend="inline", world_size=1)
+    actor.run(Actor.init_model, tiny, ModelConfig(), toy_optim(**{"betas": (0.0, 0.0), "max_grad_norm": 1e9, **change}), TOTAL)
+    before = named(actor)
+    for step, expected in enumerate(rates):
+        metrics = train_batch(actor, Actor.update, make_batch(6), AlgorithmConfig(minibatch=6), step=step)
+        after = named(actor)
+        moved = torch.cat([(after[name] - before[name]).flatten().abs() for name in after])
+        assert metrics["lr"] == pytest.approx(expected)
+        assert moved.median().item() == pytest.approx(expected, rel=1e-3) and moved.max().item() < 1.01 * expected
+        before = after
+
+
+def test_schedules() -> None:
+    assert [rate(s, 2, "constant", None) for s in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert [rate(s, 0, "linear", 4) for s in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert rate(7, 2, "cosine", 12) == pytest.approx(0.5)
+    assert rate(99, 2, "cosine", 12, floor=0.1) == pytest.approx(0.1)
+
+
+# -- how the work is cut ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [64, 150])
+def test_micro_tokens_bounds_every_micro_batch_and_changes_no_weight(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, cap: int
+) -> None:
+    seen: list[int] = []
+    logprobs = FsdpEngine.logprobs
+
+    def watched(engine: Any, micro: Any, *args: Any) -> Any:
+        seen.append(len(micro.input_ids))
+        return logprobs(engine, micro, *args)
+
+    monkeypatch.setattr(FsdpEngine, "logprobs", watched)
+    found, _ = learned(tiny, settings(optim={"micro_tokens": cap, "prefix_sharing": "off"}))
+    start, expected = usual(tiny)
+    assert max(seen) <= cap and sum(seen) == sum(len(batch["token_ids"].values()) for batch in batches(tiny))
+    least = sum(math.ceil(len(batch["token_ids"].values()) / cap) for batch in batches(tiny))
+    assert least <= len(seen) <= 3 * least  # and they are well filled
+    assert apart(found, expected) < 1e-4 * apart(expected, start)
+
+
+# -- the critic ------------------------------------------------------------------------------------
+
+CRITIC: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lr": {"lr": 3e-3},
+    "clip": {"clip": 0.005},
+    "clip, none": {"clip": None},
+    "epochs": {"epochs": 3},
+}
+
+
+def valued(batch: TensorDict, seed: int) -> TensorDict:
+    """Old values of 0, where the head starts, and returns of about 1."""
+    sampled = batch["sampled"].values()
+    returns = (1 + 0.3 * torch.randn(len(sampled), generator=torch.Generator().manual_seed(seed))) * sampled
+    columns = {"returns": returns, "values": torch.zeros(len(sampled))}
+    return batch.copy().update({name: nested_tensor(column, offsets_of(batch["sampled"])) for name, column in columns.items()})
+
+
+def critic_by_hand(tiny: str, critic: CriticConfig) -> PlainCritic:
+    made = PlainCritic(tiny, critic, toy_optim(warmup=2))
+    for step, batch in enumerate(batches(tiny)):
+        made.step(valued(batch, step), AlgorithmConfig(minibatch=4), step)
+    return made
+
+
+@pytest.mark.parametrize("key", CRITIC)
+def test_a_key_of_the_critic_moves_its_values_as_the_plain_critic_does(tiny: str, key: str) -> None:
+    """Values after three steps under [optim] warm-up; a key's own effect is hundreds of times the tolerance."""
+    section = toy_critic(**{"lr": 1e-3, "clip": 0.02, **CRITIC[key]})
+    critic = launch(Critic, backend="inline", world_size=1)
+    critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(warmup=2), section, TOTAL)
+    rows = [
+        train_batch(critic, Critic.update, valued(batch, step), AlgorithmConfig(minibatch=4), step=step)
+        for step, batch in enumerate(batches(tiny))
+    ]
+    batch = batches(tiny)[0]
+    found = critic.run(Critic.compute_values, batch)["values"].values()[batch["sampled"].values()]
+    by_hand = [critic_by_hand(tiny, one) for one in (section, toy_critic(lr=1e-3, clip=0.02))]
+    with torch.no_grad():
+        expected, defaults = (torch.cat(one.values(Batch(batch))) for one in by_hand)
+    assert (found - expected).abs().max() < 1e-5
+    assert key == "nothing" or (expected - defaults).abs().mean() > 1e-3
+    assert [row["critic/optimizer_steps"] for row in rows] == [len(by_hand[0].norms) // STEPS] * STEPS
+    assert [row["critic/lr"] for row in rows] == pytest.approx([0.5 * section.lr, section.lr, section.lr])

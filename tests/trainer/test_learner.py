@@ -1,0 +1,321 @@
+"""A training step over all roles: critic, reference, KL control. What each key does is in test_keys.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    Choice,
+    KlConfig,
+    ModelConfig,
+)
+from agentrl.data.rows import Ragged, collate, nested_tensor
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.algorithms.base import anchors_of
+from agentrl.trainer.algorithms.losses import Selection
+from agentrl.trainer.estimator_inputs import with_advantages
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.minibatch import adapted_kl_coef, token_noise, with_selection
+from agentrl.trainer.pretrained import init_model
+from agentrl.trainer.roles import Critic
+from agentrl.utils.errors import ConfigError
+from tests.publishing import weights_of
+from tests.tiny import SMALL
+from tests.trainer.learners import config_of, opened
+from tests.trainer.train_batches import make_batch, toy_critic, toy_optim, train_batch, trajectories
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in weights_of(learner.actors).values()])
+
+
+def own_logprobs(learner: Learner, count: int = 16, seed: int = 0) -> Any:
+    """A batch whose behaviour logprobs are the policy's own, so that importance ratios are near 1."""
+    batch = collate(trajectories(count, seed=seed))
+    found = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    noise = 0.3 * torch.randn(len(found), generator=torch.Generator().manual_seed(1))
+    batch["logprobs"].values().copy_((found + noise) * batch["sampled"].values())
+    return batch
+
+
+GAE = AlgorithmConfig(advantage=Choice(name="gae"), minibatch=8)
+
+
+def test_ppo_critic_learns_the_returns(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(lr=3e-3)))
+    metrics = [asyncio.run(learner.step(own_logprobs(learner), step)) for step in range(12)]
+    assert abs(metrics[0]["critic/value"]) < 0.01
+    assert metrics[-1]["critic/loss"] < 0.6 * metrics[0]["critic/loss"]
+    assert metrics[-1]["critic/explained_variance"] > 0.2
+    assert metrics[0]["grad_norm"] > 0
+
+
+def test_values_are_at_the_sampled_tokens_and_start_at_zero(tiny: str) -> None:
+    critics = launch(Critic, backend="inline", world_size=1)
+    critics.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic())
+    batch = make_batch(5)
+    assert not critics.run(Critic.compute_values, batch)["values"].values().any()
+
+
+def test_a_critic_of_another_model(tiny: str, tmp_path: Path) -> None:
+    """The value head is as wide as the critic's model: 32 for the policy's own, 16 for the other."""
+    other = str(init_model(SMALL.model_copy(update={"hidden": 16}), tmp_path / "other", seed=1))
+    sizes, widths = [], []
+    for path in (None, other):
+        learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(path=path)))
+        assert asyncio.run(learner.step(own_logprobs(learner), 0))["grad_norm"] > 0
+        learner.critics.run(Critic.save, str(tmp_path / "c"))  # type: ignore[union-attr]
+        [critic] = learner.critics.backend._workers  # type: ignore[union-attr]
+        widths.append(tuple(critic._engine.module.head.weight.shape))
+        sizes.append(sum(file.stat().st_size for file in (tmp_path / "c").glob("*.distcp")))
+    assert sizes[1] < sizes[0] and widths == [(1, 32), (1, 16)]
+
+
+def test_critic_warm_up_leaves_the_policy(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=GAE, critic=toy_critic(warmup=2)))
+    before = weights(learner)
+    for step in range(2):
+        assert "grad_norm" not in asyncio.run(learner.step(own_logprobs(learner), step))
+    assert torch.equal(before, weights(learner))
+    asyncio.run(learner.step(own_logprobs(learner), 2))
+    assert not torch.equal(before, weights(learner))
+
+
+def test_reference_is_the_start_and_stays(tiny: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=0.5))
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = own_logprobs(learner)
+    first = asyncio.run(learner.step(batch, 0))
+    assert first["kl_reference"] > 0  # measured at the second minibatch, after one optimizer step
+    later = [asyncio.run(learner.step(batch, step)) for step in range(1, 4)]
+    assert later[-1]["kl_reference"] > first["kl_reference"]
+
+
+def test_kl_pulls_back(tiny: str) -> None:
+    found = []
+    for coef in (1e-6, 5.0):
+        algorithm = AlgorithmConfig(minibatch=8, kl=KlConfig(coef=coef))
+        learner = opened(tiny, config_of(algorithm=algorithm))
+        batch = own_logprobs(learner)
+        found.append([asyncio.run(learner.step(batch, step)) for step in range(6)][-1]["kl_reference"])
+    assert found[1] < 0.5 * found[0]
+
+
+async def saved_in_background(learner: Learner, folder: Path) -> None:
+    await learner.begin_save(folder)
+    async with asyncio.timeout(60):
+        while not await learner.saved():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_and_resume_of_all_roles(tiny: str, tmp_path: Path, background: bool) -> None:
+    algorithm = GAE.model_copy(update={"kl": KlConfig(coef=0.1, target=0.01, horizon=20)})
+    config = config_of(algorithm=algorithm, critic=toy_critic())
+    straight, broken, resumed = (opened(tiny, config) for _ in range(3))
+    batches = [own_logprobs(straight, seed=step) for step in range(4)]
+    for step in range(4):
+        last = asyncio.run(straight.step(batches[step], step))
+    for step in range(2):
+        asyncio.run(broken.step(batches[step], step))
+    asyncio.run(saved_in_background(broken, tmp_path) if background else broken.save(tmp_path))
+    asyncio.run(resumed.load(tmp_path))
+    assert resumed.kl_coef == broken.kl_coef != 0.1
+    for step in range(2, 4):
+        again = asyncio.run(resumed.step(batches[step], step))
+    assert torch.equal(weights(straight), weights(resumed))
+    assert again == last
+
+
+def test_steering() -> None:
+    cfg = KlConfig(coef=0.1, target=2.0, horizon=100)
+    assert adapted_kl_coef(0.1, 2.2, 10, cfg) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert adapted_kl_coef(0.1, 50.0, 10, cfg) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    assert adapted_kl_coef(0.1, 0.0, 10, cfg) == pytest.approx(0.1 * (1 - 0.2 * 0.1))
+    assert adapted_kl_coef(0.1, 50.0, 10, KlConfig(coef=0.1)) == 0.1
+    # Without a horizon: 1 % per update, whatever its size.
+    assert adapted_kl_coef(0.1, 50.0, 8, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
+    assert adapted_kl_coef(0.1, 50.0, 512, KlConfig(coef=0.1, target=2.0)) == pytest.approx(0.101)
+
+
+def test_kl_in_the_reward_is_taken_off_each_token() -> None:
+    batch = collate(trajectories(4))
+    sampled = batch["sampled"].values()
+    batch["old_logprobs"] = batch["logprobs"].clone()
+    batch["ref_logprobs"] = torch.nested.nested_tensor_from_jagged(
+        batch["logprobs"].values() - 0.5 * sampled, batch["token_ids"].offsets()
+    )
+    algorithm = AlgorithmConfig(advantage=Choice(name="reinforce_pp"), kl=KlConfig(coef=0.2, kind="k1", where="reward"))
+    out, metrics = with_advantages(Ragged.of(batch), algorithm, 0.2)
+    assert metrics["kl_reward"] == pytest.approx(0.5, abs=1e-5)
+    plain, _ = with_advantages(Ragged.of(batch), algorithm.model_copy(update={"kl": KlConfig()}), 0.0)
+    row = slice(0, int(batch["token_ids"].offsets()[1]))
+    mask = sampled[row]
+    gap = (plain.tokens("returns") - out.tokens("returns"))[row][mask]
+    left = torch.arange(int(mask.sum()), 0, -1)
+    assert torch.allclose(gap, 0.1 * left, atol=1e-4)
+
+
+CHOICES = {
+    "loss": {"loss": Choice(name="cispo")},
+    "loss.args": {"loss": Choice(name="ppo_clip", args={"clip_high": 0.01})},
+    "clip_cov": {"loss": Choice(name="clip_cov", args={"share": 0.3, "low": 0.0, "high": 9.0})},
+    "kl_cov": {"loss": Choice(name="kl_cov", args={"share": 0.3})},
+    "advantage": {"advantage": Choice(name="dr_grpo")},
+    "gigpo": {"advantage": Choice(name="gigpo")},
+    "correction": {"proximal": "recompute", "correction": Choice(name="truncated")},
+    "rejection": {"proximal": "recompute", "correction": Choice(name="masked", args={"cap": 1.0})},
+}
+
+
+def test_every_choice_reaches_the_update(tiny: str) -> None:
+    """What each of them computes is held to its own oracle (tests/algorithm); its keys beside them, in test_keys.py."""
+    found: dict[str, torch.Tensor] = {}
+    for name, change in {"nothing": {}, "recompute": {"proximal": "recompute"}, **CHOICES}.items():
+        algorithm = AlgorithmConfig(minibatch=8).model_copy(update=change)
+        learner = opened(tiny, config_of(algorithm=algorithm))
+        for step in range(2):
+            asyncio.run(learner.step(own_logprobs(learner, seed=step), step))
+        found[name] = weights(learner)
+    names = list(found)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            assert not torch.equal(found[name], found[other]), (name, other)
+
+
+def test_straight_through_is_the_gradient_of_k2_whatever_the_kind(tiny: str) -> None:
+    found = []
+    for kl in (KlConfig(coef=1.0, kind="k2"), *(KlConfig(coef=1.0, kind=k, straight_through=True) for k in ("k1", "k3"))):
+        learner = opened(tiny, config_of(algorithm=AlgorithmConfig(minibatch=8, kl=kl)))
+        for step in range(2):
+            asyncio.run(learner.step(own_logprobs(learner, seed=step), step))
+        found.append(weights(learner))
+    assert torch.allclose(found[0], found[1], atol=1e-6) and torch.allclose(found[0], found[2], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"algorithm": GAE}, "needs a critic"),
+        ({"critic": toy_critic()}, "does not use a critic"),
+        ({"algorithm": GAE, "critic": toy_critic(warmup=4), "steps": 4}, "critic.warmup = 4: .* steps = 4"),
+        ({"algorithm": AlgorithmConfig(kl=KlConfig(target=1.0))}, "must be above 0"),
+        ({"algorithm": AlgorithmConfig(correction=Choice(name="masked"))}, "recompute"),
+        ({"algorithm": AlgorithmConfig(advantage=Choice(name="multi_reward"))}, "terms"),
+        ({"algorithm": AlgorithmConfig(loss=Choice(name="ppo_clop"))}, "ppo_clip"),
+    ],
+)
+def test_combinations_that_mean_nothing(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_learner(config_of(**sections))
+
+
+def test_rejected_tokens_are_part_of_the_mismatch(tiny: str) -> None:
+    """What a correction rejects lies furthest off: left out, it would hide what the number is there to show."""
+    algorithm = AlgorithmConfig(minibatch=6, proximal="recompute", correction=Choice(name="masked_sequence", args={"cap": 2.0}))
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = collate(trajectories(8))
+    own = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    sampled = batch["sampled"].values()
+    far = sampled & (torch.arange(len(sampled)) < int(batch["sampled"].offsets()[3]))  # three rows, at e^2 a token
+    batch["logprobs"].values().copy_((own - 2.0 * far) * sampled)
+    metrics = asyncio.run(learner.step(batch, 0))
+    assert metrics["tokens_trained"] == int((sampled & ~far).sum())
+    expected = float(far.sum() / sampled.sum()) * (np.exp(-2.0) - 1 + 2.0)
+    assert metrics["mismatch_kl"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["mismatch_max"] == pytest.approx(2.0, abs=1e-4)
+
+
+def test_rejected_tokens_leave_every_count(tiny: str) -> None:
+    algorithm = AlgorithmConfig(minibatch=16, proximal="recompute", correction=Choice(name="masked", args={"cap": 1.0}))
+    learner = opened(tiny, config_of(algorithm=algorithm))
+    batch = own_logprobs(learner)
+    proximal = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+    batch["old_logprobs"] = nested_tensor(proximal, batch["token_ids"].offsets())
+    batch["advantages"] = batch["logprobs"].clone()
+    metrics = train_batch(learner.actors, Actor.update, batch, algorithm)
+    kept = (proximal <= batch["logprobs"].values()) & batch["sampled"].values()
+    assert metrics["tokens_trained"] == int(kept.sum()) < int(batch["sampled"].values().sum())
+
+
+def test_anchors() -> None:
+    ids = torch.tensor([5, 6, 1, 2, 7, 3, 5, 6, 9, 8, 3])
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
+    found = anchors_of(ids, mask, torch.tensor([0, 6, 11]))
+    assert found[2] == found[3] == found[8]  # both answered the context (5, 6)
+    assert found[5] != found[10]  # after 7, and after 8
+
+
+def test_picked_are_the_tokens_of_the_largest_covariance_over_the_whole_minibatch() -> None:
+    """Against numpy: means over all trained tokens of the minibatch, rows without advantage included, rejected tokens not."""
+    batch = make_batch(12)
+    batch["advantages"].values()[: int(batch["advantages"].offsets()[6])] = 0.0
+    sampled, offsets = batch["sampled"].values().numpy(), batch["sampled"].offsets().numpy()
+    weights = sampled * (np.arange(len(sampled)) % 5 != 0)
+    batch["weights"] = nested_tensor(torch.from_numpy(weights).float(), batch["sampled"].offsets())
+    logprobs, advantages = (batch[name].values().double().numpy() for name in ("logprobs", "advantages"))
+    parts, view = [np.arange(0, 12, 2), np.arange(1, 12, 2)], Ragged.of(batch)
+    largest = with_selection(view, parts, Selection(0.1), seed=0).tokens("picked").numpy()
+    within = with_selection(view, parts, Selection(0.1, -0.05, 0.05), seed=0).tokens("picked").numpy()
+    for rows in parts:
+        mine = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
+        mine = mine[weights[mine] > 0]
+        covariance = (logprobs[mine] - logprobs[mine].mean()) * (advantages[mine] - advantages[mine].mean())
+        wanted = max(int(0.1 * len(mine)), 1)
+        assert sorted(mine[largest[mine]]) == sorted(mine[np.argsort(-covariance)[:wanted]])
+        near = np.abs(covariance) < 0.05
+        assert within[mine].sum() == min(wanted, near.sum()) > 0 and near[within[mine]].all()
+    assert not (largest | within)[~(weights > 0)].any()
+
+
+@pytest.mark.parametrize("selection", [Selection(0.25), Selection(0.25, 0.0, 99.0)])
+def test_picks_do_not_depend_on_the_order_of_rows(tiny: str, selection: Selection) -> None:
+    from agentrl.data.rows import select
+
+    batch = make_batch(12)
+    batch["old_logprobs"] = batch["logprobs"].clone()
+    order = list(range(11, -1, -1))
+    found = [
+        with_selection(Ragged.of(given), [np.arange(12)], selection, seed=1).row("picked")
+        for given in (batch, select(batch, order))
+    ]
+    for row in range(12):
+        assert torch.equal(found[0][row], found[1][order[row]])
+    assert int(found[0].values().sum()) == int(0.25 * int(batch["sampled"].values().sum()))
+    noise = token_noise(Ragged.of(batch), 0)
+    assert noise.min() >= 0 and noise.max() < 1 and noise.mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_role_with_a_pool_is_started_there_and_the_others_beside_the_actor(tiny: str) -> None:
+    """The learner and its roles with a pool of two processes for the critic; the rest is inline."""
+
+    class TwoForTheCritic:
+        asked: ClassVar[list[Any]] = []
+
+        def __contains__(self, role: str) -> bool:
+            return role == "critic"
+
+        def slots(self, role: str) -> int:
+            return 2
+
+        def launch(self, role: str, cls: Any, mesh: dict[str, int]) -> Any:
+            self.asked.append((role, mesh))
+            return launch(cls, backend="inline")
+
+    config = config_of(critic=toy_critic(), algorithm=AlgorithmConfig(advantage=Choice(name="gae"), kl=KlConfig(coef=0.1)))
+    actors = launch(Actor, backend="inline")
+    actors.run(Actor.init_model, tiny, config.model, config.optim)
+    pools = TwoForTheCritic()
+    learner = Learner(config, actors, pools)  # type: ignore[arg-type]
+    asyncio.run(learner.open(tiny))
+    assert pools.asked == [("critic", {"dp": 2, "sp": 1})] and learner.references is not None
+    metrics = asyncio.run(learner.step(own_logprobs(learner), 0))
+    assert "critic/loss" in metrics and metrics["prefix_ratio_possible"] >= 1.0

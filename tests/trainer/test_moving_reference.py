@@ -1,0 +1,172 @@
+"""A reference that moves: which weights it has after each update, what KL is measured to it, that a resume goes on with it, and
+what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from agentrl.cluster.launch import launch
+from agentrl.config.schema import AlgorithmConfig, Choice, ClusterConfig, KlConfig, LoraSection, ModelConfig, PoolConfig
+from agentrl.data.rows import collate
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.learner import Learner, check_learner
+from agentrl.trainer.roles import Reference
+from agentrl.trainer.train_engine import check_train_engine
+from agentrl.trainer.train_state import saved_tensors
+from agentrl.utils.errors import CheckpointError, ConfigError
+from tests.trainer.learners import config_of, opened
+from tests.trainer.train_batches import toy_critic, toy_optim, trajectories
+
+Weights = dict[str, Tensor]
+
+
+def section(decay: float = 0.75, **more: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"minibatch": 8, "kl": KlConfig(coef=0.1, reference="moving", decay=decay), **more})
+
+
+def step(learner: Learner, number: int) -> dict[str, float]:
+    return asyncio.run(learner.step(collate(trajectories(8, seed=number)), number))
+
+
+def saved(learner: Learner, folder: Path) -> tuple[Weights, Weights]:
+    """The policy and the reference of a checkpoint, in float64."""
+    folder.mkdir()
+    asyncio.run(learner.save(folder))
+    return of(folder / "actor"), of(folder / "reference")
+
+
+def of(folder: Path) -> Weights:
+    names, read = saved_tensors(folder)
+    return {name: read(name).double() for name in names if name.startswith("model.")}
+
+
+def gap(first: Weights, second: Weights) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def mixed(first: Weights, second: Weights, share: float) -> Weights:
+    return {name: share * first[name] + (1 - share) * second[name] for name in first}
+
+
+def test_after_each_update_it_is_decay_of_itself_and_the_rest_of_the_policy(tiny: str, tmp_path: Path) -> None:
+    """Three updates, one of them of two optimizer steps; the recursion is computed here, from the saved policies."""
+    learner = opened(tiny, config_of(algorithm=section(minibatch=4)))
+    start, expected = saved(learner, tmp_path / "start")
+    assert gap(start, expected) == 0
+    for number in range(3):
+        assert step(learner, number)["optimizer_steps"] == 2
+        policy, found = saved(learner, tmp_path / str(number))
+        expected = mixed(expected, policy, 0.75)
+        assert gap(found, expected) < 5e-7 and gap(found, policy) > 2e-4 and gap(found, start) > 2e-4
+    view, metrics, _ = asyncio.run(learner.ready(collate(trajectories(8)), step=3))
+    broken = view.with_tokens(advantages=torch.full_like(view.tokens("advantages"), torch.inf))
+    row = asyncio.run(learner.learn(broken, 3, metrics))  # of which no optimizer step is taken
+    assert row["skipped_steps"] == 1 and row["optimizer_steps"] == 0
+    assert gap(saved(learner, tmp_path / "skipped")[1], found) == 0
+
+
+def test_it_stays_while_only_the_critic_learns(tiny: str, tmp_path: Path) -> None:
+    learner = opened(tiny, config_of(algorithm=section(advantage=Choice(name="gae")), critic=toy_critic(warmup=1)))
+    _, start = saved(learner, tmp_path / "start")
+    step(learner, 0)
+    assert gap(saved(learner, tmp_path / "0")[1], start) == 0
+    step(learner, 1)
+    policy, found = saved(learner, tmp_path / "1")
+    assert gap(found, mixed(start, policy, 0.75)) < 5e-7 and gap(found, start) > 1e-4
+
+
+def k3(policy: Tensor, reference: Tensor, sampled: Tensor) -> float:
+    d = (policy - reference).double()[sampled]
+    return float((torch.exp(-d) - 1 + d).mean())
+
+
+def test_the_kl_is_to_the_average_and_less_than_to_the_start(tiny: str, tmp_path: Path) -> None:
+    """At 0 distance the penalty has no gradient, so after the first update both policies are the same, theta_1: the second
+    measures k3 of it to theta_0, or to 0.75 theta_0 + 0.25 theta_1, which transformers writes here as a model of its own."""
+    rows, learners = {}, {}
+    for name, algorithm in (("start", section(kl=KlConfig(coef=0.1))), ("moving", section())):
+        learner = learners[name] = opened(tiny, config_of(algorithm=algorithm, optim=toy_optim(lr=0.01)))
+        if name == "moving":
+            start, _ = saved(learner, tmp_path / "0")
+        rows[name] = [step(learner, 0)]
+        if name == "moving":
+            policy, _ = saved(learner, tmp_path / "1")
+        batch = collate(trajectories(8, seed=1))
+        now = learner.actors.run(Actor.compute_logprob, batch)["logprobs"].values()
+        rows[name].append(step(learner, 1))
+    for name, share in (("start", 1.0), ("moving", 0.75)):
+        model = AutoModelForCausalLM.from_pretrained(tiny)
+        weights = {key.removeprefix("model."): tensor.float() for key, tensor in mixed(start, policy, share).items()}
+        assert not model.load_state_dict(weights, strict=False).unexpected_keys
+        model.save_pretrained(tmp_path / name)
+        group = launch(Reference, backend="inline", world_size=1, name="reference")
+        group.run(Reference.init_model, str(tmp_path / name), ModelConfig(), toy_optim())
+        then = group.run(Reference.compute_logprob, batch)["logprobs"].values()
+        first, second = (row["kl_reference"] for row in rows[name])
+        assert first == pytest.approx(0, abs=1e-9) and second > 1e-5
+        assert second == pytest.approx(k3(now, then, batch["sampled"].values()), rel=1e-3)
+    assert rows["moving"][1]["kl_reference"] < 0.7 * rows["start"][1]["kl_reference"]
+
+
+def test_without_memory_it_is_the_policy_before_each_update(tiny: str) -> None:
+    learner = opened(tiny, config_of(algorithm=section(decay=0.0), optim=toy_optim(lr=0.01)))
+    assert [step(learner, number)["kl_reference"] for number in range(3)] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+def test_a_resume_goes_on_with_it_to_the_digit(tiny: str, tmp_path: Path) -> None:
+    whole, rows = opened(tiny, config_of(algorithm=section())), []
+    for number in range(4):
+        if number == 2:
+            saved(whole, tmp_path / "2")
+        rows.append(step(whole, number))
+    resumed = opened(tiny, config_of(algorithm=section()))
+    asyncio.run(resumed.load(tmp_path / "2"))
+    assert [step(resumed, number) for number in (2, 3)] == rows[2:]
+    assert all(gap(*pair) == 0 for pair in zip(saved(whole, tmp_path / "4"), saved(resumed, tmp_path / "r"), strict=True))
+    plain = opened(tiny, config_of(algorithm=section(kl=KlConfig(coef=0.1))))
+    (tmp_path / "plain").mkdir()
+    asyncio.run(plain.save(tmp_path / "plain"))
+    assert not (tmp_path / "plain/reference").exists()  # one that stands still is loaded from where it stood
+    with pytest.raises(CheckpointError, match="plain/reference"):
+        asyncio.run(resumed.load(tmp_path / "plain"))
+
+
+APART = ClusterConfig(backend="ray", pools={"p": PoolConfig(), "q": PoolConfig()}, roles={"actor": "p", "reference": "q"})
+MOVING = section()
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "without a penalty": ({"algorithm": section(kl=KlConfig(reference="moving"))}, "algorithm.kl.coef = 0"),
+    "adapters": ({"model": ModelConfig(lora=LoraSection())}, r"with \[model.lora\] the reference is the actor's own model"),
+    "offloaded": ({"model": ModelConfig(offload="idle")}, 'model.offload = "idle" takes them out'),
+    "on the host": ({"model": ModelConfig(cpu_offload=True)}, "model.cpu_offload = true takes them out"),
+    "elsewhere": ({"cluster": APART}, "remove cluster.roles.reference"),
+    "another engine": ({"model": ModelConfig(engine="titan")}, 'model.engine = "titan" does not support it'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_follow_is_refused_before_the_run(case: str) -> None:
+    sections, words = REFUSED[case]
+    config = config_of(algorithm=MOVING).model_copy(update=sections)
+    with pytest.raises(ConfigError, match=words) as refused:
+        check_train_engine(config)
+        check_learner(config)
+    assert 'algorithm.kl.reference = "moving"' in str(refused.value)
+
+
+def test_roles_of_one_pool_are_together(tiny: str) -> None:
+    together = ClusterConfig(backend="ray", pools={"p": PoolConfig()}, roles={"actor": "p", "reference": "p"})
+    here = APART.model_copy(update={"backend": "inline"})  # all roles are in one process, wherever Ray would put them
+    for cluster in (together, here):
+        check_learner(config_of(algorithm=MOVING).model_copy(update={"cluster": cluster}))
+    alone = launch(Reference, backend="inline", world_size=1, name="reference")
+    alone.run(Reference.init_model, tiny, ModelConfig(), toy_optim())
+    with pytest.raises(ConfigError, match="not in the process of this rank"):
+        alone.run(Reference.follow, "nobody", 0.9)

@@ -1,0 +1,226 @@
+"""Every optimizer that a config can name: its step, what it keeps, how it goes on, and the learning rate that it has."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.cluster.worker import Mesh, WorkerContext
+from agentrl.config.load import config_from
+from agentrl.config.schema import LoraSection, ModelConfig, OptimConfig, SftConfig
+from agentrl.run.plan import derived_values
+from agentrl.trainer import optim
+from agentrl.trainer.actor import Actor
+from agentrl.trainer.fsdp import FsdpEngine
+from agentrl.trainer.memory import count, shell
+from agentrl.trainer.optim import check_optims, optim_of, optims_of, sft_optim
+from agentrl.trainer.roles import Critic
+from agentrl.trainer.train_state import load_state, save_state
+from agentrl.utils.errors import ConfigError, DependencyError
+from tests.trainer.engine_contract import parameters_of, updated
+from tests.trainer.train_batches import toy_critic, toy_optim, toy_sft
+
+torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+KINDS = ["adamw", pytest.param("adamw_8bit", marks=torchao), "muon", "sgd"]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+# -- one step, and another ---------------------------------------------------------------------------------------
+
+
+def taken(name: str, shape: tuple[int, ...], steps: int, **keys: Any) -> tuple[Array, list[Array], Array]:
+    """Weights before, the gradients of each step, and the weights after."""
+    random = np.random.default_rng(3)
+    start, gradients = random.standard_normal(shape), [random.standard_normal(shape) for _ in range(steps)]
+    parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    made = optim.make_optimizers([("model.layers.0.w", parameter)], OptimConfig(**{"name": name, "lr": 1e-2, **keys}))
+    made.set_rate(0.5)
+    for gradient in gradients:
+        parameter.grad = torch.tensor(gradient, dtype=torch.float32)
+        made.step()
+    return start, gradients, parameter.detach().double().numpy()
+
+
+def adamw(start: Array, gradients: list[Array], lr: float, one: float, two: float, decay: float) -> Array:
+    first, second, w = np.zeros_like(start), np.zeros_like(start), start.copy()
+    for step, g in enumerate(gradients, 1):
+        first, second = one * first + (1 - one) * g, two * second + (1 - two) * g * g
+        w = w - lr * decay * w - lr * (first / (1 - one**step)) / (np.sqrt(second / (1 - two**step)) + 1e-8)
+    return w
+
+
+def sgd(start: Array, gradients: list[Array], lr: float, one: float, decay: float) -> Array:
+    momentum, w = np.zeros_like(start), start.copy()
+    for g in gradients:
+        momentum = one * momentum + g + decay * w
+        w = w - lr * momentum
+    return w
+
+
+def muon(start: Array, gradients: list[Array], lr: float, decay: float, jordan: bool) -> Array:
+    momentum, w = np.zeros_like(start), start.copy()
+    rows, columns = start.shape
+    scale = math.sqrt(max(1, rows / columns)) if jordan else 0.2 * math.sqrt(max(rows, columns))
+    for g in gradients:
+        momentum = 0.95 * momentum + 0.05 * g
+        x = 0.05 * g + 0.95 * momentum  # Nesterov
+        x /= np.linalg.norm(x)
+        flat = x.T if rows > columns else x
+        for _ in range(5):
+            square = flat @ flat.T
+            flat = 3.4445 * flat + (-4.775 * square + 2.0315 * square @ square) @ flat
+        w = w * (1 - lr * decay) - lr * scale * (flat.T if rows > columns else flat)
+    return w
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(8, 6), (5,)])
+def test_adamw_and_sgd_step_as_their_formulas_in_float64(shape: tuple[int, ...], decay: float) -> None:
+    own = decay if len(shape) > 1 else 0.0  # vectors do not decay
+    start, gradients, after = taken("adamw", shape, 3, weight_decay=decay, betas=(0.8, 0.95))
+    assert np.abs(after - adamw(start, gradients, 5e-3, 0.8, 0.95, own)).max() < 1e-6
+    for momentum in (0.0, 0.7):
+        start, gradients, after = taken("sgd", shape, 3, weight_decay=decay, betas=(momentum, 0.9))
+        assert np.abs(after - sgd(start, gradients, 5e-3, momentum, own)).max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (6, 8)])
+@pytest.mark.parametrize("rate", [None, 0.04])
+def test_muon_steps_by_its_own_rate_or_as_long_as_adamw(shape: tuple[int, int], rate: float | None) -> None:
+    """Its products are in bfloat16, hence the tolerance: of a step, in the mean."""
+    start, gradients, after = taken("muon", shape, 2, matrix_lr=rate, weight_decay=0.5)
+    expected = muon(start, gradients, 0.5 * (rate or 1e-2), 0.5, jordan=rate is not None)
+    assert np.abs(after - expected).mean() < 0.03 * np.abs(expected - start).mean()
+
+
+@torchao
+@pytest.mark.parametrize("shape", [(64, 64), (64, 65), (128, 4, 64)])
+def test_adamw_of_8_bits_steps_as_adamw_but_for_what_its_moments_round(shape: tuple[int, ...]) -> None:
+    start, gradients, after = taken("adamw_8bit", shape, 1, weight_decay=0.1)
+    assert np.abs(after - adamw(start, gradients, 5e-3, 0.9, 0.999, 0.1)).max() < 1e-6
+    start, gradients, after = taken("adamw_8bit", shape, 3, weight_decay=0.1)
+    expected = adamw(start, gradients, 5e-3, 0.9, 0.999, 0.1)
+    off = np.abs(after - expected).mean() / np.abs(expected - start).mean()
+    assert off < 1e-4 if shape[-1] % 64 else 1e-5 < off < 0.05
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------
+
+
+def engine_of(tiny: str, name: str, **model: Any) -> FsdpEngine:
+    engine = FsdpEngine(tiny, ModelConfig(**model), 1.0)
+    engine.use_optimizer(toy_optim(name=name))
+    return engine
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_engine_goes_on_to_the_bit_with_each(tiny: str, name: str, tmp_path: Path) -> None:
+    engine, again = engine_of(tiny, name), engine_of(tiny, name)
+    updated(engine)
+    save_state(engine, tmp_path / "state", {})
+    load_state(again, tmp_path / "state")
+    assert engine.state().keys() == again.state().keys()
+    assert all(torch.equal(tensor, again.state()[key]) for key, tensor in engine.state().items())
+    assert updated(engine) == updated(again)
+    mine, theirs = parameters_of(engine), parameters_of(again)
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_memory_that_is_counted_for_an_optimizer_is_what_it_holds(tiny: str, name: str) -> None:
+    engine = engine_of(tiny, name)
+    updated(engine)
+    assert engine.optimizers is not None
+    held = sum(tensor.nbytes for tensor in engine.optimizers.tensors())
+    cfg = ModelConfig(path=tiny, dtype="float32")
+    assert count(shell(cfg), cfg, 1, 64, [toy_optim(name=name)]).optimizer == held
+    both = count(shell(cfg), cfg, 1, 64, [toy_optim(name="sgd", betas=(0.0, 0.9)), toy_optim(name=name)])
+    assert both.optimizer == held  # one after the other, and not together
+
+
+KINDS_OF = {"adamw": ["AdamW"], "muon": ["AdamW", "Muon"], "sgd": ["SGD"]}
+
+
+@pytest.mark.parametrize(("name", "warm"), [("sgd", "muon"), ("muon", "sgd"), ("adamw", None), ("muon", None)])
+def test_a_config_names_every_optimizer(tiny: str, name: str, warm: str | None) -> None:
+    """Of a policy, a critic, and the warm start."""
+    context, optimizer, model = WorkerContext("one", 0, Mesh.of({"dp": 1}, 1)), toy_optim(name=name), ModelConfig()
+
+    def kinds(role: Any) -> list[str]:
+        return [type(part).__name__ for part in role._engine.optimizers.parts]
+
+    actor, critic = Actor(context), Critic(context)
+    actor.init_model(tiny, model, optimizer)
+    critic.init_model(tiny, model, optimizer, toy_critic())
+    assert kinds(actor) == kinds(critic) == KINDS_OF[name]
+    actor.begin_sft(SftConfig(optimizer=warm, lr=1e-3))
+    assert kinds(actor) == KINDS_OF[warm or name]
+
+
+# -- rates -------------------------------------------------------------------------------------------------------
+
+
+def config_of(*words: str) -> Any:
+    return config_from({"env": {"id": "key_value"}, "model": {"path": "some/model"}}, list(words))
+
+
+DATA, ADAPTER, SCRATCH = "data.path=['x']", "model.lora.rank=4", ["~model.path", "model.init={}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        (["critic={}", "sft={}"], {"optim": 1e-6, "critic": 1e-5, "sft": 1e-5}),
+        (["critic={}", "sft={}", ADAPTER], {"optim": 1e-5, "critic": 1e-4, "sft": 1e-4}),
+        (["critic={}", "sft={}", *SCRATCH], {"optim": 1e-3, "critic": 1e-3, "sft": 3e-3}),
+        ([DATA], {"optim": 1e-5}),
+        ([DATA, ADAPTER], {"optim": 1e-4}),
+        ([DATA, "data.loss=dpo"], {"optim": 1e-6}),
+        ([DATA, "data.loss=reward"], {"optim": 1e-5}),
+        ([DATA, *SCRATCH], {"optim": 3e-3}),
+        (["optim.lr=0.5", "critic.lr=0.25", "sft.lr=0.125"], {"optim": 0.5, "critic": 0.25, "sft": 0.125}),
+    ],
+)
+def test_rates_that_are_left_open_are_those_of_what_is_trained(words: list[str], rates: dict[str, float]) -> None:
+    config = config_of(*words)
+    assert {section: made.lr for section, made in optims_of(config).items()} == rates
+    assert all(made.name == "adamw" for made in optims_of(config).values())
+    left = {f"{at}.lr": f"{lr:.0e}" for at, lr in rates.items() if getattr(getattr(config, at), "lr", None) is None}
+    assert {key: f"{float(lr):.0e}" for key, lr in derived_values(config).items() if key.endswith(".lr")} == left
+
+
+def test_a_warm_start_with_a_rate_of_muon_has_muon_as_it_always_had() -> None:
+    """Jordan's scale, AdamW's betas of 0.9 and 0.95, and decay of matrices of 0.1: what the quickstart's results are from."""
+    made = sft_optim(toy_optim(), toy_sft(), ModelConfig())
+    assert (made.name, made.lr, made.matrix_lr, made.betas, made.weight_decay) == ("muon", 3e-3, 0.02, (0.9, 0.95), 0.1)
+    assert optim_of(OptimConfig(), ModelConfig(lora=LoraSection())).lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.name=sgd"], r'optim\.lr: "sgd" has no usual learning rate\. Set one'),
+        (["optim.name=sgd", "optim.lr=0.1", "critic={}"], r"critic\.lr: "),
+        (["optim.name=sgd", "optim.lr=0.1", "sft={}"], r"sft\.lr: "),
+        (["optim.matrix_lr=0.1"], r'optim\.matrix_lr = 0\.1 is read with optim\.name = "muon" alone'),
+        (["sft={optimizer='adamw',matrix_lr=0.1}"], r'sft\.matrix_lr = 0\.1 is read with sft\.optimizer = "muon" alone'),
+    ],
+)
+def test_what_an_optimizer_lacks_or_does_not_read_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_optims(config_of(*words))
+
+
+def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for words, key in ((["optim.name=adamw_8bit"], "optim.name"), (["sft.optimizer=adamw_8bit"], "sft.optimizer")):
+        with pytest.raises(DependencyError, match=rf'{key} = "adamw_8bit": torchao is not installed: .*agentrl\[torchao\]'):
+            check_optims(config_of(*words))
+    with pytest.raises(DependencyError, match="torchao"):
+        optim.make_optimizers([], OptimConfig(name="adamw_8bit", lr=1.0))
