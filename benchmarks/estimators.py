@@ -3,8 +3,8 @@
     python benchmarks/estimators.py run [--seeds 0,1,2,3,4] [--envs key_value,function_calling] [--entries grpo,gae]
     python benchmarks/estimators.py table                  the ranking of what is there, as Markdown
 
-A tiny model starts from one warm start per environment. `run` appends a line per run to benchmarks/learning/estimators.jsonl, and
-skips those that have one, so it continues after Ctrl-C. A seed covers tasks and sampling. Estimators are trained with `ppo_clip`,
+A tiny model starts from one warm start per environment and seed. `run` appends a line per run to benchmarks/learning/estimators.jsonl, and
+skips those that have one, so it continues after Ctrl-C. A seed covers warm start, tasks and sampling. Estimators are trained with `ppo_clip`,
 losses with `grpo`; every argument has its default (EXTRA: those without one), and all have one learning rate. `tree` is left out:
 without branches it is `grpo`.
 
@@ -120,9 +120,9 @@ def train(args: argparse.Namespace) -> None:
             for entry in args.entries.split(","):
                 if (env, entry, seed) in done:
                     continue
-                name, began = f"estimators-{env}-{entry}-{seed}", time.monotonic()
-                start = warm(False, config_of(env), f"warm-estimators-{env}")
-                run(name, config_of(env), [*COMMON, start, f"seed={seed}", *overrides(entry)])
+                name, number = f"estimators-{env}-{entry}-{seed}", f"seed={seed}"
+                start, began = warm(False, config_of(env), f"warm-estimators-{env}-{seed}", [number]), time.monotonic()
+                run(name, config_of(env), [*COMMON, start, number, *overrides(entry)])
                 folder = work() / "runs" / name
                 line = {
                     "env": env,
