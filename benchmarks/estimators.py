@@ -5,7 +5,7 @@
 
 A tiny model starts from one warm start per environment and seed. `run` appends a line per run to
 benchmarks/learning/estimators.jsonl, and skips those that have one, so it continues after Ctrl-C. A seed covers warm start, tasks
-and sampling. Estimators are trained with `ppo_clip`, losses with `grpo`; every argument has its default (EXTRA: those without one),
+and sampling. Estimators are trained with `ppo_clip`, losses with `grpo`; every argument has its default (else: EXTRA),
 and all have one learning rate. `tree` is left out: without branches it is `grpo`.
 
 Held-out success at temperature 1 is measured at the start and after every second update. `table` compares its mean over the
