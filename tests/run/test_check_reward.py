@@ -166,7 +166,7 @@ def test_a_budget_that_ends_before_the_run_is_refused_with_the_numbers(tmp_path:
     config, _, scorer = parts(made(tmp_path, MARK, **sections))
     with pytest.raises(ConfigError) as caught:
         check_judge(config, {"key_value": scorer})
-    for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 episodes + 2 evaluations x 16", "at about step 78",
+    for part in ("reward.judge.calls: 10000", "25632 times", "200 steps x 128 + 2 evaluations x 16", "at about step 78",
                  "reward.judge.calls=25632"):  # fmt: skip
         assert part in str(caught.value), part
     enough, _, scorer = parts(made(tmp_path, MARK, reward={"judge": {"calls": 25632}}, **sections))
@@ -179,7 +179,7 @@ def test_a_budget_that_may_end_before_the_run_is_said(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         config, _, scorer = parts(made(tmp_path, gated, **sections))
         check_judge(config, {"key_value": scorer})
-    assert "up to 12910 (100 steps x 128 episodes + 11 evaluations x 10" in caplog.text
+    assert "up to 12910 (100 steps x 128 + 11 evaluations x 10" in caplog.text
 
 
 def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +198,7 @@ def test_of_several_environments_the_budget_is_of_all(tmp_path: Path, caplog: py
         table = {**config.model_dump(), "env": envs, "reward": {"judge": {"calls": calls}}}
         check_judge(TrainConfig.model_validate(table), {"asks": scorer, "silent": silent})
 
-    with pytest.raises(ConfigError, match=r"15 calls are not enough.* at least 16 times \(10 steps, 2 evaluations\).*calls=176"):
+    with pytest.raises(ConfigError, match=r"15 calls .* at least 16 times \(10 steps x 0 \+ 2 evaluations x 8\). .*calls=176"):
         checked(15)
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         checked(16)

@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.config.envs import alone, each, the_env, trained_envs, weight_at
+from agentrl.config.envs import each, the_env, trained_envs, weight_at
 from agentrl.config.schema import AgentConfig, EnvConfig, EvalConfig, RolloutConfig, TrainConfig
 from agentrl.data.trajectory import Task, Trajectory
 from agentrl.env.catalog import EnvRef, spec_word
@@ -199,39 +199,6 @@ def check_judge(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
     Reads: env, reward.judge.calls, algorithm.advantage, steps, eval.every, eval.tasks, rollout.groups, rollout.group_size,
     rollout.max_turns.
     """
-    if len(scorers) > 1:
-        _check_judges(config, scorers)
-        return
-    (scorer,) = scorers.values()
-    config = alone(config, config.envs[0])
-    budget = config.reward.judge.calls
-    if budget is None or not scorer.asks:
-        return
-    rollout, asked = config.rollout, questions(scorer, config.rollout.max_turns)
-    step = rollout.groups * (rollout.group_size + needs_greedy(config.algorithm.advantage))
-    evaluations = evaluations_of(config.steps, config.eval)
-    episodes = config.steps * step + evaluations * config.eval.tasks
-    grown = episodes + config.steps * rollout.groups * (largest(rollout) - rollout.group_size)
-    sums = f"{config.steps} steps x {step} episodes + {evaluations} evaluations x {config.eval.tasks}"
-    if asked.least * episodes > budget:
-        last = max(0, budget // asked.least - config.eval.tasks) // step
-        raise ConfigError(
-            f"reward.judge.calls: {budget} calls are not enough: reward spec {scorer.name!r} asks its judges about "
-            f"{asked.least * episodes} times ({sums}, {asked.least} per episode), so they are spent at about step "
-            f"{last}; set reward.judge.calls={asked.most * grown}, or fewer steps"
-        )
-    if asked.most * grown > budget:
-        log.warning(
-            "reward.judge.calls: %d calls may not be enough: up to %d (%s, up to %d per episode); the run stops with a "
-            "checkpoint if they are spent",
-            budget,
-            asked.most * grown,
-            sums,
-            asked.most,
-        )
-
-
-def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
     budget = config.reward.judge.calls
     if budget is None or not any(scorer.asks for scorer in scorers.values()):
         return
@@ -245,19 +212,19 @@ def _check_judges(config: TrainConfig, scorers: Mapping[str, Scorer]) -> None:
             steps.append(Questions(asked.least * episodes, asked.most * grown))
         tasks = one.eval.tasks
         evaluated = Questions(evaluated.least + asked.least * tasks, evaluated.most + asked.most * tasks)
-    least = config.steps * min(step.least for step in steps) + evaluations * evaluated.least
-    most = config.steps * max(step.most for step in steps) + evaluations * evaluated.most
+    step = Questions(min((step.least for step in steps), default=0), max((step.most for step in steps), default=0))
+    least, most = (config.steps * one + evaluations * other for one, other in zip(astuple(step), astuple(evaluated), strict=True))
     if least > budget:
+        spent = f", so they are spent at about step {max(0, budget - evaluated.least) // step.least}" if step.least else ""
         raise ConfigError(
-            f"reward.judge.calls: {budget} calls are not enough: the environments' reward specs ask their judges at least "
-            f"{least} times ({config.steps} steps, {evaluations} evaluations); set reward.judge.calls={most}, or fewer steps"
+            f"reward.judge.calls: {budget} calls are not enough: judges are asked at least {least} times ({config.steps} steps x "
+            f"{step.least} + {evaluations} evaluations x {evaluated.least}){spent}. Set reward.judge.calls={most}, or fewer steps"
         )
     if most > budget:
         log.warning(
-            "reward.judge.calls: %d calls may not be enough: up to %d, if all groups are of the environment that asks most; the "
-            "run stops with a checkpoint if they are spent",
-            budget,
-            most,
+            "reward.judge.calls: %d calls may not be enough: up to %d (%d steps x %d + %d evaluations x %d); the run stops "
+            "with a checkpoint if they are spent",
+            *(budget, most, config.steps, step.most, evaluations, evaluated.most),
         )
 
 
