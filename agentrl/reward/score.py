@@ -261,10 +261,10 @@ class Score:
 class Scorer:
     """A compiled spec. It is stateless and can be shared by threads and episodes.
 
-    `rule`: what decides success (None: nothing in the spec can), compiled as `success`. `range`: bounds of
-    its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`; `terms` and `measures`: those of the
-    reward tree and those of the spec's `metrics` that have one value for an episode. `compares`: it has group leaves,
-    so use `score_group`. `judged`: the places of its judge leaves; `asks`: it has some.
+    `tops`: the trees of the reward, the metrics and success. `rule`: decides success (None: nothing in the spec can), compiled as
+    `success`. `range`: bounds of its values. `ids`: the ids of its nodes, whose values are in `Score.metrics`; `terms` and
+    `measures`: those of the reward tree and those of the spec's `metrics` that have one value for an episode. `compares`: it has
+    group leaves, so use `score_group`. `judged`: the places of its judge leaves; `asks`: it has some.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class Scorer:
         self._blocking = blocking
         self._judge = judge
         self._assumed: Callable[[Trajectory], bool] | None = None
-        tops = [root, *self.metrics, *([success] if success is not None else [])]
-        nodes = [node for top in tops for node in walk(top)]
+        self.tops = [root, *self.metrics, *([success] if success is not None else [])]
+        nodes = [node for top in self.tops for node in walk(top)]
         self._groups = [node for node in nodes if isinstance(node, GroupNode)]
         self.ids = list(dict.fromkeys(node.mods.id for node in nodes if node.mods.id is not None))
         stated = spec.get("success", {})

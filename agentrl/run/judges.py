@@ -300,8 +300,7 @@ class OwnLeaf:
 
 def own_leaves(scorer: Scorer) -> Iterator[OwnLeaf]:
     """The leaves of a spec that ask a judge of the run's own."""
-    tops = [scorer.root, *scorer.metrics, *([] if scorer.success is None else [scorer.success])]
-    for node in (node for top in tops for node in walk(top)):
+    for node in (node for top in scorer.tops for node in walk(top)):
         if isinstance(node, LeafNode) and node.leaf.kind == "judge":
             name = own_name(str(node.leaf.args["model"]))
             if name is not None:

@@ -165,7 +165,6 @@ def _users(config: TrainConfig) -> Iterator[ApiModel]:
 
 def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLeaf]:
     """The spec's judges behind an API; if `tasks` are all that there are, those that one of them asks by its `when`."""
-    tops = (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else []))
     found: list[JudgeLeaf] = []
 
     def visit(node: Node, whens: Sequence[Mapping[str, Json]]) -> None:
@@ -179,7 +178,7 @@ def _judges(scorer: Scorer, tasks: Sequence[Task] | None = None) -> list[JudgeLe
         for child in node.children():
             visit(child, whens)
 
-    for top in tops:
+    for top in scorer.tops:
         visit(top, [])
     return [leaf for leaf in found if own_name(str(leaf.args["model"])) is None]
 

@@ -187,7 +187,7 @@ def questions(scorer: Scorer, max_turns: int) -> Questions:
         for child in node.children():
             visit(child, parts, sure and not (isinstance(node, GateNode) and child is not node.test))
 
-    for top in (scorer.root, *scorer.metrics, *([scorer.success] if scorer.success is not None else [])):
+    for top in scorer.tops:
         visit(top, 1, True)
     return Questions(sum(least.values()), sum(most.values()))
 
@@ -239,8 +239,7 @@ def check_scoring_time(rollout: RolloutConfig, scorer: Scorer) -> None:
 
     Reads: rollout.env_timeout, env.reward.
     """
-    tops = [scorer.root, *scorer.metrics, *([] if scorer.success is None else [scorer.success])]
-    leaves = [node for top in tops for node in walk(top) if isinstance(node, LeafNode)]
+    leaves = [node for top in scorer.tops for node in walk(top) if isinstance(node, LeafNode)]
     takes: dict[Hashable, tuple[LeafNode, float]] = {}
     for node in leaves:
         if (found := node.leaf.longest()) is not None:
