@@ -139,7 +139,7 @@ def test_a_workers_spans_are_in_the_drivers_time(
     assert box.frame() is None
     monkeypatch.setattr(traces, "machine", spans.machine)
     monkeypatch.setattr(traces, "now", lambda: clock + 40 + 6_000_000)
-    traces.Inbox("worker 0").arrived(frame)
+    traces.Inbox("worker 0").notify(frame)
     [arrived] = found
     off = 0 if ahead == 0 else (6_000_000 - 2_000_000) // 2
     assert (arrived.begin, arrived.end) == (clock + 10 + off, clock + 30 + off)

@@ -350,7 +350,7 @@ def check_gold(subject: Subject) -> str:
     env = subject.build()
     played = 0
     for split in env.splits:
-        for seed in subject.probed(env, split, subject.tasks):
+        for seed in subject.probe_seeds(env, split, subject.tasks):
             env.reset(seed=seed, options={"split": split})
             turns = subject.gold(env)
             for number, turn in enumerate(turns):
@@ -424,7 +424,7 @@ def check_exploits(subject: Subject) -> str:
     env = subject.build()
     shown: list[str] = []
     count = subject.tasks if subject.light else subject.tasks * 2
-    for floor in floors(subject, env, "train", subject.probed(env, "train", count)):
+    for floor in floors(subject, env, "train", subject.probe_seeds(env, "train", count)):
         values = [value or 0.0 for value in floor.values]
         if not values:
             raise Skipped("the split 'train' has no tasks")

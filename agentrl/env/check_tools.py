@@ -61,7 +61,7 @@ class Subject:
     spec: str = ""
     light: bool = False
 
-    def probed(self, env: ToolEnv, split: str, count: int) -> range:
+    def probe_seeds(self, env: ToolEnv, split: str, count: int) -> range:
         """Seeds of the tasks of a split: `count` of them, or each with `every`."""
         known = env.task_count(split)
         if known is not None:

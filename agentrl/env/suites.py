@@ -330,7 +330,7 @@ class SuiteEnv(ToolEnv):
         """`source`: the benchmark's checkout or package folder; by default what `agentrl env install` recorded, else the
         importable package. Raises ConfigError without one, or if a file of it is missing."""
         super().__init__(**base)
-        self.source, self.version = type(self).located(source)
+        self.source, self.version = type(self).locate(source)
 
     @classmethod
     def check_source(cls, folder: Path) -> str:
@@ -345,7 +345,7 @@ class SuiteEnv(ToolEnv):
         return ()
 
     @classmethod
-    def located(cls, source: str | None = None) -> tuple[Path, str]:
+    def locate(cls, source: str | None = None) -> tuple[Path, str]:
         """The source's folder and version. Raises ConfigError as `__init__`."""
         own = None if cls.own is None else Path(inspect.getfile(cls)).with_name(cls.own)
         folder, _ = find_source(cls.suite, source, cls.module, own, obtain=cls.obtain)
@@ -492,7 +492,7 @@ def install(classes: Mapping[str, type[SuiteEnv]], given: str | None) -> Install
     Raises ConfigError if there is no source, or if it has not what the suite reads; TaskDataError for a bad task."""
     suite = next(iter(classes.values()))
     folder, _ = find_source(suite.suite, given, suite.module, obtain=suite.obtain, called="--from")
-    version = suite.located(str(folder))[1]
+    version = suite.locate(str(folder))[1]
     tasks = {env_id: one.counted(folder) for env_id, one in classes.items()}
     files = read_files(folder, suite.files)
     if not files:

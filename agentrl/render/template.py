@@ -206,7 +206,7 @@ class TemplateRenderer(Renderer):
         return kept
 
     def _appends(self, shape: Skeleton, tools: bool) -> bool:
-        return self._turns.appended(shape, tools) == self._turns.whole(shape, tools)
+        return self._turns.ledger_text(shape, tools) == self._turns.whole(shape, tools)
 
     def _find_syntax(self, parser: Parser | ForTools | Syntax | None) -> tuple[str, str]:
         """The name of the tool-call syntax, and why tools cannot be used ("" if they can)."""
@@ -265,7 +265,7 @@ class TemplateRenderer(Renderer):
         """Compare a conversation made by appending with the template's rendering of the whole. They may differ in the turn
         only, and only if what comes before and after it stays: such a turn is never appended to (`keeps`)."""
         try:
-            replayed, whole = self._turns.appended(shape, False), self._turns.whole(shape, False)
+            replayed, whole = self._turns.ledger_text(shape, False), self._turns.whole(shape, False)
         except RenderError as problem:
             raise ModelError(f"the chat template does not render by appending: {problem}; {self._text.advice}") from problem
         if replayed != whole and not self._turns.rewrites_only_the_turn(shape, whole):

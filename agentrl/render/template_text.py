@@ -468,7 +468,7 @@ class TurnText:
             raise RenderError("the chat template rewrote the turn that came before the new messages")
         return suffix
 
-    def appended(self, shape: Skeleton, tools: bool) -> str:
+    def ledger_text(self, shape: Skeleton, tools: bool) -> str:
         """The conversation as a ledger has it: each turn as it was sampled, each answer as it was appended."""
         text = self._text.render(shape.opening, [TOOL] if tools else [], generate=True)
         return text + "".join(self.turn(turn) + self.suffix(answers) for turn, answers in shape.rounds)

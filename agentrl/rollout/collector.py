@@ -291,7 +291,7 @@ class Collector:
         # Asked before the group leaves the running ones, so that `collect` raises what the filter raises.
         refused = not filtered and self._accept is not None and not await self._accept(group)
         self._tasks.pop(index, None)
-        self.stats.succeeded(choice.env)
+        self.stats.count_success(choice.env)
         self.tasks.finished(index, success_rate(roots(group)), sum(t.sampled_tokens for t in group.trajectories))
         if filtered:
             self._drop(index, GroupState.FILTERED, f"every member scored {group.scored()[0].reward}")

@@ -342,7 +342,7 @@ class _Episode:
         self.waits.clock.used.update(fork.used)
         return None
 
-    def forked(self, turn: int) -> Fork:
+    def fork_before(self, turn: int) -> Fork:
         """The episode as it is before `turn`. Raises EnvError if its environment cannot be forked."""
         try:
             env = self.env.fork()

@@ -227,14 +227,14 @@ class GroupLedger:
         return self._complete
 
     def counts(self) -> dict[str, int]:
-        """Groups by state; the values sum to `dispatched`."""
+        """Groups by state; the values sum to `total`."""
         now = Counter(entry.state for entry in self._entries.values())
         return {state.value: now[state] + self._past[state] for state in GroupState} | {
             GroupState.PENDING.value: len(self._again)
         }
 
     @property
-    def dispatched(self) -> int:
+    def total(self) -> int:
         """Number of groups that were ever given an index (those run again after a resume count once)."""
         return self._next
 

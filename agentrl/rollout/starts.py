@@ -167,7 +167,7 @@ class Playing(Protocol):
     ledgers: list[TokenLedger]
     record: Trajectory | None
 
-    def forked(self, turn: int) -> Fork:
+    def fork_before(self, turn: int) -> Fork:
         """The episode as it is now, before `turn`. Raises EnvError."""
         ...
 
@@ -199,7 +199,7 @@ class Places:
         if self._first is None:
             self._first = turn
         elif not self._fixed or turn in self._fixed:
-            self._next = episode.forked(turn)
+            self._next = episode.fork_before(turn)
 
     async def chosen(self, trajectory: Trajectory) -> list[Fork | None]:
         """Turns at which branches leave the finished episode; None if nowhere, so that it begins at the beginning. All other

@@ -136,7 +136,7 @@ class RolloutStats:
         """A group got this many members more (`rollout.grow`)."""
         self._played["members_grown"] += members
 
-    def succeeded(self, env: str) -> None:
+    def count_success(self, env: str) -> None:
         """A group of this environment has enough scored members."""
         self._failing.pop(env, None)
 

@@ -138,7 +138,7 @@ def execute(
         Display() as display,
         _log_of(config, folder, display, resumed) as run_log,
     ):
-        config = folder.dated(config)
+        config = folder.with_date(config)
         folder.summary.unlink(missing_ok=True)  # of an earlier end: a run without one goes on, or was killed
         folder.reserve()
         display.say(f"agentrl {_command(config.data)}: {folder.path} ({'resumed' if resumed else 'new'})")

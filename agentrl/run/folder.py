@@ -251,7 +251,7 @@ class RunFolder:
         self.trajectories.mkdir()
         return f"{self.trajectories}: the folder was deleted. It is made again; the episodes of earlier updates are gone"
 
-    def dated(self, config: TrainConfig) -> TrainConfig:
+    def with_date(self, config: TrainConfig) -> TrainConfig:
         """`config` with the date on which this run started, unless it names one."""
         return with_date(config, tomllib.loads(self.config.read_text(encoding="utf-8")).get("model", {}).get("date"))
 

@@ -130,7 +130,7 @@ class Evaluations:
 class RunPlan:
     """A run. `threads`: of each process, None on GPUs. `episodes`: those of all updates, without those played again, filtered
     or cancelled; `transcripts`: of the warm start, at least and at most; `checkpoints`: the updates after which one is saved if
-    nothing else happens. `checkpoint_bytes`: of weights and AdamW's moments in float32; `model_bytes`: of the final model."""
+    nothing else happens. `recomputed`: of weights and AdamW's moments in float32; `model_bytes`: of the final model."""
 
     name: str
     folder: str
@@ -155,13 +155,13 @@ class RunPlan:
     rates: dict[str, float]
     temperature: str
     top_p: float
-    checkpoint_bytes: int
+    recomputed: int
     model_bytes: int
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of checkpoints that are kept at once, with one that is being written, and of the final model."""
-        return min(self.kept + 1, len(self.checkpoints)) * self.checkpoint_bytes + self.model_bytes
+        return min(self.kept + 1, len(self.checkpoints)) * self.recomputed + self.model_bytes
 
     def json(self) -> dict[str, Any]:
         """The plan as JSON has it."""
@@ -203,7 +203,7 @@ def plan_of(config: TrainConfig, cuda: bool) -> RunPlan:
         rates={f"{section}.lr": float(optim.lr or 0.0) for section, optim in optims_of(config).items()},
         temperature=_temperature(config.rollout),
         top_p=config.rollout.top_p,
-        checkpoint_bytes=sum(12 * one.trained for one in _parameters(config.model, config.critic)),
+        recomputed=sum(12 * one.trained for one in _parameters(config.model, config.critic)),
         model_bytes=sum(4 * one.all for one in _parameters(config.model, config.critic) if one.role == "actor"),
     )
 
@@ -281,7 +281,7 @@ def lines(plan: RunPlan) -> list[str]:
     kept = "all stay" if plan.kept >= len(plan.checkpoints) else f"at most {plan.kept} stay"
     rows += [
         ("written", f"{plan.folder}: config.toml, metrics.jsonl, the final model; {', '.join(plan.trackers) or 'no tracker'}"),
-        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.checkpoint_bytes)} each"),
+        ("checkpoints", f"{_schedule_text(plan.checkpoints)}, of which {kept}, {_size(plan.recomputed)} each"),
         ("on disk", f"about {_size(plan.disk_bytes)}: checkpoints and the final model, without episodes"),
         ("episodes", f"in trajectories/, {_schedule_text(plan.trajectories)}"),
     ]

@@ -542,7 +542,7 @@ async def _republish(session: Session, work: Coroutine[Any, Any, T]) -> T:
     async with OwnedTasks() as tasks:
         doing = tasks.start(work, "episodes")
         while not doing.done():
-            starved = tasks.start(engine.starved(), "a wait for a replica without weights")
+            starved = tasks.start(engine.wait_until_starved(), "a wait for a replica without weights")
             await asyncio.wait({doing, starved}, return_when=asyncio.FIRST_COMPLETED)
             if starved.done() and not doing.done():
                 await session.publisher.send(session.collector.ledger.version)

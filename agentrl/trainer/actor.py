@@ -265,7 +265,7 @@ class Actor(TrainedRole):
         "compute_logprob": RowsShard(),
         "compute_reference": RowsShard(),
         "update": MINIBATCHES,
-        "visited": Broadcast(),
+        "take_visits": Broadcast(),
         "forward_backward": MINIBATCHES,
         "optim_step": Broadcast(),
         "drop_gradients": Broadcast(),
@@ -345,7 +345,7 @@ class Actor(TrainedRole):
         self._updates += 1
         return {**metrics, "lr": factor * self._lr}
 
-    def visited(self) -> LogRatios:
+    def take_visits(self) -> LogRatios:
         """The log ratios that the last update saw of this rank's rows, if its batch had the column `SOURCE`; once."""
         visits, self._visits = self._visits, None
         return {} if visits is None else visits.taken()

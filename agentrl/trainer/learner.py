@@ -360,7 +360,7 @@ class Learner:
         """Statistics of the step's trained tokens; ratios of the rows that the actor visited, on whichever rank."""
         if self.algorithm.proximal == "recompute":
             return TrainedTokens.of(view, recomputed_ratios(view))
-        seen = self.actors.run_all(Actor.visited)
+        seen = self.actors.run_all(Actor.take_visits)
         return TrainedTokens.of(view, {row: values for found in seen for row, values in found.items()})
 
     def _temperature(self, step: int) -> float:

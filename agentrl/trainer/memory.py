@@ -56,7 +56,7 @@ class Activations:
     chunk: int
 
     @property
-    def checkpointed(self) -> int:
+    def thin_bytes(self) -> int:
         """Memory of the saved activations if each layer is computed again in the backward pass."""
         return self.saved - self.layers + self.inputs
 
@@ -276,7 +276,7 @@ def count(module: nn.Module, cfg: ModelConfig, ranks: int, tokens: int, optims: 
         found = count_activations(module, math.ceil(tokens / cfg.sequence_parallel), getattr(torch, cfg.dtype))
     except RuntimeError as error:
         raise ModelError(f"the activations of {type(module).__name__} cannot be counted: {error}") from error
-    kept = found.checkpointed if checkpoints else found.saved
+    kept = found.thin_bytes if checkpoints else found.saved
     return RoleMemory(
         **own,
         gradients=sharded if shards_gradients else whole,

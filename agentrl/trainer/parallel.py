@@ -168,7 +168,7 @@ class Ulysses:
         call: Callable[..., Tensor] = _AllToAll.apply
         return call(parts, self.group)
 
-    def summed(self, whole: Tensor) -> Tensor:
+    def sum_gradient(self, whole: Tensor) -> Tensor:
         """A tensor that all ranks hold whole and use in part: its gradient is the sum of theirs. One that the ranks
         hold in parts (a DTensor) is gathered."""
         if isinstance(whole, DTensor):
@@ -200,8 +200,8 @@ def compute_divided(
         return compute(hidden, head, targets)
     counts = [len(part) for part in torch.arange(len(targets)).tensor_split(group.size)]
     part = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
-    whole = _WholeHead(group.summed(head.weight), None if head.bias is None else group.summed(head.bias))
-    own = compute(group.summed(hidden)[part], whole, targets[part])
+    whole = _WholeHead(group.sum_gradient(head.weight), None if head.bias is None else group.sum_gradient(head.bias))
+    own = compute(group.sum_gradient(hidden)[part], whole, targets[part])
     return group.gather(own[0], counts), group.gather(own[1], counts)
 
 

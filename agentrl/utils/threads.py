@@ -180,7 +180,7 @@ class DaemonThreads:
             self._semaphores[loop] = asyncio.Semaphore(self.most)
         return self._semaphores[loop]
 
-    def abandoned(self, name: str) -> int:
+    def count_abandoned(self, name: str) -> int:
         """Number of calls of that name that still run although nobody waits for them."""
         return self._abandoned[name]
 

@@ -111,7 +111,7 @@ async def test_a_kill_in_mid_run_loses_nothing(engine, model, caplog):
         trained += (groups := await asyncio.wait_for(collecting, 120))
         collector.trained(groups)
         await exchange(collector, weights[update + 1])
-    assert sum(collector.ledger.counts().values()) == collector.ledger.dispatched
+    assert sum(collector.ledger.counts().values()) == collector.ledger.total
     assert collector.ledger.counts()["failed"] == collector.ledger.counts()["stale"] == 0
     await collector.close()
 

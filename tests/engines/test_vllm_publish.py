@@ -38,7 +38,7 @@ class Replicas:
         if method == "end_update":
             self.version = args[0]
 
-    def fed(self) -> None:
+    def note_weights(self) -> None:
         """All replicas have the weights."""
 
     async def route(self, request: Any) -> Any:

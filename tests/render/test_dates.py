@@ -90,11 +90,11 @@ def config(out: Path, *words: str) -> Any:
 def test_a_run_keeps_its_first_day(tmp_path: Path) -> None:
     today = date.today().isoformat()
     folder = RunFolder.create(config(tmp_path))
-    assert folder.dated(config(tmp_path)).model.date == today, "as stored"
+    assert folder.with_date(config(tmp_path)).model.date == today, "as stored"
     text = folder.config.read_text()
     folder.config.write_text(text.replace(f'"{today}"', '"2026-01-02"'))
-    assert folder.dated(config(tmp_path)).model.date == "2026-01-02", "a resume on another day"
-    assert folder.dated(config(tmp_path, "model.date=2026-05-05")).model.date == "2026-05-05"
+    assert folder.with_date(config(tmp_path)).model.date == "2026-01-02", "a resume on another day"
+    assert folder.with_date(config(tmp_path, "model.date=2026-05-05")).model.date == "2026-05-05"
 
 
 def test_an_evaluation_goes_on_with_its_first_day(tmp_path: Path) -> None:

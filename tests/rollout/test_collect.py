@@ -94,7 +94,7 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
             groups = await collect.collect()
             assert len(groups) == 2
             counts = collect.ledger.counts()
-            assert sum(counts.values()) == collect.ledger.dispatched
+            assert sum(counts.values()) == collect.ledger.total
             assert counts["cancelled"] == 0 or groups_more > 1
             assert collect.stats.cancelled == 0 or members_more > 1
             for group in groups:
@@ -116,7 +116,7 @@ def test_invariants_under_failures_delays_oversampling_and_a_resume(
                 engine, collect = start()
                 collect.load_json(state)
             await exchange(collect)
-            assert sum(collect.ledger.counts().values()) == collect.ledger.dispatched
+            assert sum(collect.ledger.counts().values()) == collect.ledger.total
         counts = collect.ledger.counts()
         assert counts["trained"] == len(seen) == 8
         assert set(tasks_of(collect)._drawn) == {e.index for e in collect.ledger._entries.values()

@@ -195,7 +195,7 @@ def test_the_task_of_a_dropped_group_comes_again_in_the_next_epoch(renderer: Ren
     async def scenario() -> tuple[list[Group], dict[str, int], list[int]]:
         collect = collector(renderer, seed=3, pool=12, fail=0.2, filter_zero_variance=True, max_filtered=2.0)
         groups = await steps(collect, 4)
-        drawn = [tasks_of(collect).sampler.choose(0, index).seed for index in range(collect.ledger.dispatched)]
+        drawn = [tasks_of(collect).sampler.choose(0, index).seed for index in range(collect.ledger.total)]
         await collect.close()
         return groups, collect.ledger.counts(), drawn
 

@@ -44,7 +44,7 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
         for index in ledger.too_old():
             ledger.drop(index, GroupState.STALE)
             born.pop(index)
-        assert sum(ledger.counts().values()) == ledger.dispatched
+        assert sum(ledger.counts().values()) == ledger.total
         assert ledger.slots_taken() <= (ledger.version + eta + 1) * batch + spare
         running = [e.index for e in ledger._entries.values() if e.state is GroupState.RUNNING]
         if running:
@@ -88,8 +88,8 @@ def test_random_schedules_keep_the_invariants(batch: int, eta: int, spare: int, 
         assert [e.oldest for e in copy._entries.values()] == [
             e.oldest for e in ledger._entries.values() if e.state is GroupState.COMPLETE
         ]
-        assert copy.dispatched == ledger.dispatched
-        assert sum(copy.counts().values()) == copy.dispatched
+        assert copy.total == ledger.total
+        assert sum(copy.counts().values()) == copy.total
     # Something is always admissible, running or ready: no deadlock.
     assert ledger.admit() is not None or ledger._entries
 

@@ -89,7 +89,7 @@ def test_without_keep_nothing_is_kept_and_the_update_is_the_same(tiny: str) -> N
         asyncio.run(learner.step(batch.copy(), 0, keep)) for learner, keep in zip(learners, (False, True), strict=True)
     )
     assert plain == kept and learners[0].tokens is None
-    assert learners[0].actors.run(Actor.visited) == {}
+    assert learners[0].actors.run(Actor.take_visits) == {}
 
 
 def test_with_a_critic_each_token_has_its_own_advantage(tiny: str) -> None:

@@ -86,7 +86,7 @@ def test_tasks_splits_and_families_are_those_of_the_data(env: SuiteEnv, root: Pa
     assert user.content == "Note plums." and env.version == "AppWorld data 0.1.0"
     (root / "data" / "datasets" / "train.txt").unlink()
     with pytest.raises(ConfigError, match=r"data/datasets/train.txt is missing\nTo get it: .*appworld download data"):
-        type(env).located.__func__(type("Fresh", (type(env),), {}), str(root))  # type: ignore[attr-defined]
+        type(env).locate.__func__(type("Fresh", (type(env),), {}), str(root))  # type: ignore[attr-defined]
 
 
 def test_gold_is_paid_nothing_else_is_and_the_share_of_passed_tests_is_told(env: Any) -> None:

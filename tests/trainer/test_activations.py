@@ -77,7 +77,7 @@ def output(engine: FsdpEngine, micro: Micro, role: Role) -> torch.Tensor:
 def test_the_count_is_what_a_real_pass_saves_and_needs(folder: str, role: Role, thin: bool, lora: LoraSection | None) -> None:
     cfg = ModelConfig(path=folder, dtype="float32", activation_checkpointing=thin, lora=lora)
     found = count_activations(shell(cfg, role, grouped=False), TOKENS, torch.float32)
-    saved = found.checkpointed if thin else found.saved
+    saved = found.thin_bytes if thin else found.saved
     engine, micro = FsdpEngine(folder, cfg, 1.0, role), one_row()
     parameters = {p.untyped_storage()._cdata for p in engine.module.parameters()}
     kept: dict[int, Any] = {}

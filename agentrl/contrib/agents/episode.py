@@ -254,7 +254,7 @@ class AgentEpisode:
         self._check_open()
         assert self.record is not None and self.session is not None
         self.record.catch_up()
-        place = self.session.continued(key)
+        place = self.session.ledger_of_request(key)
         held = 0 if place is None else len(self.session.ledgers[place])
         room, most = self._room(len(token_ids), held), min(sampling.max_tokens, self.limits.max_turn_tokens)
         if self._asked >= self.limits.max_turns:

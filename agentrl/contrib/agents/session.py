@@ -132,7 +132,7 @@ class AgentSession:
         """The conversation that was answered last; empty before the first answer."""
         return [] if self._newest is None else list(self._newest.messages)
 
-    def continued(self, key: str) -> int | None:
+    def ledger_of_request(self, key: str) -> int | None:
         """The number of the ledger that the engine's request of this name goes on in; None if it begins another."""
         return next((number for number, branch in enumerate(self._branches) if branch.key == key), None)
 

@@ -166,13 +166,13 @@ class Replicas:
     def _in_flight(self, replica: Replica) -> int:
         return sum(placed.host is replica for placed in self._requests.values())
 
-    def fed(self) -> None:
+    def note_weights(self) -> None:
         """Every live replica has the engine's weights."""
         for replica in self.alive():
             replica.current = True
         self._tell()
 
-    async def starved(self) -> None:
+    async def wait_until_starved(self) -> None:
         """Return once a live replica lacks the engine's weights."""
         while all(replica.current for replica in self.alive()):
             await self._news.wait()

@@ -313,8 +313,8 @@ class VllmEngine(Engine, WeightTarget):
             raise EngineError("the engine is not started or already closed")
         return InReplica(self._expected.vocab)
 
-    async def starved(self) -> None:
-        await self._replicas.starved()
+    async def wait_until_starved(self) -> None:
+        await self._replicas.wait_until_starved()
 
     @property
     def _level(self) -> int:
@@ -369,7 +369,7 @@ class VllmEngine(Engine, WeightTarget):
             if not self._paused:
                 await self._replicas.all("resume")
         self._unfit, self._version, self._newest, self._published = None, version, kept, True
-        self._replicas.fed()
+        self._replicas.note_weights()
 
     async def _catch_up(self, replica: Replica) -> None:
         """Give a new replica the current weights, then let it take requests; if they were not kept, after the next publish."""

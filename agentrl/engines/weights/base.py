@@ -352,7 +352,7 @@ class WeightTarget(ABC):
         freed the memory that it needed to send them. Does nothing if the engine is awake."""
         return None
 
-    async def starved(self) -> None:
+    async def wait_until_starved(self) -> None:
         """Return once a process lacks the current weights because it replaced another one. Never, by default."""
         await asyncio.get_running_loop().create_future()
 

@@ -62,7 +62,7 @@ class Channel(asyncio.Protocol):
         self._received = bytearray()
         self._unsent: list[bytes] = []
 
-    def trusted(self) -> None:
+    def trust(self) -> None:
         """The other side has proven who it is: frames may be of any length."""
         self.most = 1 << 32
 
@@ -175,7 +175,7 @@ class Hub:
                 return
             del self._expected[name]
             channel.on.clear()
-            channel.trusted()
+            channel.trust()
             channel.send("welcome")
             arrived(channel)
 
@@ -193,7 +193,7 @@ async def dial(door: Door, name: str, on: dict[str, Handler]) -> Channel:
     """The worker's end of a new connection, whose frames are given to `on`. Raises WorkerDiedError if nobody listens, or the
     driver does not let this process in."""
     channel, let_in = Channel(), asyncio.Event()
-    channel.trusted()
+    channel.trust()
     channel.on = on
 
     def answer(fields: Fields, _: memoryview) -> None:
@@ -257,7 +257,7 @@ def trajectory_of(fields: Mapping[str, Any], blob: memoryview) -> Trajectory:
     for row in fields["ledgers"]:
         state = {name: reader.take(kind, (row["tokens"],)) for name, kind in columns.KINDS.items()}
         if "experts" in row:
-            state["experts"] = reader.shaped(row["experts"])
+            state["experts"] = reader.reshape(row["experts"])
         ledger = TokenLedger.__new__(TokenLedger)
         ledger.__setstate__(state)
         ledgers.append(ledger)
@@ -329,7 +329,7 @@ def generation_of(fields: Mapping[str, Any], blob: memoryview) -> Generation:
         versions,
         fields["finish"],
         None if usage is None else Usage(**usage),
-        None if experts is None else reader.shaped(experts),
+        None if experts is None else reader.reshape(experts),
     )
 
 
@@ -386,5 +386,5 @@ class _Reader:
         """All that follows the columns."""
         return bytes(self._blob[self._at :])
 
-    def shaped(self, fields: Mapping[str, Any]) -> npt.NDArray[Any]:
+    def reshape(self, fields: Mapping[str, Any]) -> npt.NDArray[Any]:
         return self.take(np.dtype(fields["type"]), fields["shape"])

@@ -110,7 +110,7 @@ class Inbox:
         self._name = name
         self._least: int | None = None
 
-    def arrived(self, fields: SpanFields) -> None:
+    def notify(self, fields: SpanFields) -> None:
         """Tell the listeners, in this process's time."""
         late = now() - fields["sent"]
         self._least = late if self._least is None else min(late, self._least)

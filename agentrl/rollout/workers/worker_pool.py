@@ -136,11 +136,11 @@ class RemoteWorker:
         """True if it takes jobs."""
         return self.settled.done() and self.gone is None and not self.draining
 
-    def connected(self, channel: Channel) -> None:
+    def attach(self, channel: Channel) -> None:
         """Its process has come."""
         self._channel = channel
         channel.on |= {"ready": self._ready, "unfit": self._unfit, "beat": self._beat, "slow": self._slow}
-        channel.on["spans"] = lambda fields, _: self._inbox.arrived(fields)
+        channel.on["spans"] = lambda fields, _: self._inbox.notify(fields)
         channel.on |= dict.fromkeys(("done", "failed", "cancelled"), self._take_answer)
         channel.on_lost = lambda: self.end("its process ended")
 
@@ -389,7 +389,7 @@ class WorkerPool(Player):
 
     def _connect(self, worker: RemoteWorker, channel: Channel) -> None:
         service = EngineService(channel, self._engine, worker.name)
-        worker.connected(channel)
+        worker.attach(channel)
         lost = channel.on_lost
 
         def ended() -> None:

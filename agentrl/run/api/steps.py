@@ -363,7 +363,7 @@ async def _session(
     path = Path(temporary.name if temporary is not None else str(folder)).absolute()
     made = made.model_copy(update={"out": str(path.parent), "name": path.name})
     place = await in_thread("files", _folder, made, path)
-    made = place.dated(made)
+    made = place.with_date(made)
     display = Display(console(quiet=True) if quiet else None)
     run_log = RunLog(place, display, [])
     made = await in_thread("load", with_packing, made)  # one decision for all roles and ranks

@@ -65,20 +65,20 @@ def grpo(batch: AdvantageInput, *, eps: Annotated[float, Field(ge=0)] = 1e-6) ->
 
     std is unbiased and eps 1e-6; the paper specifies neither.
     """
-    return of_episodes(batch, lambda e: e.standardized(eps))
+    return of_episodes(batch, lambda e: e.standardize(eps))
 
 
 @ADVANTAGES.register("dr_grpo", needs={"group"})
 def dr_grpo(batch: AdvantageInput) -> AdvantageOutput:
     """R - mean on every sampled token. The paper's other change, a sum over tokens that is not divided by a length, is
     `algorithm.aggregate`."""
-    return of_episodes(batch, Episodes.centered)
+    return of_episodes(batch, Episodes.center)
 
 
 @ADVANTAGES.register("rloo", needs={"group"})
 def rloo(batch: AdvantageInput) -> AdvantageOutput:
     """R - mean of the other rewards = n / (n - 1) (R - mean) on every sampled token; 0 in a group of one."""
-    return of_episodes(batch, lambda e: e.centered() * e.size() / (e.size() - 1).clamp(min=1))
+    return of_episodes(batch, lambda e: e.center() * e.size() / (e.size() - 1).clamp(min=1))
 
 
 @ADVANTAGES.register("opo", needs={"group"})
@@ -87,7 +87,7 @@ def opo(batch: AdvantageInput) -> AdvantageOutput:
 
     The length stands for the squared norm of the score function, as in the paper's simplification.
     """
-    return of_episodes(batch, lambda e: e.centered(weights=e.tokens))
+    return of_episodes(batch, lambda e: e.center(weights=e.tokens))
 
 
 @ADVANTAGES.register("gpg", needs={"group"})
@@ -101,7 +101,7 @@ def gpg(batch: AdvantageInput, *, f_norm: Annotated[float, Field(gt=0)] = 1.0) -
 
     def scaled(e: Episodes) -> Tensor:
         teaching = max(int((e.std() > 0).sum()), 1)  # B - M
-        return e.centered() * len(e.reward) / teaching / f_norm
+        return e.center() * len(e.reward) / teaching / f_norm
 
     return of_episodes(batch, scaled)
 
@@ -113,7 +113,7 @@ def maxrl(batch: AdvantageInput) -> AdvantageOutput:
 
     def rule(e: Episodes) -> Tensor:
         size = group_total(e.reward.abs(), e.group, e.groups)[e.group] / e.size()
-        return e.centered() / torch.where(size > 0, size, 1.0)
+        return e.center() / torch.where(size > 0, size, 1.0)
 
     return of_episodes(batch, rule)
 
@@ -249,7 +249,7 @@ def reinforce_pp(batch: AdvantageInput, *, gamma: Annotated[float, Field(ge=0, l
     subtracts beta times the k1 estimate of the KL from each token's reward: `algorithm.kl.where = "reward"`.
     """
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
-    returns = discounted_sums(tokens.earned(batch.token_rewards), tokens.compact, gamma)
+    returns = discounted_sums(tokens.credit(batch.token_rewards), tokens.compact, gamma)
     return AdvantageOutput(tokens.put(zscores(returns), dtype), tokens.put(returns, dtype))
 
 
@@ -259,7 +259,7 @@ def reinforce_pp_baseline(batch: AdvantageInput) -> AdvantageOutput:
 
     A group of equal rewards is exactly 0 before whitening; whitening then shifts it, like all tokens, by the mean over tokens.
     """
-    rows = row_advantages(batch, Episodes.centered)
+    rows = row_advantages(batch, Episodes.center)
     return AdvantageOutput(whiten_masked(on_mask(rows, batch.mask, batch.offsets), scored_mask(batch)))
 
 
@@ -285,7 +285,7 @@ def gae(
         raise ConfigError('algorithm.advantage "gae" needs a critic: add a [critic] section to the config')
     dtype, tokens = batch.reward.dtype, episode_tokens(batch)
     values = batch.values[tokens.indices].double()
-    delta = tokens.earned(batch.token_rewards) + gamma * following(values, tokens.compact) - values
+    delta = tokens.credit(batch.token_rewards) + gamma * following(values, tokens.compact) - values
     raw = discounted_sums(delta, tokens.compact, gamma * lam)
     returns = batch.values.to(dtype) * batch.mask
     returns[tokens.indices] = (raw + values).to(dtype)
@@ -362,7 +362,7 @@ def gigpo(
     steps = turns.put(normalize_by_key(turns.returns(gamma), keys, divide, EPS), batch.reward.dtype)
 
     def rule(e: Episodes) -> Tensor:
-        return e.standardized(EPS) if divide else e.centered()
+        return e.standardize(EPS) if divide else e.center()
 
     return AdvantageOutput(on_mask(row_advantages(batch, rule), batch.mask, batch.offsets) + weight * steps)
 

@@ -220,11 +220,11 @@ class Episodes:
     first: Tensor
     episode: Tensor
 
-    def centered(self, weights: Tensor | None = None) -> Tensor:
+    def center(self, weights: Tensor | None = None) -> Tensor:
         """Rewards minus their group's (weighted) mean, [U]."""
         return center_in_groups(self.reward, self.group, self.groups, weights)
 
-    def standardized(self, eps: float) -> Tensor:
+    def standardize(self, eps: float) -> Tensor:
         """(reward - mean) / (std + eps) within each group, [U]."""
         return standardize_in_groups(self.reward, self.group, self.groups, eps)
 
@@ -282,7 +282,7 @@ class EpisodeTokens:
         """Positions of the M tokens in the batch, int64 [M]."""
         return self.order[self.mask]
 
-    def earned(self, token_rewards: Tensor) -> Tensor:
+    def credit(self, token_rewards: Tensor) -> Tensor:
         """The reward of each of the M tokens, float64 [M]; none is lost (see `ragged.credit`)."""
         return credit(token_rewards[self.order].double(), self.mask, self.offsets)
 
@@ -365,7 +365,7 @@ def turns_of(batch: AdvantageInput) -> Turns:
     fresh[1:] = (episode[1:] != episode[:-1]) | (turns[1:] != turns[:-1])
     segment = fresh.to(torch.int64).cumsum(0) - 1
     # A reward on a tool result belongs to the turn that called the tool, so it is moved to a sampled token first.
-    earned = tokens.earned(batch.token_rewards)
+    earned = tokens.credit(batch.token_rewards)
     reward = earned.new_zeros(int(fresh.sum())).index_add(0, segment, earned)
     counts = torch.bincount(episode[fresh], minlength=len(tokens.compact) - 1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
