@@ -53,7 +53,9 @@ def gold_calls(value: Json, form: str) -> list[GoldCall]:
 def _gold_call(item: Json, form: str, index: int) -> GoldCall:
     if form == "bfcl" and isinstance(item, _OBJECT) and len(item) == 1:
         name, arguments = next(iter(item.items()))
-    elif form != "bfcl" and isinstance(item, _OBJECT) and "name" in item:
+    elif form != "bfcl" and isinstance(item, _OBJECT) and "name" in item and (
+        "arguments" in item or item.keys() <= {"name", "by", "compare"}  # else they stand under another name
+    ):  # fmt: skip
         name, arguments = item["name"], item.get("arguments", {})
     else:
         wanted = "{name: {argument: [values]}}" if form == "bfcl" else '{"name", "arguments"}'

@@ -56,8 +56,14 @@ _SHORT_UNITS = _words(
     "mm cm dm km mg kg ml mL cl dl ft in yd mi oz lb hr ms ns Hz kW cc GB MB of per sq cu an the a m/s km/h kg/m g/mL mi/h ft/s "
     "m/min L/min g/L mol/L"
 )
-_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb")
-"""Units that make another answer: 5 km is not 5 m."""
+_SYMBOLS = _words("mm cm dm m km mg g kg t ms s min h ml cl l in ft yd mi oz lb c f k")
+"""Units that make another answer: 5 km is not 5 m, nor 5 meters."""
+_BASES = {
+    "meter": "m", "metre": "m", "gram": "g", "liter": "l", "litre": "l", "second": "s", "minute": "min", "hour": "h", "hr": "h",
+    "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi", "ounce": "oz", "pound": "lb",
+}  # fmt: skip
+_PREFIXES = ("", "milli", "centi", "deci", "kilo")
+_SPELLED = {f"{prefix}{word}{s}": prefix[:1] + short for prefix in _PREFIXES for word, short in _BASES.items() for s in ("", "s")}
 _SHORT_WORDS = _words("is or to no in if it at of on by as an so we he up do go my me us be am pm")
 _TEXT = r"\\(?:text|mathrm|mbox|textrm|textit|textbf|mathbf|mathit|operatorname)\s?\{([^{}\\]*)\}"
 _UNIT = re.compile(
@@ -149,7 +155,8 @@ def _with_unit(bare: str) -> Read | None:
     if unit["raised"] and not words:
         return _expression(bare)  # a power
     found = _expression(bare[: unit.start()].strip())
-    name = words + "".join(filter(str.isdigit, (unit["raised"] or "").translate(_HIGH)))
+    scale = (unit["degree"] or "")[-1:] if not words else ""
+    name = words + scale * (scale in "CFK") + "".join(filter(str.isdigit, (unit["raised"] or "").translate(_HIGH)))
     return None if found is None else replace(found, unit=name)
 
 
@@ -170,19 +177,19 @@ def _is_product(letters: str) -> bool:
 
 def _expression(bare: str) -> Read | None:
     """Read mathematics without words."""
-    if (number := numeral(bare)) is not None:
+    if (number := _numeral(bare)) is not None:
         return Read(bare, _rational(number.value), number)
     latex = _latex(bare)
     if latex is None:
         return None
-    if (number := numeral(latex)) is not None:
+    if (number := _numeral(latex)) is not None:
         return Read(bare, _rational(number.value), number)
     sides = re.split(r"(?<![<>!\\:])=", latex)
     if len(sides) > 1 and not re.search(r"[,;<>]|\\(?:le|ge|lt|gt|ne|in|approx|cup|pm)\b", latex) and (
         all(_is_name(side) or not re.search("[A-Za-z]", _COMMAND.sub("", re.sub(_TEXT, "", side))) for side in sides[:-1])
     ):  # fmt: skip
         last = _expression(sides[-1].strip())
-        if last is not None and last.is_number:
+        if last is not None and last.is_number and not any(_contradicts(side, last) for side in sides[:-1]):
             return replace(last, text=bare, name=sides[0].replace(" ", "") if _is_name(sides[0]) else "")
     try:
         value = latex2sympy(latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None)
@@ -193,6 +200,19 @@ def _expression(bare: str) -> Read | None:
         if len(names) == 1 and all(name.is_Symbol for name in names):  # x = 2 or x = 3
             return Read(bare, type(value)(*(one.rhs for one in value.args)), name=str(names.pop()))
     return Read(bare, value)
+
+
+def _contradicts(side: str, last: Read) -> bool:
+    """Return whether a side of an equation is a number by far another than the last one (3 = 7; 1/3 = 0.33 is rounded)."""
+    found = None if _is_name(side) else _with_unit(side.strip())
+    if found is None or not found.is_number or found.unit or last.unit:
+        return False
+    a, b = (complex(_complex(one.value).evalf()) for one in (found, last))
+    return abs(a - b) > abs(b) / 50 + 1e-9
+
+
+def _numeral(text: str) -> Numeral | None:
+    return None if text[:1] == "(" and "," in text else numeral(text)  # (2,500) is a pair
 
 
 def _rational(value: Fraction) -> sympy.Rational:
@@ -280,6 +300,7 @@ _FORMS = (
     sympy.Number, sympy.NumberSymbol, sympy.Add, sympy.Mul, sympy.Pow, sympy.Symbol, sympy.UnevaluatedExpr, sympy.exp,
     sympy.FiniteSet, sympy.Interval, sympy.Union, sympy.Tuple, sympy.MatrixBase, type(sympy.I), type(sympy.oo), type(-sympy.oo),
     sympy.core.relational.Relational, sympy.And, sympy.core.function.AppliedUndef, type(sympy.S.EmptySet), type(sympy.S.Reals),
+    type(sympy.true), type(sympy.false),
 )  # fmt: skip
 """What any answer may consist of; of integrals, sums, products of matrices and so on only what gold consists of."""
 _COMPUTED = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Mod, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
@@ -348,11 +369,11 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
     """Return whether two texts say the same: numbers to six places, all else by math-verify."""
     if strict and wanted.name and said.name and wanted.name != said.name:
         return False
-    if (
-        wanted.unit != said.unit
-        and {wanted.unit.rstrip("0123456789").lower(), said.unit.rstrip("0123456789").lower()} <= _SYMBOLS
-    ):
+    units = [_symbols(one.unit) for one in (wanted, said)]
+    if all(units) and units[0] != units[1]:
         return False
+    if _is_equation(wanted.value) != _is_equation(said.value):
+        return False  # 2x = 7 is not 7
     if wanted.number is not None and said.number is not None:
         return _same_number(wanted.number, said.number)
     if wanted.is_number and said.is_number:
@@ -362,6 +383,18 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
         return False
     pairs = [sorted(_elements(one.value), key=sympy.default_sort_key) for one in (wanted, said)]
     return len(pairs[0]) != len(pairs[1]) or all(map(_close, *pairs))
+
+
+def _symbols(unit: str) -> list[str] | None:
+    """The symbols of a unit, spelled or not, and its power; None if one is not known."""
+    bare = unit.rstrip("0123456789").lower()
+    found = [_SPELLED.get(part.strip(), part.strip()) for part in re.split(r"/|\bper\b", bare)]
+    return [*found, unit[len(bare) :]] if _SYMBOLS.issuperset(found) else None
+
+
+def _is_equation(value: Any) -> bool:
+    """Return whether a value is an equation, and not the definition of a name."""
+    return isinstance(value, sympy.Eq) and not (value.lhs.is_Symbol or isinstance(value.lhs, sympy.core.function.AppliedUndef))
 
 
 def _same_number(wanted: Numeral, said: Numeral) -> bool:
@@ -406,8 +439,9 @@ def right(wanted: Read, text: str, strict: bool) -> bool:
     said = read(text)
     if said is None:
         return False
-    if not said.name and "=" in text and "=" not in wanted.text:
-        said = read(text.rpartition("=")[2]) or said
+    *named, last = text.split("=")
+    if not said.name and "=" not in wanted.text and named and all(_is_name(_bare(side)) for side in named):
+        said = read(last) or said
     if isinstance(said.value, sympy.Expr) and "\\approx" in text.replace("≈", "\\approx"):
         sides = map(read, text.replace("≈", "\\approx").split("\\approx"))
         said = next((side for side in sides if side is not None and is_settled(side, wanted)), said)

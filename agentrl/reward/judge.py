@@ -511,12 +511,15 @@ class JudgeLeaf(Leaf):
 
 
 def turns_as_lines(view: View, most: int) -> str:
-    """The part's turns as JSON lines, with the middle cut out if they are longer than `most` characters.
+    """The part's turns, and what the user said before each, as JSON lines; without their middle beyond `most` characters.
 
     JSON keeps what a policy or a tool wrote inside quotes, so that it cannot pose as the grader's prompt.
     """
     lines: list[str] = []
+    opening = [message for message in view.trajectory.messages[: view.course.opening] if message.role == "user"]
+    before = dict(zip((turn.index for turn in view.trajectory.turns), [opening, *view.course.said], strict=False))
     for turn in view.turns:
+        lines.extend(json.dumps({"user": message.content}, ensure_ascii=False) for message in before[turn.index])
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.message.tool_calls]
         lines.append(json.dumps({"assistant": turn.message.content, "calls": calls}, ensure_ascii=False, default=repr))
         lines.extend(json.dumps({"tool": r.name, "answer": r.content}, ensure_ascii=False) for r in turn.results)

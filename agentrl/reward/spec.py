@@ -316,6 +316,8 @@ class _Check:
             if "$" in value and (is_ref(value) or pointer.find("/when") >= 0):
                 self._ref(value["$"], join(pointer, "$"))
             for key, item in value.items():
+                if "$" in value and not is_ref(value) and isinstance(item, Mapping) and is_ref(item):
+                    self.fail(join(pointer, key), "a comparison takes a value, not a reference")
                 self._refs(item, join(pointer, key))
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):

@@ -256,6 +256,10 @@ RIGHT = [
     (r"\boxed{2^{1/3}}", r"\sqrt[3]{2}"), (r"\boxed{3:2}", "3:2"), (r"\boxed{11:30}", "11:30"),
     (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}"), (r"\boxed{x = 2 \text{ or } x = 3}", "2, 3"),
     (r"\boxed{2 \text{ and } 3}", r"\{2,3\}"), (r"\boxed{\frac{x}{2}}", "x/2"), (r"\boxed{3x+2}", "2+3x"),
+    (r"\boxed{x=3+4=7}", "7"), (r"\boxed{f(x)=2x+1}", "2x+1"), (r"\boxed{\frac{1}{3} = 0.333}", "0.333"),
+    (r"\boxed{y+x=7}", "x+y=7"),
+    (r"\boxed{(2, 500)}", "(2,500)"), (r"\boxed{(3,\infty)}", "x>3"), (r"\boxed{(-\infty,\infty)}", r"\mathbb{R}"),
+    (r"\boxed{5\text{ kilometers}}", "5 km"), (r"\boxed{5\text{ kilometers per hour}}", "5 km/h"), (r"\boxed{5}", "5 meters"),
     (r"\boxed{a^2b}", "a^{2}b"), (r"\boxed{\pm\sqrt{2}}", r"\pm\sqrt2"), (r"\boxed{\$1{,}234.50}", "1234.5"),
 ]  # fmt: skip
 """An answer and the gold that it equals."""
@@ -306,7 +310,10 @@ WRONG = [
     (r"\boxed{(1+1,3)}", "(2,3)"), (r"\boxed{2x+3x}", "5"), (r"\boxed{2,000}", "2"), (r"\boxed{5.000001}", "5"),
     (r"\boxed{1000001}", "1000000"), (r"\boxed{3.14}", "π"), (r"\boxed{50}", "0.5"), (r"\boxed{5 dozen}", "5"),
     (r"\boxed{5\times}", "5"), (r"\boxed{5}\boxed{6}", "5"), (r"\boxed{5 6}", "56"), (r"\boxed{5, 6}", "6"),
-    ("x", r"\text{xy}"),
+    ("x", r"\text{xy}"), (r"\boxed{2x=7}", "7"), (r"\boxed{3=7}", "7"), (r"\boxed{x=3, y=7}", "7"), (r"\boxed{-x=7}", "7"),
+    (r"\boxed{2y=7}", "y=7"), (r"\boxed{y^2=2x+1}", "2x+1"), (r"\boxed{7}", "x+y=7"), (r"\boxed{2500}", "(2,500)"),
+    (r"\boxed{5\text{ meters}}", "5 kilometers"), (r"\boxed{5\text{ meters}}", "5 km"), (r"\boxed{5\text{ m/s}}", "5 km/h"),
+    (r"\boxed{20^\circ F}", r"20^\circ C"),
 ]  # fmt: skip
 """An answer that is another one, a part, a copy of the question, a guess of several, or not worked out."""
 UNREAD = [

@@ -104,7 +104,7 @@ def test_a_verdict_becomes_a_value_with_its_reason(server):
     assert asked["model"] == "test-judge-2026-01-01"
     assert asked["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 10
     assert "It is 7." in asked["messages"][1]["content"]
-    assert '"name": "get"' in asked["messages"][1]["content"]
+    assert '{"user": ' in asked["messages"][1]["content"] and '"name": "get"' in asked["messages"][1]["content"]
 
 
 def test_the_profile_on_the_shelf(server):

@@ -323,6 +323,9 @@ def test_state_number_needs_a_state_and_a_range():
         ({"expect": ["a", "b"], "credit": "partial"}, "a c", 0.5), ({"expect": []}, "x", 1),
         ({"expect": "cat", "word": True}, "concatenate", 0), ({"expect": "cat", "word": True}, "concat, cat.", 1),
         ({"expect": 17}, "It is 170", 1), ({"expect": 17, "word": True}, "It is 170", 0),
+        ({"expect": "room 5", "word": True}, "room 5,000", 0), ({"expect": "Total: 5", "word": True}, "Total: 5.5", 0),
+        ({"expect": "2 cats", "word": True}, "1.2 cats", 0), ({"expect": "room 5", "word": True}, "room 5, door 2", 1),
+        ({"expect": " "}, "x", None), ({"expect": ["a", "..."], "strings": "bfcl_said"}, "a", None),
         ({"expect": [], "mode": "any"}, "x", None), ({"expect": {"$": "/task/gold/odd"}}, "x", None),
     ],
 )  # fmt: skip
@@ -611,3 +614,10 @@ def test_a_query_s_whole_numbers_are_exact(said, gold, truth):
     """A tolerance of a millionth of a number made a million and one right."""
     found = compile_spec(SHELF / "sql.json").score(episode("x", state={"results": [[[said]]]}, task_gold={"results": [[[gold]]]}))
     assert found.value == truth
+
+
+@pytest.mark.parametrize("key", ["args", "parameters"])
+def test_gold_whose_arguments_stand_under_another_name_scores_nothing(key):
+    gold = {"calls": [{"name": "f", key: {"x": 1}}]}
+    for made in (call("f"), call("f", x=1)):
+        assert value("calls.match", {"expect": {"$": "/task/gold/calls"}}, episode([made], task_gold=gold)) is None

@@ -12,7 +12,7 @@ from agentrl.data.trajectory import StopReason
 from agentrl.reward import Context, Score, compile_spec, token_rewards
 from tests.reward.reward_episodes import call, episode, leaf, spec
 
-ONE = leaf("text.contains", {"expect": ""})
+ONE = leaf("format.regex", {"pattern": ".*"})
 ZERO = leaf("calls.none", {"names": ["f"]})
 NULL = leaf("text.equals", {"expect": {"$": "/task/gold/nothing"}})
 HALF = leaf("cost.turns", {"max": 4})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from itertools import chain
@@ -86,6 +87,8 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
+    if not all(fold(item).strip() for item in wanted):
+        raise UnscorableError("an expected text is empty, and would be found in every answer")
     heard = [fold(text) for text in texts]
     said = list(chain.from_iterable(map(numerals, texts))) if args.get("word") else []
     found = []
@@ -119,6 +122,8 @@ def _occurs(item: str, text: str, word: bool) -> bool:
     while start >= 0:
         end = start + len(item)
         joined = (is_letter(item[0]) and is_letter(text[start - 1 : start])) or is_letter(text[end : end + 1])
+        joined |= item[-1].isdigit() and re.match(r"[.,:/][0-9]", text[end:]) is not None  # 5 is not in 5.5
+        joined |= item[0].isdigit() and re.search(r"[0-9][.,:/]$", text[:start]) is not None
         if not joined:
             return True
         start = text.find(item, start + 1)
@@ -140,6 +145,8 @@ class TextEquals(Leaf):
         if text is None:
             return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
         fold = NORMALIZERS[args.get("strings", "exact")]
+        if not wanted:
+            raise UnscorableError("there is no expected text")
         return Reading(float(fold(text) in [fold(item) for item in wanted]), {"text": brief(text), "expected": brief(wanted)})
 
 

@@ -312,6 +312,8 @@ class CallsMatch(Leaf):
             )
         if self.by != "assistant" and self.form == "bfcl" and "declared" not in args:
             raise ValueError("form: bfcl reads the schemas of the policy's tools; with by: user or both give declared")
+        if self.credit == "partial" and (self.assign == "greedy" or self.order == "prefix"):
+            raise ValueError("credit: partial needs assign: optimal and order: free or ordered")
         if self.credit == "toolrl" and (self.order != "free" or self.form != "literal" or "arguments" in args):
             raise ValueError("credit: toolrl needs order free and form literal, without 'arguments'")
 
