@@ -93,7 +93,8 @@ DEEPSEEK = Syntax("deepseek", parse_deepseek, seen=lambda call: _BEGIN in call)
 _DSML = "｜DSML｜"
 _BLOCK, _BLOCK_END = (f"<{slash}{_DSML}function_calls>" for slash in ("", "/"))
 _INVOKE = re.compile(rf'\s*<{_DSML}invoke name="([^"\n]*)">(.*?)</{_DSML}invoke>', re.DOTALL)
-_PARAMETER = re.compile(rf'\s*<{_DSML}parameter name="([^"\n]*)" string="(true|false)">(.*?)</{_DSML}parameter>', re.DOTALL)
+_VALUE = rf"((?:(?!<{_DSML}parameter ).)*?)</{_DSML}parameter>"  # with an end of its own
+_PARAMETER = re.compile(rf'\s*<{_DSML}parameter name="([^"\n]*)" string="(true|false)">{_VALUE}', re.DOTALL)
 
 
 def parse_dsml(text: str) -> Parsed:
@@ -229,6 +230,7 @@ HARMONY = Syntax(
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 _BEGINS = re.compile(r"<\|tool_call\|>|<tool_call>(?=\s*[\[{])")
 """Granite writes the mark as a token of its own or as a plain tag, and closes the tag at times."""
+_BEGINS_JSON = re.compile(r"\s*[\[{]")
 _LIST_ENDS = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
@@ -243,6 +245,8 @@ def parse_listed(text: str) -> Parsed:
             return _broken_list(text, start, body, call_id, f"not valid JSON: {problem}")
         closing = _LIST_ENDS.match(text, end)
         stop = closing.end() if closing else end
+        if closing is None and _BEGINS_JSON.match(text, end):
+            return _broken_list(text, start, body, call_id, "another call behind the list; write all of them in one list")
         raw, first = text[start:stop], int(call_id.removeprefix("call_"))
         items = value if isinstance(value, list) else [value]
         if not items:
@@ -284,12 +288,13 @@ GRANITE = Syntax(
 # Llama
 
 _PYTHON_TAG = "<|python_tag|>"
+_AGAIN = re.compile(r"\}\s*<\|python_tag\|>\s*(?=\{)")
 _PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
 def parse_llama_json(text: str) -> Parsed:
     """`{"name": ..., "parameters": {...}}`, or several, separated by `;` or by nothing, as the whole turn or after a tag."""
-    said, tag, body = text.rpartition(_PYTHON_TAG)
+    said, tag, body = _AGAIN.sub("};", text).rpartition(_PYTHON_TAG)
     if body.strip().startswith(_PYTHON_START):
         inside, _, after = body.strip().removeprefix(_PYTHON_START).partition(_PYTHON_END)
         # Llama 4 puts between these what it says, before its calls, or the calls.

@@ -213,7 +213,7 @@ def _pair(body: str, position: int) -> tuple[str, str, int] | None:
         return None
     value = skip_blanks(body, key_end + len(_KEY_END))
     end = body.find(_VALUE_END, value) if body.startswith(_VALUE, value) else -1
-    if end < 0:
+    if end < 0 or body.find(_GLM_KEY, value, end) >= 0:  # the value has no end of its own
         return None
     return body[begin + len(_GLM_KEY) : key_end].strip(), body[value + len(_VALUE) : end], end + len(_VALUE_END)
 
@@ -315,11 +315,15 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 def parse_pythonic(text: str) -> Parsed:
     """A list of calls as the whole turn, or between Llama 4's tokens after the spoken text; anything else is prose."""
-    said, mark, body = text.partition(_START)
-    body = (body.partition(_END)[0] if mark else text).strip()
-    if _LOOKS_LIKE_CALLS.match(body) is None:
-        return text.strip(), ()
-    return said.strip() if mark else "", within_most(_calls(body, body, "call_0"))
+    first, *parts = text.split(_START)
+    said, calls = ([first], list[ToolCall]()) if parts else ([], [])
+    for part in parts or [text]:
+        body, _, after = part.partition(_END) if parts else (text, "", "")
+        if _LOOKS_LIKE_CALLS.match(body := body.strip()) is None:
+            return text.strip(), ()
+        calls += _calls(body, body, f"call_{len(calls)}")
+        said.append(after)
+    return "".join(said).strip(), within_most(calls)
 
 
 def _parse_between(opening: str, closing: str) -> Parser:

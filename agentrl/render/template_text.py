@@ -455,7 +455,7 @@ class TurnText:
         """
         answered = [message for message in messages if message.role == "tool"]
         # Some templates refuse tool results that no call asked for, so the probe turn makes matching calls.
-        calls = tuple(ToolCall(m.name or "probe_tool", {"key": MARK}, id=m.tool_call_id or "") for m in answered)
+        calls = tuple(ToolCall(m.name or "unknown", {"key": MARK}, id=m.tool_call_id or "") for m in answered)
         if self._text.form.one_call:
             calls = calls[:1]
         turn = Message("assistant", "", calls) if calls else _ASKED

@@ -1,33 +1,30 @@
-"""Tool calls as text in the forms of data sets and benchmarks."""
+"""Tool calls as text in the forms of data sets."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from xml.sax.saxutils import escape, quoteattr
+from collections.abc import Mapping, Sequence
 
 from agentrl.data.trajectory import Json
 from agentrl.utils.parsing import expression_of, read_json
-
-# Calls in the forms of data sets
 
 Call = tuple[str, Json]
 """A name, and arguments: an object, if the data set is right."""
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.S)
 _THOUGHT = re.compile(
-    r"<tool_call>.*?</tool_call>|<(?P<tag>think|thinking|scratch_?pad|reasoning)>(?P<thought>.*?)(?:</(?P=tag)>|\Z)\s*",
+    r"<tool_call>.*?</tool_call>|```.*?```|<(?P<tag>think|thinking|scratch_?pad|reasoning)>(?P<thought>.*?)</(?P=tag)>\s*",
     re.S | re.I,
 )
+_CLOSED = re.compile(r"</think>(?=<)|</think>[ \t]*(?:\n\s*|\Z)|(?<=\n)</think>\s*")
 _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None, "none": None}
 
 
 def thoughts(text: str) -> tuple[str, str]:
-    """Reasoning of an assistant's text, in <think> tags or similar ones, and the rest. A call inside the reasoning does not
-    count; a call with such tags in its arguments stays unchanged."""
+    """Reasoning of an assistant's text, in <think> tags or similar ones, and the rest. A call inside the
+    reasoning does not count; a call or code with such tags stays unchanged."""
     if text.lstrip().startswith("["):  # calls without tags
         return "", text
     found, rest, end = list[str](), "", 0
@@ -36,14 +33,14 @@ def thoughts(text: str) -> tuple[str, str]:
         end = match.end()
         found += [match["thought"]] if match["tag"] else []
     rest += text[end:]
-    before, closed, after = rest.partition("</think>")
-    if closed and "<tool_call>" not in before:  # the chat template had opened it
-        found, rest = [before, *found], after.lstrip()
+    closed = _CLOSED.search(rest)
+    if closed is not None and not any(mark in rest[: closed.start()] for mark in ("<tool_call>", "<think>", "```")):
+        found, rest = [rest[: closed.start()], *found], rest[closed.end() :]  # the chat template had opened it
     return "\n".join(part.strip("\n") for part in found), rest
 
 
 def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | None]:
-    """The name that each result has as JSON, if these are the names of the calls; else None for each."""
+    """The name that each result has as JSON, if a call has it; else None."""
     found = list[str | None]()
     for text in results:
         try:
@@ -51,8 +48,8 @@ def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | Non
         except ValueError:
             value = None
         name = value.get("name") if isinstance(value, Mapping) else None
-        found.append(name if isinstance(name, str) else None)
-    return found if sorted(map(str, found)) == sorted(calls) else [None] * len(results)
+        found.append(name if isinstance(name, str) and name in calls else None)
+    return found
 
 
 def tagged_calls(text: str) -> list[Call]:
@@ -62,7 +59,10 @@ def tagged_calls(text: str) -> list[Call]:
         value = literal(body)
         if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
             raise ValueError(f"a call needs a name and arguments: {body[:100]!r}")
-        arguments = value.get("arguments", {})
+        given = [key for key in ("arguments", "parameters", "input", "args") if key in value]
+        if len(given) > 1 or (not given and value.keys() - {"name", "id", "type"}):
+            raise ValueError(f"a call needs arguments: {body[:100]!r}")
+        arguments = value[given[0]] if given else {}
         calls.append((name, literal(arguments) if isinstance(arguments, str) else arguments))
     return calls
 
@@ -146,49 +146,3 @@ def _value(node: ast.AST) -> Json:
         if isinstance(value, (int, float)):
             return -value
     raise ValueError(f"not a literal: {ast.dump(node)[:80]}")
-
-
-# Calls in the forms of benchmarks
-
-Calls = Sequence[tuple[str, Mapping[str, Json]]]
-_TYPES = {str: "string", bool: "boolean", int: "integer", float: "float", list: "array", dict: "dict", type(None): "null"}
-
-
-def as_python(calls: Calls) -> str:
-    """`[name(key=value), ...]`."""
-    pairs = [(name, ", ".join(f"{key}={value!r}" for key, value in arguments.items())) for name, arguments in calls]
-    return f"[{', '.join(f'{name}({inside})' for name, inside in pairs)}]"
-
-
-def as_json(calls: Calls) -> str:
-    """`[{"function": name, "parameters": {...}}, ...]`."""
-    return json.dumps([{"function": name, "parameters": dict(arguments)} for name, arguments in calls])
-
-
-def as_xml(calls: Calls) -> str:
-    """`<functions><function name="..."><param name="..." type="...">value</param>...</function>...</functions>`."""
-    return _xml(calls, "{}", "<param name={} type={}>{}</param>", escape)
-
-
-def as_verbose_xml(calls: Calls) -> str:
-    """The same with `<params>` around the parameters, and a value as an attribute."""
-    return _xml(calls, "<params>{}</params>", "<param name={0} value={2} type={1}/>", quoteattr)
-
-
-def _xml(calls: Calls, around: str, form: str, quoted: Callable[[str], str]) -> str:
-    made = []
-    for name, arguments in calls:
-        items = [(quoteattr(key), quoteattr(_TYPES[type(value)]), quoted(str(value))) for key, value in arguments.items()]
-        made.append(f"<function name={quoteattr(name)}>{around.format(''.join(form.format(*item) for item in items))}</function>")
-    return f"<functions>{''.join(made)}</functions>"
-
-
-def with_json_types(declared: Mapping[str, Json], types: Mapping[str, str]) -> dict[str, Json]:
-    """A declaration of parameters in another language's names of types, with those of JSON Schema (`types`: one for each of
-    theirs), at every depth; a type that is missing or unknown is a string."""
-    made = {**declared, "type": types.get(declared.get("type", "string"), "string")}
-    if isinstance(declared.get("properties"), Mapping):
-        made["properties"] = {name: with_json_types(inner, types) for name, inner in declared["properties"].items()}
-    if isinstance(declared.get("items"), Mapping):
-        made["items"] = with_json_types(declared["items"], types)
-    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -405,13 +405,36 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
     JSON but no string, and else as text."""
     if schema is not None:
-        return typed_value(text, (schema.get("properties") or {}).get(key), schema)
+        return typed_value(text, {"anyOf": list(_schemas_of(key, schema))}, schema)
     try:
         value, end = strict_json(text)
     except ValueError:
         return text
     # A quoted string stays as it was written: the quotes may be meant.
     return text if text[end:].strip() or isinstance(value, str) else value
+
+
+def _schemas_of(key: str, root: Mapping[str, Any]) -> Iterator[Json]:
+    """The schemas of a property: by name, else by pattern, else of all others."""
+    parts = _parts(root, root)
+    named = [part["properties"][key] for part in parts if key in (part.get("properties") or {})]
+    patterns = [pair for part in parts for pair in (part.get("patternProperties") or {}).items()]
+    matched = [inner for pattern, inner in patterns if re.search(pattern, key)]
+    yield from named or matched or [part["additionalProperties"] for part in parts if "additionalProperties" in part]
+
+
+def _parts(schema: Json, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A schema and all that it is made of by references and alternatives, each once, so that circles end."""
+    found: list[Mapping[str, Any]] = []
+    rest: list[Json] = [schema]
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, Mapping) or any(part is other for other in found):
+            continue
+        found.append(part)
+        rest += [inner for key in ("anyOf", "oneOf", "allOf") for inner in part.get(key) or ()]
+        rest += [resolve_reference(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
+    return found
 
 
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
@@ -434,23 +457,13 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 
 
 def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows, by name; each part of it is looked at once, so that circles end."""
+    """The JSON types that a schema allows, by name."""
     found: set[str] = set()
-    seen: set[int] = set()
-    rest = [schema]
-    while rest:
-        part = rest.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
+    for part in _parts(schema, root):
         kind = part.get("type")
         found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
         values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]
         found.update(_NAMES[type(value)] for value in values)
-        for key in ("anyOf", "oneOf", "allOf"):
-            rest += part.get(key) or ()
-        if isinstance(part.get("$ref"), str):
-            rest.append(resolve_reference(part["$ref"], root))
     return found
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -522,6 +523,8 @@ def _identity(value: Any) -> Any:
 
 def _multiple(validator: Any, of: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     try:
+        if isinstance(instance, float) or isinstance(of, float):  # 19.99 is a multiple of 0.01, though not in binary
+            instance, of = Decimal(repr(instance)), Decimal(repr(of))
         yield from _PLAIN["multipleOf"](validator, of, instance, schema) or ()
     except (OverflowError, ValueError, ZeroDivisionError):
         yield ValidationError(f"a number too large to say whether it is a multiple of {of}")

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from agentrl.contrib.suites.benchmarks import calling
+from agentrl.contrib.suites.benchmarks import calling, in_percent, whole_row
 from agentrl.contrib.suites.foreign import ForeignSuite, HeldWorld
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Task, tool
-from agentrl.env.official import groups, in_percent, mean_row, whole_row
+from agentrl.env.official import groups, mean_row
 from agentrl.env.suites import OfficialRow, Played, SuiteTask
 
 SPLITS = {"train": "train", "dev": "heldout", "test_normal": "test_normal", "test_challenge": "test_challenge"}

@@ -12,10 +12,10 @@ from agentrl.data.trajectory import Json
 from agentrl.env import Message, Problem, Task, ToolCall
 from agentrl.env.official import groups
 from agentrl.env.suites import WHOLE, OfficialRow, Played, SuiteEnv, SuiteTask
-from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml
 from agentrl.reward.bfcl import possible_call
 from agentrl.utils.errors import ConfigError
 
+from .formats import as_json, as_python, as_verbose_xml, as_xml
 from .package import CLASSES, Package, split_by_functions
 from .tools import api_tools, method_tools, recorded
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from agentrl.data.trajectory import Json
 from agentrl.env import Tool
-from agentrl.render.text_calls import with_json_types
 
+from .formats import with_json_types
 from .package import Package
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.cluster import machine as address
+from agentrl.cluster.machine import _listeners, open_rendezvous
 
 
 def ray_of(nodes: list[tuple[str, bool]], own: str) -> Any:
@@ -51,3 +54,14 @@ def test_gloo_listens_on_the_interface_of_that_address_unless_the_user_named_one
     monkeypatch.setitem(sys.modules, "ray", ray_of([("10.0.0.1", True)], "10.0.0.1"))
     address.pin_gloo(env)
     assert env == {}
+
+
+@pytest.mark.parametrize(("host", "bound", "warned"), [("127.0.0.1", "127.0.0.1", False), ("192.0.2.1", "0.0.0.0", True)])
+def test_it_listens_at_the_announced_address_alone_if_that_is_its_own(
+    host: str, bound: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        place = open_rendezvous(host)
+    with socket.socket(fileno=_listeners.pop(place).detach()) as found:
+        assert found.getsockname() == (bound, place.port) and place.host == host
+    assert any("listens on all interfaces" in row.message for row in caplog.records) is warned

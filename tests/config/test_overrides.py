@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.main import _parse
 from agentrl.config import TrainConfig, load_config
 from agentrl.utils.errors import ConfigError
 
@@ -163,3 +164,17 @@ def test_unknown_keys_inside_named_tables_are_told_with_the_nearest(tmp_path: Pa
         read(tmp_path, "tools.mcp.shop.timeot=3")
     with pytest.raises(ConfigError, match=r"cluster\.pools\.big\.gpu: unknown key; did you mean 'cluster\.pools\.big\.gpus'"):
         read(tmp_path, "cluster.pools.big.gpu=1")
+
+
+def test_overrides_behind_an_option_are_taken() -> None:
+    args = _parse(["train", "x.toml", "a.b=1", "--overwrite", "c=2"])
+    assert args.overrides == ["a.b=1", "c=2"] and args.overwrite
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "x.toml", "--overwrit3", "a=1"], ["env", "list", "a=1"], ["train", "x.toml", "--overwrite", "y"]]
+)
+def test_what_is_left_over_is_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _parse(argv)
+    assert caught.value.code == 2

@@ -4,7 +4,9 @@ from hypothesis import strategies as st
 
 from agentrl.data.trajectory import Message, ToolCall
 from agentrl.render import make_renderer
+from agentrl.render.base import Codec
 from agentrl.render.chatml import CHATML_TEMPLATE, ChatML
+from agentrl.trainer.pretrained import packaged_tokenizer
 from agentrl.utils.errors import ModelError, RenderError
 from tests.render.families import FAMILIES
 from tests.render.render_conversations import LOOKALIKES, TOOLS, as_dicts, conversations, plain
@@ -86,7 +88,7 @@ def test_a_tool_result_survives_as_text(chatml_tokenizer, text):
 def test_parse_is_the_inverse_of_assistant(chatml_tokenizer, data):
     _, rounds = data.draw(conversations(max_rounds=1, min_rounds=1))
     message = rounds[0][0]
-    assume("<tool_call>" not in message.content and not message.content.startswith("<think>"))
+    assume("tool_call>" not in message.content and not message.content.startswith("<think>"))
     renderer = make_renderer(chatml_tokenizer)
     ids = renderer.assistant(message)
     assert ids[-1] in renderer.stop_token_ids
@@ -154,3 +156,12 @@ def test_what_cannot_be_rendered_says_so(chatml_tokenizer):
         ChatML(build_tokenizer(["<|im_start|>"], CHATML_TEMPLATE, eos=None))
     with pytest.raises(ModelError, match="no chat template"):
         make_renderer(build_tokenizer(CONTROL_TOKENS, None))
+
+
+def test_an_id_without_a_token_is_a_replacement_character() -> None:
+    tokenizer = packaged_tokenizer(512)
+    codec = Codec(tokenizer)
+    ids = codec.encode("a word and another")
+    assert codec.decode([]) == "" and codec.decode(ids) == "a word and another"
+    assert codec.decode([*ids[:1], 400, -1, 2**40, *ids[1:]]) == codec.decode(ids[:1]) + "\ufffd" * 3 + codec.decode(ids[1:])
+    assert make_renderer(tokenizer).parse([*ids, 401], "length").content == "a word and another\ufffd"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentrl.data.trajectory import ToolCall
 from agentrl.render.syntaxes import SYNTAXES, syntax_asked, syntax_of
-from agentrl.render.tool_calls import ForTools
+from agentrl.render.tool_calls import ForTools, argument_value
 
 quick = settings(max_examples=20, deadline=None)
 KINDS = {"s": "string", "n": "integer", "b": "boolean", "l": "array", "o": "object"}
@@ -190,6 +190,12 @@ BROKEN = [
         "no </parameter> after the value of 's'",
     ),
     ("granite", "<tool_call>[{]", "not valid JSON"),
+    ("granite", '<|tool_call|>{"name": "get", "arguments": {}}\n{"name": "get", "arguments": {}}', "another call"),
+    (
+        "glm",
+        "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        "arg_key",
+    ),
     ("olmo", "<function_calls>get(</function_calls>", "Python"),
     ("harmony", "<|channel|>commentary to=functions.get<|message|>{oops}<|call|>", "not valid JSON"),
     ("harmony", "<|channel|>commentary to=python<|message|>1+1<|call|>", "not functions.NAME"),
@@ -211,6 +217,10 @@ READ = [
     ("pythonic", "[get-it(city-name='Oslo'), a/b.c(x=.5)]", "", [("get-it", {"city-name": "Oslo"}), ("a/b.c", {"x": 0.5})]),
     ("pythonic", "[get(**{'a b': 1}, s='x')]", "", [("get", {"a b": 1, "s": "x"})]),
     ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>", "", [("get", {"n": 7})]),
+    ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>\nSo.<|python_start|>[get(n=8)]<|python_end|>", "So.", [
+        ("get", {"n": 7}), ("get", {"n": 8})]),
+    ("llama_json", '<|python_tag|>{"name": "get", "parameters": {}}<|python_tag|>{"name": "put", "parameters": {}}', "", [
+        ("get", {}), ("put", {})]),
     ("pythonic", "I look.<|python_start|>[get(n=7)]<|python_end|>", "I look.", [("get", {"n": 7})]),
     ("pythonic", "[get(s='a' 'b', l=(1, 2,), o={'k': [True, null]}, n=(-7),)]", "", [
         ("get", {"s": "ab", "l": [1, 2], "o": {"k": [True, None]}, "n": -7})]),
@@ -340,3 +350,12 @@ def test_nothing_raises_and_nothing_is_lost(name, text):
     for call in calls:
         assert (call.arguments is None) == (call.error is not None) and call.raw
         json.dumps(call.arguments, allow_nan=False).encode()
+
+
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"n": {"type": "integer"}}}}},
+    {"allOf": [{"properties": {"n": {"type": "integer"}}}]}, {"anyOf": [{"properties": {"n": {"type": "integer"}}}, {}]},
+    {"additionalProperties": {"type": "integer"}}, {"patternProperties": {"^n": {"type": "integer"}}},
+])  # fmt: skip
+def test_an_argument_has_the_type_that_any_part_of_the_schema_declares(schema):
+    assert argument_value("5", "n", schema) == 5 and argument_value("5", "m", {"properties": {"n": schema}}) == "5"

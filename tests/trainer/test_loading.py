@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,6 +25,7 @@ from agentrl.cluster.launch import launch
 from agentrl.config import to_toml
 from agentrl.config.schema import AlgorithmConfig, EnvConfig, LoraSection, ModelConfig, TrainConfig
 from agentrl.trainer.actor import Actor
+from agentrl.trainer.attention import PACKED
 from agentrl.trainer.checkpoint import Checkpoints
 from agentrl.trainer.fsdp import FsdpEngine
 from agentrl.trainer.model_folder import export_run, local_of, region_of, save_model
@@ -302,3 +305,25 @@ def test_the_region_of_a_rank_on_two_axes_and_what_has_none() -> None:
     packed = distribute_tensor(torch.zeros(8, 6), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
     with pytest.raises(ModelError, match=r"shape \(8, 6\) is sharded as .* not one region a rank"):
         region_of(packed)
+
+
+def test_no_digit_hangs_on_the_file_that_weights_come_from(tiny: str, tmp_path: Path) -> None:
+    """The trainer of a resumed run reads another file than that of the unbroken one did. Here the second file's header is
+    8 bytes longer, and with it every weight begins 8 bytes later."""
+    state = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for more in (0, 8):
+        folder = Path(shutil.copytree(tiny, tmp_path / str(more)))
+        file = folder / "model.safetensors"
+        save_file(load_file(file), file, {"format": "pt", "more": "x" * (64 + more)})
+        engine = FsdpEngine(str(folder), ModelConfig(), max_grad_norm=1.0)
+        matrices = {name: p.detach() for name, p in engine.named() if p.shape[1:] == (32,)}
+        found.append({name: (state @ matrix.t()).tolist() for name, matrix in matrices.items()})
+        assert {p.data_ptr() % 64 for _, p in engine.named()} == {0}
+    assert found[0] == found[1] and len(found[0]) > 8
+
+
+def test_an_export_does_not_switch_the_attention_of_the_live_model(tiny: str, tmp_path: Path) -> None:
+    engine = FsdpEngine(tiny, ModelConfig(), max_grad_norm=1.0)
+    engine.export(tmp_path / "out")
+    assert engine.module.hf.config._attn_implementation == PACKED

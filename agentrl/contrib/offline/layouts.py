@@ -116,13 +116,17 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
     calls = calls_of(item.get("tool_calls"), f"{at}.tool_calls", tools, table=table)
     if calls and role != "assistant":
         raise FormError(f"{at}.tool_calls", "expected a list, of an assistant's message")
-    content, thought = _text(item.get("content") or item.get("refusal"), at)
+    content, thought = _text(item.get("refusal") if item.get("content") in (None, "", []) else item["content"], at)
     if role == "tool":
         return result_of(item, content, at)
     if role != "assistant":
         return Message(ROLES[role], content)  # type: ignore[arg-type]
     if not (content or calls):
         raise FormError(at, "an assistant's message without content and calls")
+    if TAGGED.search(content) and _read(tagged_calls, content, f"{at}.content"):
+        raise FormError(f"{at}.content", "a <tool_call> as text; write it as tool_calls")
+    if content.lstrip().startswith("<think>"):
+        thought, content = thoughts(content)
     return Message("assistant", content, calls, reasoning=reasoning_of(item, at) or thought or None)
 
 
@@ -252,8 +256,10 @@ def sharegpt_chat(row: Mapping[str, Any]) -> Chat:
     unread = Counter(f"turn.{word}" for turn in turns for word, value in turn.items() if word not in ("from", "value") and value)
     system = row.get("system") if isinstance(row.get("system"), str) else ""
     if said[0][0] == "system":
+        if system and system != said[0][1]:
+            raise BadRowError("system: it differs from the system message in conversations; leave one of the two out")
         system, said = said[0][1], said[1:]
-    kept, inside = _split(system or "")
+    kept, inside = _split(system or "", bool(row.get("tools")))
     tools = declarations(row.get("tools")) or declarations(inside)
     tagged = any(tag in text for _, text in [("", system or ""), *said] for tag in ("<tools>", "<tool_call>", "<tool_response>"))
     if tagged:
@@ -282,11 +288,12 @@ def _said(turn: Any, at: str) -> tuple[str, str]:
     return role, turn["value"]
 
 
-def _split(system: str) -> tuple[str, list[Any] | None]:
-    """The kept part of a system message, and the functions in it."""
+def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
+    """The kept part of a system message, and the functions in it. `given`: the row has them."""
     if found := _TOOLS.search(system):
-        return "", _read(literal, found[1], "the functions of the system message")
-    if found := _LIST.search(system):
+        before = system[: found.start()].rpartition("\n\n")[0]  # the paragraphs before theirs
+        return before.strip(), _read(literal, found[1], "the functions of the system message")
+    if not given and (found := _LIST.search(system)):
         try:
             tools, _ = json.JSONDecoder().raw_decode(system, found.start())
         except ValueError as problem:
@@ -299,7 +306,8 @@ def _split(system: str) -> tuple[str, list[Any] | None]:
 
 def _hermes(role: str, text: str) -> list[Message]:
     if role == "tool":
-        return [Message("tool", part) for part in RESULT.findall(text) or [text.strip()]]
+        found = RESULT.findall(text)
+        return [Message("tool", part) for part in (found if found and not RESULT.sub("", text).strip() else [text.strip()])]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
     reasoning, text = thoughts(text)
@@ -351,8 +359,9 @@ def _pair_results(messages: list[Message]) -> list[Message]:
         if len(results) > len(calls) > 0:
             results = [Message("tool", "\n".join(result.content for result in results))]
         names = [result.name for result in results]
-        if sorted(map(str, names)) != sorted(calls):
-            names = result_names([result.content for result in results], calls)
+        if not set(names) <= set(calls):
+            said = result_names([result.content for result in results], calls)
+            names = [name if name in calls else other for name, other in zip(names, said, strict=True)]
         results = [replace(result, name=name) for result, name in zip(results, names, strict=True)]
         found += results
     return found

@@ -8,13 +8,14 @@ import inspect
 import json
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any, Self
 
@@ -349,3 +350,25 @@ def spread_rows(name: str, episodes: Iterable[Played], of: Callable[[Played], It
         OfficialRow(f"{name}: range", max(values) - min(values), len(played)),
         OfficialRow(f"{name}: deviation", stdev(values), len(played)),
     ]
+
+
+# Rows of official tables
+
+
+def whole_row(name: str, episodes: Sequence[Played], size: int = 0) -> OfficialRow:
+    """The share of families whose every task is a success, by sample if tasks were played more than once; a family with an
+    unscored task is in none. `size`: a family's number of tasks; one with fewer played tasks is in none either (0: those that
+    were played are all of it). `n`: the families."""
+    found: dict[tuple[str, int], list[bool | None]] = defaultdict(list)
+    for one in episodes:
+        found[one.family, one.sample].append(one.success)
+    played = [results for results in found.values() if len(results) >= size]
+    whole = [float(all(results)) for results in played if None not in results]
+    parts = f"{len(found) - len(played)} of {len(found)} not played whole" if len(played) < len(found) else ""
+    notes = [left_out(episodes, sum(one.success is not None for one in episodes)), parts]
+    return OfficialRow(name, fmean(whole) if whole else None, len(whole), None, "; ".join(filter(None, notes)))
+
+
+def in_percent(row: OfficialRow) -> OfficialRow:
+    """A row whose value is a share, as a percentage."""
+    return row if row.value is None else replace(row, value=100 * row.value)

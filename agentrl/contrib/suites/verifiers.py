@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -196,7 +197,8 @@ class VerifiersEnv(ToolEnv):
             return await self._score([])
         answers = await self.theirs.env_response(step["full"], state)
         step["full"] = [*step["full"], *answers]
-        ours = [_to_ours(message) for message in answers]
+        names = {call.id: call.name for call in turn.message.tool_calls}
+        ours = [replace(one, name=names.get(one.tool_call_id or "")) for one in map(_to_ours, answers)]
         turn.results = [ToolResult(m.tool_call_id or "", "", m.content) for m in ours if m.role == "tool"]
         if await self.theirs.is_completed(state):
             return await self._score(ours)

@@ -126,6 +126,13 @@ def chat(**changed: Any) -> dict[str, Any]:
             "messages[1].tool_calls[0].arguments: not JSON",
         ),
         (chat(messages=[{"role": ["user"], "content": "x"}]), "messages[0].role: expected one of"),
+        (chat(messages=[*ASKED[:2], {**ASKED[2], "content": 0}, ASKED[5]]), "messages[2].content: only text"),
+        (
+            chat(
+                messages=[ASKED[0], {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}]
+            ),
+            "messages[1].content: a <tool_call> as text",
+        ),
         (chat(messages=[*ASKED[:2], {**ASKED[2], "tool_call_id": ["x"]}, ASKED[5]]), "messages[2].tool_call_id: expected text"),
     ],
 )
@@ -336,3 +343,26 @@ def test_a_row_ends_behind_its_last_trained_turn() -> None:
     said: list[dict[str, Any]] = [{"role": "assistant" if n % 2 else "user", "content": str(n)} for n in range(6)]
     said[3]["weight"] = said[5]["weight"] = 0
     assert [message.content for message in openai_chat({"messages": said}).messages] == ["0", "1"]
+
+
+def test_what_other_peoples_rows_mean_is_kept_or_refused() -> None:
+    thought = openai_chat({"messages": [ASKED[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}]}).messages[1]
+    assert (thought.content, thought.reasoning) == ("fine", "hm")
+    for text in ("HTML has no <think> tag.", "To end it, write </think>. Then go on.", "```\n<reasoning>x</reasoning>\n```"):
+        assert sharegpt_chat(hermes(("gpt", text))).messages[1].content == text
+    call = "<tool_call>{'name': 'add', '%s': {'a': 9}}</tool_call>"
+    assert sharegpt_chat(hermes(("gpt", call % "parameters"))).messages[1].tool_calls[0].arguments == {"a": 9}
+    with pytest.raises(BadRowError, match="needs arguments"):
+        sharegpt_chat(hermes(("gpt", call % "kwargs")))
+    asked = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "hi"}]
+    for system, kept in (
+        ('Reply as [{"a": 1}].', 'Reply as [{"a": 1}].'),
+        (f"Be Bob.\n\nCall <tools>{json.dumps(TOOLS)}</tools>", "Be Bob."),
+    ):
+        assert sharegpt_chat({"conversations": asked, "system": system, "tools": TOOLS}).messages[0].content == kept
+    with pytest.raises(BadRowError, match="differs from the system message"):
+        sharegpt_chat({"conversations": [{"from": "system", "value": "a"}, *asked], "system": "b"})
+    both = "".join(f"<tool_call>{{'name': '{name}', 'arguments': {{}}}}</tool_call>" for name in ("add", "sub"))
+    row = hermes(("gpt", both), ("tool", '<tool_response>{"name": "sub"}</tool_response>'), ("gpt", "so"))
+    with pytest.raises(BadRowError, match="none of call 0"):
+        sharegpt_chat({**row, "tools": json.dumps([{"name": "add"}, {"name": "sub"}])})

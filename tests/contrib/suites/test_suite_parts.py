@@ -23,20 +23,22 @@ from agentrl.contrib.suites.benchmarks import (
     PackageInPlace,
     answer_of,
     calling,
+    in_percent,
     message_of,
     named_if_missing,
     public_methods,
     round_turns,
     spread_rows,
     two_sided_turns,
+    whole_row,
 )
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env import Tool
-from agentrl.env.official import groups, in_percent, pass_hat_table, whole_row
+from agentrl.env.official import groups, pass_hat_table
 from agentrl.env.suites import Played, found_version, require_files
-from agentrl.render.text_calls import as_json, as_python, as_verbose_xml, as_xml, with_json_types
 from agentrl.utils.errors import ConfigError, known_word, members, within
+from envs.bfcl.formats import as_json, as_python, as_verbose_xml, as_xml, with_json_types
 
 ROOT = Path(__file__).resolve().parents[3]
 
