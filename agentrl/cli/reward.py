@@ -191,6 +191,8 @@ def run_score(args: argparse.Namespace) -> int:
 
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+    if args.out is not None and args.out.resolve() in (args.trajectories.resolve(), Path(args.spec).resolve()):
+        raise UserError(f"--out {args.out}: it is read too. Choose another file")
     rows = _score_rows(args, args.spec)
     text = "".join(json_text(row) + "\n" for row in rows)
     if args.out is None:

@@ -1,15 +1,12 @@
-"""Ends a local Ray whose driver died: `python -I -S ray_keeper.py VARIABLE=VALUE`, started by `cluster.runtime` for each Ray of
-its own.
+"""Ends a local Ray whose driver died: `python -I -S ray_keeper.py VARIABLE=VALUE`, started by `cluster/ray_cluster.py`.
 
-Ray has the kernel kill its processes with the driver, but each only from the moment at which it has asked for that: one that the
-driver was forking when it died, or that has not asked yet, goes on without one until it misses its cluster, a minute later. Its
-agents go on with it. This process waits for the driver's death and kills every process in whose environment the variable is,
-which all processes of this Ray have inherited and no other has, until none was there for `QUIET` seconds: the last may be
-starting. Then it removes what the driver would have: the folder of temporary files of vLLM's replicas, and the semaphores that
-are named after it (engines/vllm/options.py).
+Ray has the kernel kill its processes with the driver, but each only after it has asked for that: one that was being forked lives
+on for a minute. This process waits for the driver's death and kills every process in whose environment the
+variable is, until none was there for `QUIET` seconds. Then it removes the temporary files of vLLM's replicas, and the semaphores
+that are named after their folder (engines/vllm/options.py).
 
-On stdin it is told what to say on stderr if the driver ends without a word of its own (killed, or by Ray): a line, of which the
-latest counts; a blank one takes it back. An empty line says that the driver has stopped Ray itself.
+Stdin has what to say on stderr if the driver ends without a word of its own (killed, or by Ray): a line, of which the latest
+counts; a blank one takes it back. An empty line says that the driver has stopped Ray itself.
 
 Nothing of agentrl is imported: this starts with every run. Linux alone: it reads /proc.
 """

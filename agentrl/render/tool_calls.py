@@ -424,7 +424,7 @@ def _schemas_of(key: str, root: Mapping[str, Any]) -> Iterator[Json]:
 
 
 def _parts(schema: Json, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A schema and all that it is made of by references and alternatives, each once, so that circles end."""
+    """A schema and its references and alternatives, each once, so that circles end."""
     found: list[Mapping[str, Any]] = []
     rest: list[Json] = [schema]
     while rest:

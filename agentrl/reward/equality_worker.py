@@ -203,7 +203,7 @@ def _expression(bare: str) -> Read | None:
 
 
 def _contradicts(side: str, last: Read) -> bool:
-    """Return whether a side of an equation is a number by far another than the last one (3 = 7; 1/3 = 0.33 is rounded)."""
+    """Return whether a side is far from the last one (3 = 7; 1/3 = 0.33 is rounded)."""
     found = None if _is_name(side) else _with_unit(side.strip())
     if found is None or not found.is_number or found.unit or last.unit:
         return False
@@ -386,7 +386,7 @@ def equal(wanted: Read, said: Read, strict: bool) -> bool:
 
 
 def _symbols(unit: str) -> list[str] | None:
-    """The symbols of a unit, spelled or not, and its power; None if one is not known."""
+    """The symbols of a unit and its power; None if one is not known."""
     bare = unit.rstrip("0123456789").lower()
     found = [_SPELLED.get(part.strip(), part.strip()) for part in re.split(r"/|\bper\b", bare)]
     return [*found, unit[len(bare) :]] if _SYMBOLS.issuperset(found) else None

@@ -1,11 +1,11 @@
 """From a config to the parts that play and score its episodes, for training, evaluations, rollouts and their checks.
 
-    environments  config.envs, config.tools                      EnvRef.of
-    scorers       their reward, config.reward                    catalog/scoring
-    renderer      tokenizer (with config.model.chat_template), config.model.tool_parser    `make_renderer`
-    engine        config.engine or an API model                  run/engines
-    policy        all of these, config.rollout                   `make_policy`: sampling, context policy, writer of summaries
-    limits        config.rollout, the model's context length     rollout/course
+    environments  config.envs, config.tools                  `EnvRef.of`
+    scorers       their reward, config.reward                `scorer_of`
+    renderer      tokenizer, config.model.tool_parser        `renderer_of`
+    engine        config.engine or an API model              run/engine_choice.py
+    policy        all of these, config.rollout               `make_policy`: sampling, context policy, writer of summaries
+    limits        config.rollout, the model's context length
 
 Of several environments each has its reference, scorer and limits, and all have one policy (`config.envs.alone` gives the config
 of each).

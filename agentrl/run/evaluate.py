@@ -533,8 +533,9 @@ def check_request(config: TrainConfig, request: RolloutRequest) -> TrainConfig:
     from agentrl.run.checks import check_eval
     from agentrl.run.engine_choice import without_trainer
 
-    config = without_trainer(config)
-    check_eval(config, request.purpose)
+    if min(request.tasks, request.samples) < 1:
+        raise ConfigError(f"n = {request.tasks}, k = {request.samples}: expected at least 1 of each")
+    check_eval(config := without_trainer(config), request.purpose)
     return config
 
 

@@ -212,7 +212,7 @@ def model_of(folder: RunFolder, which: str) -> RunModel:
 
     Raises CheckpointError if there is no such checkpoint, ConfigError if `which` is not one of these.
     """
-    return while_chosen(lambda: _model_of(folder, which), named=which not in ("last", "best"))
+    return while_chosen(lambda: _model_of(folder, str(which)), named=which not in ("last", "best"))
 
 
 def _model_of(folder: RunFolder, which: str) -> RunModel:

@@ -1,11 +1,9 @@
-"""Keeps the processes of one command together: `python -I -S keeper.py [--stdin] COMMAND...`, started by `harness.process` for an
-agent, by `tool.mcp` for a server, and by `testing.session` for a test file.
+"""Keeps the processes of a command together: `python -I -S keeper.py [--stdin] COMMAND...`, for agents, servers, test files.
 
 The keeper starts the command in a session of its own and ends with its exit code. It adopts every process of the command's whose
-parent has ended (Linux's "child subreaper"), so also one that was detached by a double fork. When the command has ended, when
-the keeper's stdin is closed, which happens if its starter closes it or dies in whatever way, or when the keeper gets a signal,
-every process that is left gets SIGTERM, and SIGKILL `GRACE` seconds later. With `--stdin` the command reads the keeper's stdin,
-and has `LAST` seconds to end by itself after it was closed.
+parent has ended (Linux's "child subreaper"), so also one that was detached by a double fork. When the command has ended, the
+keeper's stdin is closed or its starter dies, or the keeper gets a signal, every process that is left gets SIGTERM, and SIGKILL
+`GRACE` seconds later. With `--stdin` the command reads the keeper's stdin, and has `LAST` seconds to end after it was closed.
 
 Nothing of agentrl is imported: this starts once per episode.
 """

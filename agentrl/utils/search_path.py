@@ -47,7 +47,7 @@ def give(value: Any, name: str | None = None, *, needs: Collection[str] = (), tr
     `needs`, `traits`: what a registered component says of itself, such as `needs={"proximal"}` of a loss. Raises ConfigError for
     something without a name.
     """
-    name = name or _name_of(value)
+    name = name or next((known for known, one in _TABLE.items() if one.value is value), None) or _name_of(value)
     if not name or name.startswith(PREFIX) or name == "<lambda>":
         raise ConfigError(f"{value!r:.80}: it needs a name to be called by: agentrl.give(value, 'name')")
     before = _TABLE.get(name)

@@ -404,8 +404,13 @@ def test_score_says_why_episodes_are_unscored(tmp_path, capsys):
     assert "0 of 3 episodes scored, no value" in said
     assert "unscored: 2 x `when` reads /task/gold/part, which does not exist" in said
     assert "unscored: 1 x '/task/gold/anser' resolves to nothing" in said
-    with pytest.raises(UserError, match="there is no folder"):
-        agentrl("score", tmp_path / "s.json", rows, "--out", tmp_path / "none" / "x.jsonl")
+    for out, why in (
+        (tmp_path / "none" / "x.jsonl", "there is no folder"),
+        (rows, "read too"),
+        (tmp_path / "s.json", "read too"),
+    ):
+        with pytest.raises(UserError, match=why):
+            agentrl("score", tmp_path / "s.json", rows, "--out", out)
 
 
 def test_a_path_into_the_shelf_is_found_from_any_folder(tmp_path, monkeypatch, capsys):

@@ -82,6 +82,10 @@ def test_a_policy_is_evaluated_like_a_model() -> None:
         agentrl.evaluate(broken, Pick, n=2, reward=SPEC)
     with pytest.raises(ConfigError, match="an environment is needed"):
         agentrl.evaluate(guess)
+    with pytest.raises(ConfigError, match="n = 0, k = 1: expected at least 1"):
+        agentrl.evaluate(guess, Pick, n=0, reward=SPEC)
+    unnamed = lambda messages, tools: "7"  # noqa: E731 - the name comes from `give`
+    assert agentrl.give(unnamed, "sevens") == "given:sevens" and agentrl.evaluate(unnamed, Pick, n=1, reward=SPEC).episodes
     episodes = agentrl.rollout(look_and_say, {"id": give(Pick), "params": {"most": 0}, "reward": SPEC}, n=2)
     assert [episode.reward for episode in episodes] == [1.0, 1.0] and episodes[0].task.split == "train"
 
@@ -247,3 +251,23 @@ async def test_a_run_that_is_cancelled_ends_after_its_step_with_a_checkpoint(tmp
     found = agentrl.load_run(tmp_path / "tiny")
     assert found.summary is not None and found.summary["status"] == "interrupted"
     assert 1 <= found.summary["steps"] < 500 and (found.path / "checkpoints" / f"step_{found.summary['steps']:06d}").is_dir()
+
+
+SCRIPT = Path(__file__).with_name("main_script.py")
+
+
+@proof
+@pytest.mark.timeout(300)
+def test_a_script_with_a_worker_and_with_two_actors_is_the_script_in_one_process(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=240, cwd=tmp_path, env=env)
+    assert out.returncode == 0, out.stderr[-3000:]
+    found = json.loads(out.stdout.splitlines()[-1])
+    one = found["one"]
+    for ray in (found["workers"], found["ranks"]):
+        assert one["rewards"] == ray["rewards"] and len(set(one["rewards"])) > 2
+        assert one["loss"]["mine"] == ray["loss"]["mine"] == 200.0 and ray["twice"]["mine"] == 1.0
+        assert ray["loss"]["loss"] == pytest.approx(one["loss"]["loss"], rel=1e-4, abs=1e-6)
+        assert ray["twice"]["loss"] == pytest.approx(one["loss"]["loss"] / 2, rel=1e-4, abs=1e-6)
+        assert ray["step"]["grad_norm"] == pytest.approx(one["step"]["grad_norm"], rel=1e-4)
+        assert one["version"] == ray["version"] == 1

@@ -35,8 +35,8 @@ Weight = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), Unit("1")]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0), Unit("1")]
-Rate = Annotated[Positive, Unit("1")]
-Seconds = Annotated[Positive, Unit("seconds")]
+Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Unit("1")]
+Seconds = Annotated[float, Field(gt=0.0, le=1e9), Unit("seconds")]
 Tokens = Annotated[PositiveInt, Unit("tokens")]
 Turns = Annotated[int, Field(ge=1, le=32_767), Unit("turns")]  # columns.MAX_TURN: ledgers count turns as int16
 Ranks = Annotated[PositiveInt, Unit("ranks")]

@@ -92,7 +92,8 @@ async def _evaluate(
     config, name = _eval_config(model, env, params, reward, overrides, checkpoint, "eval")
     own = alone(config, config.envs[0]).eval
     there = await in_thread("load", suite_tasks, config, config.envs[0], split or own.split)
-    tasks = (n or own.tasks) if there is None else min(n or own.tasks, there)
+    wanted = own.tasks if n is None else n
+    tasks = wanted if there is None else min(wanted, there)
     first = there is None or (not callable(model) and (Path(str(model)) / "config.toml").is_file())  # a run's, as it evaluates
     chosen = () if first else await in_thread("load", suite_choice, config, config.envs[0], split or own.split, tasks)
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder:
