@@ -186,14 +186,14 @@ def test_weights_that_are_not_finite_end_the_update(tiny: str, role: str) -> Non
     with pytest.raises(NonFiniteError, match="the weights are no longer finite"):
         if role == "critic":
             critic = launch(Critic, backend="inline", world_size=1)
-            critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic(lr=math.inf))
+            critic.run(Critic.init_model, tiny, ModelConfig(), toy_optim(), toy_critic(lr=1e308))
             train_batch(critic, Critic.update, batch, AlgorithmConfig())
         elif role == "sft":
             actor = start(tiny)
-            actor.run(Actor.begin_sft, SftConfig(lr=math.inf, warmup=0))
+            actor.run(Actor.begin_sft, SftConfig(lr=1e308, warmup=0))
             train_batch(actor, Actor.sft_steps, batch, 1)
         else:
-            train_batch(start(tiny, lr=math.inf), Actor.update, batch, AlgorithmConfig())
+            train_batch(start(tiny, lr=1e308), Actor.update, batch, AlgorithmConfig())
 
 
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

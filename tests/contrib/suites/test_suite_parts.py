@@ -35,10 +35,11 @@ from agentrl.contrib.suites.benchmarks import (
 from agentrl.contrib.suites.foreign import HeldWorld, foreign
 from agentrl.data.trajectory import Message, StopReason, ToolCall
 from agentrl.env import Tool
+from agentrl.env.catalog import find_env
 from agentrl.env.official import groups, pass_hat_table
 from agentrl.env.suites import Played, found_version, require_files
 from agentrl.utils.errors import ConfigError, known_word, members, within
-from envs.bfcl.formats import as_json, as_python, as_verbose_xml, as_xml, with_json_types
+from agentrl.utils.search_path import load_module
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -158,18 +159,21 @@ def test_the_spread_of_groups_is_their_range_and_their_standard_deviation() -> N
 
 
 def test_calls_are_written_in_four_forms_and_other_languages_types_become_those_of_json_schema() -> None:
+    formats = load_module(Path(str(find_env("bfcl").path)).with_name("formats.py"))
     calls = [("pay", {"sum": 3, "note": 'a"<'}), ("look", {})]
-    assert as_python(calls) == "[pay(sum=3, note='a\"<'), look()]"
-    assert json.loads(as_json(calls))[0] == {"function": "pay", "parameters": {"sum": 3, "note": 'a"<'}}
-    assert as_xml(calls[:1]) == (
+    assert formats.as_python(calls) == "[pay(sum=3, note='a\"<'), look()]"
+    assert json.loads(formats.as_json(calls))[0] == {"function": "pay", "parameters": {"sum": 3, "note": 'a"<'}}
+    assert formats.as_xml(calls[:1]) == (
         '<functions><function name="pay"><param name="sum" type="integer">3</param>'
         '<param name="note" type="string">a"&lt;</param></function></functions>'
     )
-    assert as_verbose_xml([("pay", {"sum": 3})]) == (
+    assert formats.as_verbose_xml([("pay", {"sum": 3})]) == (
         '<functions><function name="pay"><params><param name="sum" value="3" type="integer"/></params></function></functions>'
     )
     inner = {"type": "ArrayList", "items": {"type": "long"}}
-    shown = with_json_types({"type": "HashMap", "properties": {"a": inner, "b": {}}}, {"HashMap": "object", "ArrayList": "array"})
+    shown = formats.with_json_types(
+        {"type": "HashMap", "properties": {"a": inner, "b": {}}}, {"HashMap": "object", "ArrayList": "array"}
+    )
     expected = {"a": {"type": "array", "items": {"type": "string"}}, "b": {"type": "string"}}
     assert shown == {"type": "object", "properties": expected}
     assert inner["items"] == {"type": "long"}, "what was declared stays as it is"
