@@ -575,11 +575,11 @@ def without_padding(arguments: dict[str, Any], schema: Any, *, table: bool = Fal
 
 def _settle_schema(value: Any, node: Any, root: Any, table: bool, left: list[str]) -> Any:
     if isinstance(value, list):
-        items = [part["items"] for part in _parts(node, root) if isinstance(part.get("items"), Mapping)]
+        items = [part["items"] for part in schema_parts(node, root) if isinstance(part.get("items"), Mapping)]
         return [_settle_schema(item, items[0] if items else {}, root, table, left) for item in value]
     if not isinstance(value, dict):
         return value
-    parts = _parts(node, root)
+    parts = schema_parts(node, root)
     properties = {name: inner for part in parts for name, inner in (part.get("properties") or {}).items()}
     required = {name for part in parts for name in part.get("required") or ()}
     others = next((part["additionalProperties"] for part in parts if "additionalProperties" in part), not properties)
@@ -595,22 +595,21 @@ def _settle_schema(value: Any, node: Any, root: Any, table: bool, left: list[str
     return found
 
 
-def _parts(node: Any, root: Any, depth: int = 0) -> list[Mapping[str, Any]]:
-    """A schema and those that it refers to, which a value may have to fit."""
-    if not isinstance(node, Mapping) or depth > 16:
-        return []
-    held = [part for word in _ALTERNATIVES for part in node.get(word) or ()]
-    if isinstance(node.get("$ref"), str):
-        held.append(resolve_reference(node["$ref"], root))
-    return [node, *(inner for part in held for inner in _parts(part, root, depth + 1))]
+def schema_parts(node: Any, root: Any) -> list[Mapping[str, Any]]:
+    """A schema, its alternatives and references, each once, so that circles end."""
+    found = list[Mapping[str, Any]]()
+    for part in (rest := [node]):  # grows
+        if isinstance(part, Mapping) and not any(part is other for other in found):
+            found.append(part)
+            rest += [inner for word in _ALTERNATIVES for inner in part.get(word) or ()]
+            rest += [resolve_reference(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
+    return found
 
 
 def takes_null(node: Any, root: Any, depth: int = 0) -> bool:
     """Return True if null fits a schema, by what it says of types. `root`: of its references."""
-    if isinstance(node, bool) or not isinstance(node, Mapping) or depth > 16:
+    if isinstance(node, bool) or not isinstance(node, Mapping) or depth > 16 or node.get("nullable") is True:
         return bool(node)
-    if node.get("nullable") is True:
-        return True
     kinds = node.get("type", "null")
     if "null" not in (kinds if isinstance(kinds, list) else [kinds]):
         return False

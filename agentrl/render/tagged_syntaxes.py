@@ -319,11 +319,12 @@ def parse_pythonic(text: str) -> Parsed:
     said, calls = ([first], list[ToolCall]()) if parts else ([], [])
     for part in parts or [text]:
         body, _, after = part.partition(_END) if parts else (text, "", "")
-        if _LOOKS_LIKE_CALLS.match(body := body.strip()) is None:
-            return text.strip(), ()
-        calls += _calls(body, body, f"call_{len(calls)}")
+        if _LOOKS_LIKE_CALLS.match(body.strip()) is None:
+            said.append(body)
+        else:
+            calls += _calls(body.strip(), body.strip(), f"call_{len(calls)}")
         said.append(after)
-    return "".join(said).strip(), within_most(calls)
+    return ("".join(said) if calls else text).strip(), within_most(calls)
 
 
 def _parse_between(opening: str, closing: str) -> Parser:

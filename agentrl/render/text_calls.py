@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from agentrl.data.trajectory import Json
@@ -41,15 +42,22 @@ def thoughts(text: str) -> tuple[str, str]:
 
 def result_names(results: Sequence[str], calls: Sequence[str]) -> list[str | None]:
     """The name that each result has as JSON, if a call has it; else None."""
-    found = list[str | None]()
+    found, left = list[str | None](), Counter[str | None](calls)
     for text in results:
         try:
             value = read_json(text)
         except ValueError:
             value = None
         name = value.get("name") if isinstance(value, Mapping) else None
-        found.append(name if isinstance(name, str) and name in calls else None)
+        found.append(name if isinstance(name, str) and left[name] > 0 else None)
+        left[found[-1]] -= 1
     return found
+
+
+def tagged_results(text: str) -> list[str]:
+    """The results in <tool_response> tags; the whole text if there is more than these."""
+    found = RESULT.findall(text)
+    return found if found and not RESULT.sub("", text).strip() else [text.strip()]
 
 
 def tagged_calls(text: str) -> list[Call]:

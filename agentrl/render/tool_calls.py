@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
+from agentrl.data.chat_forms import schema_parts
 from agentrl.data.trajectory import Json, ToolCall
 from agentrl.utils.parsing import is_unbounded
-from agentrl.utils.schemas import resolve_reference
+from agentrl.utils.schemas import found_in_time
 
 # Grammars of a turn
 
@@ -405,7 +407,7 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     """The argument `key` of a call, by the schema of the tool's parameters; without one (None), as JSON if it is valid
     JSON but no string, and else as text."""
     if schema is not None:
-        return typed_value(text, {"anyOf": list(_schemas_of(key, schema))}, schema)
+        return typed_value(text, {"anyOf": _property_schemas(key, schema)}, schema)
     try:
         value, end = strict_json(text)
     except ValueError:
@@ -414,27 +416,14 @@ def argument_value(text: str, key: str, schema: Mapping[str, Any] | None) -> Jso
     return text if text[end:].strip() or isinstance(value, str) else value
 
 
-def _schemas_of(key: str, root: Mapping[str, Any]) -> Iterator[Json]:
-    """The schemas of a property: by name, else by pattern, else of all others."""
-    parts = _parts(root, root)
+def _property_schemas(key: str, root: Mapping[str, Any]) -> list[Json]:
+    """The schemas of a property: by name, else by pattern, else of all others. An invalid or slow pattern matches nothing."""
+    parts, matched = schema_parts(root, root), list[Json]()
     named = [part["properties"][key] for part in parts if key in (part.get("properties") or {})]
-    patterns = [pair for part in parts for pair in (part.get("patternProperties") or {}).items()]
-    matched = [inner for pattern, inner in patterns if re.search(pattern, key)]
-    yield from named or matched or [part["additionalProperties"] for part in parts if "additionalProperties" in part]
-
-
-def _parts(schema: Json, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A schema and its references and alternatives, each once, so that circles end."""
-    found: list[Mapping[str, Any]] = []
-    rest: list[Json] = [schema]
-    while rest:
-        part = rest.pop()
-        if not isinstance(part, Mapping) or any(part is other for other in found):
-            continue
-        found.append(part)
-        rest += [inner for key in ("anyOf", "oneOf", "allOf") for inner in part.get(key) or ()]
-        rest += [resolve_reference(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
-    return found
+    for pattern, inner in [pair for part in parts for pair in (part.get("patternProperties") or {}).items()] if not named else ():
+        with suppress(ValueError, TimeoutError):
+            matched += [inner] if found_in_time(pattern, key) else []
+    return named or matched or [part["additionalProperties"] for part in parts if "additionalProperties" in part]
 
 
 def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
@@ -459,7 +448,7 @@ def typed_value(text: str, schema: Json, root: Mapping[str, Any]) -> Json:
 def _types(schema: Json, root: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema allows, by name."""
     found: set[str] = set()
-    for part in _parts(schema, root):
+    for part in schema_parts(schema, root):
         kind = part.get("type")
         found.update([kind] if isinstance(kind, str) else [item for item in kind or () if isinstance(item, str)])
         values = [*(part.get("enum") or ()), *([part["const"]] if "const" in part else ())]

@@ -464,7 +464,7 @@ def _in_time() -> float:
     raise TimeoutError(f"the check against its schema took longer than {SCHEMA_S:g} s")
 
 
-def _found(pattern: str, text: str) -> bool:
+def found_in_time(pattern: str, text: str) -> bool:
     left = _in_time()
     try:
         return within_seconds(_compiled(pattern).search, text, min(left, SCHEMA_S)) is not None
@@ -480,7 +480,7 @@ _PLAIN: dict[str, Keyword] = dict(Draft202012Validator.VALIDATORS)
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if validator.is_type(instance, "string") and not _found(pattern, instance):
+    if validator.is_type(instance, "string") and not found_in_time(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
@@ -488,7 +488,7 @@ def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: A
     if validator.is_type(instance, "object"):
         for pattern, inner in patterns.items():
             for name, value in instance.items():
-                if _found(pattern, name):
+                if found_in_time(pattern, name):
                     yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
 
@@ -498,7 +498,7 @@ def _additional(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iter
         yield from _PLAIN["additionalProperties"](validator, wanted, instance, schema) or ()
         return
     known, patterns = schema.get("properties", {}), list(schema["patternProperties"])
-    others = [name for name in instance if name not in known and not any(_found(pattern, name) for pattern in patterns)]
+    others = [name for name in instance if name not in known and not any(found_in_time(pattern, name) for pattern in patterns)]
     if isinstance(wanted, dict):
         for name in others:
             yield from validator.descend(instance[name], wanted, path=name)

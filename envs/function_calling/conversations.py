@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from agentrl.data.chat_forms import pair_results
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.render import text_calls
-from agentrl.render.text_calls import RESULT, Call, result_names, thoughts
+from agentrl.render.text_calls import Call, result_names, tagged_results, thoughts
 from agentrl.utils.parsing import read_json
 
 from .rows import Row, bad, check_row
@@ -43,7 +43,7 @@ def hermes(row: Mapping[str, Json], number: int) -> Iterator[Row]:
         if listed is None:
             bad("conversations", "no <tools> list in the system turn, and no field 'tools'")
     tools = read_tools(_value(listed, "tools") if isinstance(listed, str) else listed, "tools")
-    yield from _turns(row, number, tools, tagged_calls, lambda text, count: RESULT.findall(text))
+    yield from _turns(row, number, tools, tagged_calls, lambda text, count: tagged_results(text))
 
 
 def _turns(row: Mapping[str, Json], number: int, tools: list[dict[str, Json]], read_calls: Any, results: Any) -> Iterator[Row]:

@@ -217,7 +217,7 @@ READ = [
     ("pythonic", "[get-it(city-name='Oslo'), a/b.c(x=.5)]", "", [("get-it", {"city-name": "Oslo"}), ("a/b.c", {"x": 0.5})]),
     ("pythonic", "[get(**{'a b': 1}, s='x')]", "", [("get", {"a b": 1, "s": "x"})]),
     ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>", "", [("get", {"n": 7})]),
-    ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>\nSo.<|python_start|>[get(n=8)]<|python_end|>", "So.", [
+    ("pythonic", "<|python_start|>[get(n=7)]<|python_end|>So<|python_start|>[get(n=8)]<|python_end|><|python_start|>!", "So!", [
         ("get", {"n": 7}), ("get", {"n": 8})]),
     ("llama_json", '<|python_tag|>{"name": "get", "parameters": {}}<|python_tag|>{"name": "put", "parameters": {}}', "", [
         ("get", {}), ("put", {})]),
@@ -355,7 +355,7 @@ def test_nothing_raises_and_nothing_is_lost(name, text):
 @pytest.mark.parametrize("schema", [
     {"$ref": "#/definitions/A", "definitions": {"A": {"properties": {"n": {"type": "integer"}}}}},
     {"allOf": [{"properties": {"n": {"type": "integer"}}}]}, {"anyOf": [{"properties": {"n": {"type": "integer"}}}, {}]},
-    {"additionalProperties": {"type": "integer"}}, {"patternProperties": {"^n": {"type": "integer"}}},
+    {"additionalProperties": {"type": "integer"}}, {"patternProperties": {"(": {"type": "null"}, "^n": {"type": "integer"}}},
 ])  # fmt: skip
 def test_an_argument_has_the_type_that_any_part_of_the_schema_declares(schema):
     assert argument_value("5", "n", schema) == 5 and argument_value("5", "m", {"properties": {"n": schema}}) == "5"

@@ -26,7 +26,7 @@ from agentrl.data.chat_forms import (
     without_padding,
 )
 from agentrl.data.trajectory import Message, ToolCall
-from agentrl.render.text_calls import RESULT, TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, thoughts
+from agentrl.render.text_calls import TAGGED, Call, bracket_calls, literal, result_names, tagged_calls, tagged_results, thoughts
 from agentrl.utils.errors import BadRowError
 
 # A conversation to train on, and OpenAI's layout of one:
@@ -123,7 +123,7 @@ def message_of(item: Mapping[str, Any], at: str, tools: tuple[Declaration, ...] 
         return Message(ROLES[role], content)  # type: ignore[arg-type]
     if not (content or calls):
         raise FormError(at, "an assistant's message without content and calls")
-    if TAGGED.search(content) and _read(tagged_calls, content, f"{at}.content"):
+    if TAGGED.search(content):
         raise FormError(f"{at}.content", "a <tool_call> as text; write it as tool_calls")
     if content.lstrip().startswith("<think>"):
         thought, content = thoughts(content)
@@ -306,8 +306,7 @@ def _split(system: str, given: bool) -> tuple[str, list[Any] | None]:
 
 def _hermes(role: str, text: str) -> list[Message]:
     if role == "tool":
-        found = RESULT.findall(text)
-        return [Message("tool", part) for part in (found if found and not RESULT.sub("", text).strip() else [text.strip()])]
+        return [Message("tool", part) for part in tagged_results(text)]
     if role != "assistant":
         return [Message(role, text)]  # type: ignore[arg-type]
     reasoning, text = thoughts(text)
