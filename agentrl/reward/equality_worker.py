@@ -393,7 +393,7 @@ def _symbols(unit: str) -> list[str] | None:
 
 
 def _is_equation(value: Any) -> bool:
-    """Return whether a value is an equation, and not the definition of a name."""
+    """Return whether a value is an equation that defines no name."""
     return isinstance(value, sympy.Eq) and not (value.lhs.is_Symbol or isinstance(value.lhs, sympy.core.function.AppliedUndef))
 
 

@@ -87,8 +87,8 @@ def texts_found(texts: Sequence[str], wanted: Sequence[str], args: Args) -> Read
     Raises UnscorableError if there are no wanted texts and `mode` is any; with mode all nothing is missing then.
     """
     fold = NORMALIZERS[args.get("strings", "exact")]
-    if not all(fold(item).strip() for item in wanted):
-        raise UnscorableError("an expected text is empty")
+    if not all(map(str.strip, map(fold, wanted))):
+        raise UnscorableError("empty expected text")
     heard = [fold(text) for text in texts]
     said = list(chain.from_iterable(map(numerals, texts))) if args.get("word") else []
     found = []
@@ -145,8 +145,8 @@ class TextEquals(Leaf):
         if text is None:
             return Reading(0.0, {"text": None, "expected": brief(wanted), "why": "no final answer"})
         fold = NORMALIZERS[args.get("strings", "exact")]
-        if not wanted:
-            raise UnscorableError("there is no expected text")
+        if not (wanted and all(map(str.strip, map(fold, wanted)))):
+            raise UnscorableError("no expected text")
         return Reading(float(fold(text) in [fold(item) for item in wanted]), {"text": brief(text), "expected": brief(wanted)})
 
 
