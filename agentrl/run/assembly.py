@@ -7,8 +7,7 @@
     policy        all of these, config.rollout               `make_policy`: sampling, context policy, writer of summaries
     limits        config.rollout, the model's context length
 
-Of several environments each has its reference, scorer and limits, and all have one policy (`config.envs.alone` gives the config
-of each).
+Of several environments each has its reference, scorer and limits, and all have one policy.
 """
 
 from __future__ import annotations

@@ -395,10 +395,8 @@ def model_folder(seed: int, model: ModelConfig, folder: RunFolder) -> str:
 
 
 async def open_session(config: TrainConfig, folder: RunFolder, display: Display, callbacks: Sequence[Callback] = ()) -> Session:
-    """Start every part; `callbacks`: next to those that the config names. If one fails, the parts that were already started are
-    closed."""
-    sft_threads = with_threads(config, samples=False).model.threads
-    config = with_threads(config)
+    """Start every part; `callbacks`: next to those of the config. If one fails, the parts that were started are closed."""
+    sft_threads, config = with_threads(config, samples=False).model.threads, with_threads(config)
     async with AsyncExitStack() as opened:  # closes users before what they use
         opened.callback(stop_asking)
         accept, watching = config.rollout.accept, Callbacks(config.callbacks, callbacks)

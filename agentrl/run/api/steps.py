@@ -199,7 +199,7 @@ class LivePolicy:
                 f'algorithm.advantage "{advantage.name}" compares a group with a greedy episode, which policy.play lacks; '
                 "use policy.collect"
             )
-        size, call = group_size or config.rollout.group_size, next(self._calls)
+        size, call = config.rollout.group_size if group_size is None else group_size, next(self._calls)
         numbers = [next(self._numbers) for _ in range(tasks)] if isinstance(tasks, int) else []
         pool = await in_thread("load", self._pool, part, split)
         seeds = [(number - FIRST) % pool for number in numbers] if isinstance(tasks, int) else [int(seed) for seed in tasks]
@@ -232,7 +232,7 @@ class LivePolicy:
         self._trainer.check_fresh("policy.evaluate")
         config, part = self._session.config, self._part(env)
         own = alone(config, next(one for one in config.envs if one.called == part.name)).eval
-        pairs = [(index, 0) for index in range(n or own.tasks)]
+        pairs = [(index, 0) for index in range(own.tasks if n is None else n)]
         playing = run_tasks(
             self._session.player,
             part.name,
