@@ -137,8 +137,10 @@ def train(args: argparse.Namespace) -> None:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and 95 % percentile bootstrap over seeds (Efron, 1979)."""
+    """Mean and 95 % percentile bootstrap over seeds (Efron, 1979); of one seed no interval."""
     found: npt.NDArray[np.float64] = np.asarray(values)
+    if len(found) < 2:
+        return f"{found.mean():.3f}"
     means = found[np.random.default_rng(0).integers(len(found), size=(10_000, len(found)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return f"{found.mean():.3f} ({low:.3f} to {high:.3f})"
