@@ -244,7 +244,7 @@ class Saver:
         lost = self._checkpoints.lost()
         newest, damaged = await in_thread("files", self._checkpoints.newest_intact)
         for problem in damaged:
-            self._say(f"a checkpoint is damaged: {problem}; going on from {newest.name if newest else 'the start'}")
+            self._say(f"a checkpoint is damaged: {problem}; going on from {newest and newest.name}")
         if lost:
             names = ", ".join(str(step) for step in lost)
             self._say(

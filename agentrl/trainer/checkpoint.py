@@ -112,6 +112,13 @@ _DAMAGED = ".damaged_"
 _TOO_LITTLE = 1 << 20
 
 
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, else it would be kept as the newest, and what is written now dropped for it."""
+    aside = path.with_name(f"{_DAMAGED}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
+
+
 def newest_checkpoint(run: Path) -> str:
     """Message about the newest whole checkpoint of a run's folder."""
     return str(Checkpoints(run / "checkpoints", 1).newest() or "none yet")
@@ -182,19 +189,20 @@ class Checkpoints:
         return next((path for _, path in sorted(self._steps(), reverse=True) if is_whole(path)), None)
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
-        """The newest whole checkpoint whose files are as they were written, or None; and the faults of newer ones, which are
-        renamed to `.damaged_step_NNNNNN`."""
-        wrong: list[str] = []
-        while (newest := self.newest()) is not None:
+        """The newest checkpoint whose files are as they were written, or None if none was ever completed; and the faults of
+        newer ones, which are renamed to `.damaged_step_NNNNNN`. Raises CheckpointError if no checkpoint is intact."""
+        wrong: dict[Path, CheckpointError] = {}
+        for _, path in sorted(self._steps(), reverse=True):
             try:
-                check_intact(newest)
-                break
+                check_intact(path)
             except CheckpointError as problem:
-                aside = newest.with_name(f"{_DAMAGED}{newest.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                newest.rename(aside)  # else it would be kept as the newest, and what is written now dropped for it
-                wrong.append(f"{problem}; it is {aside.name} now")
-        return newest, wrong
+                wrong[path] = problem
+                continue
+            return path, [f"{problem}; it is {_set_aside(path).name} now" for path, problem in wrong.items()]
+        if wrong:
+            found = "; ".join(map(str, wrong.values()))
+            raise CheckpointError(f"no checkpoint is intact: {found}. Copy one back, or start over with --overwrite")
+        return None, []
 
     def best(self) -> tuple[int, float] | None:
         """Step and score of the whole checkpoint with the highest score, or None if none has a score."""
@@ -221,8 +229,7 @@ class Checkpoints:
         begun = self._begun()
         for _, path in begun:
             shutil.rmtree(path, ignore_errors=True)
-        damaged = [step for step, path in self._steps() if not is_whole(path)]
-        return sorted({step for step in [*damaged, *(step for step, _ in begun)] if step > last})
+        return sorted(step for step, _ in begun if step > last)
 
     def _aside(self, step: int) -> Path:
         return self.root / f".writing_step_{step:06d}"

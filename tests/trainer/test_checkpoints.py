@@ -190,12 +190,28 @@ def test_a_flipped_bit_is_found_and_the_older_checkpoint_taken(tmp_path: Path) -
     assert narrow.newest_intact() == (tmp_path / "step_000020", [])  # not dropped for the damaged ones
 
 
-def test_what_is_damaged_altogether_is_no_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    write(checkpoints, 10)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.newest_intact() == (None, [])  # a run that ended before its first
+    for step in (10, 20):
+        write(checkpoints, step)
     (tmp_path / "step_000010" / "actor" / "data.bin").write_bytes(b"z" * 10)
+    (tmp_path / "step_000020" / MANIFEST).write_text("garbage")
+    for _ in range(2):  # nor at a second try
+        with pytest.raises(CheckpointError, match=r"no checkpoint is intact: .*step_000020: .*step_000010: .*--overwrite"):
+            checkpoints.newest_intact()
+    assert names(tmp_path) == ["step_000010", "step_000020"]
+
+
+def test_a_short_file_is_damage_and_not_a_checkpoint_that_was_being_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (10, 20):
+        write(checkpoints, step)
+    (tmp_path / "step_000020" / "actor" / "data.bin").write_bytes(b"x")
+    checkpoints.begin(30)
+    assert checkpoints.lost() == [30]
     found, wrong = checkpoints.newest_intact()
-    assert found is None and len(wrong) == 1
+    assert found == tmp_path / "step_000010" and "step_000020" in wrong[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"files": []}', '{"files": {"actor/data.bin": null}}', "\0"])

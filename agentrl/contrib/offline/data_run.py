@@ -220,7 +220,7 @@ async def _load(run: DataRun) -> int:
     """Load the newest checkpoint; the steps done by then."""
     newest, damaged = await in_thread("files", run.checkpoints.newest_intact)
     for problem in damaged:
-        run.display.say(f"a checkpoint is damaged: {problem}; going on from {newest.name if newest else 'the start'}")
+        run.display.say(f"a checkpoint is damaged: {problem}; going on from {newest and newest.name}")
     run.checkpoints.lost()
     if newest is None:
         run.folder.rewind(-1)
