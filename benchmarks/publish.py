@@ -3,12 +3,11 @@
     python benchmarks/publish.py [--mib 1024] [--bucket-mib 64] [--repeats 5] [--route shared]
 
 A sender and a receiver, each with its own copy of the weights. Measured is the time from the first bucket until
-the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. The routes
-`memory` and `in_place` copy every byte once, `shared`, `disk` and `collective` twice or more, into a bucket and out of
-it, so on one core these cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores they
-can. `in_place_2_ranks`: the weights are row shards of two processes, joined in shared memory. Copies and publishes alternate; the
-best of all repeats counts. `cpu` are the seconds of processor time of both ends over those of the copy: how many copies a byte
-costs, which other work on the machine moves little. The last line is one JSON object.
+the last tensor is in the receiver's own parameters. Except for `memory`, the receiver is another process. The route
+`memory` copies every byte once, `shared` and `disk` twice or more, into a bucket and out of it, so on one core these
+cannot be faster than 0.5 of a copy; the two sides work at the same time, so on two cores they can. Copies and publishes
+alternate; the best of all repeats counts. `cpu` are the seconds of processor time of both ends over those of the copy: how
+many copies a byte costs, which other work on the machine moves little. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from torch import Tensor
 
 from agentrl.config.schema import WeightsConfig
 from agentrl.engines.weights.base import ROUTES, Bucket, Offer, Receiver, Sender, Stream, make_sender, open_receiver, order
-from agentrl.engines.weights.host_routes import Joined, RowShard, join
 
 TENSOR_MIB = 8
-TWO_RANKS = "_2_ranks"
 Times = tuple[float, float]
 """Seconds by the clock, and of processor time."""
 
@@ -112,12 +109,8 @@ def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
     `cpu` is how many times the processor time of a copy a publish takes."""
     held, own = weights(args.mib, 1.0), weights(args.mib, 0.0)
     cfg = WeightsConfig(bucket_mib=args.bucket_mib, folder=tempfile.gettempdir())
-    sender = make_sender(route.removesuffix(TWO_RANKS), cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
-    lent = list(held.values())
-    if route.endswith(TWO_RANKS):
-        joined = join_two(args.mib)
-        held, lent = joined.whole, [joined.flat]
-    sender.lend(lent)
+    sender = make_sender(route, cfg, TENSOR_MIB << 20, 1, "127.0.0.1")
+    sender.lend(list(held.values()))
     want = sum(float(tensor[0]) + float(tensor[-1]) for tensor in held.values())
     if route == "memory":
         receiver = open_receiver(sender.open(), 0)
@@ -139,35 +132,13 @@ def measure(route: str, args: argparse.Namespace) -> dict[str, float]:
     return {"copy_s": min(taken for taken, _ in copy), "publish_s": min(taken for taken, _ in sent), "cpu": cpu}
 
 
-def join_two(mib: int) -> Joined:
-    """Row shards of the weights of two processes, this one and another, in one segment."""
-    with tempfile.TemporaryDirectory() as folder:
-        other = multiprocessing.get_context("spawn").Process(target=second_rank, args=(folder, mib), daemon=True)
-        other.start()
-        found = rank_of_two(folder, mib, 0)
-        other.join()
-        torch.distributed.destroy_process_group()
-    return found
-
-
-def second_rank(folder: str, mib: int) -> None:
-    rank_of_two(folder, mib, 1)
-
-
-def rank_of_two(folder: str, mib: int, rank: int) -> Joined:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    held = weights(mib, 1.0)
-    halves = {name: tensor.view(2, -1)[rank] for name, tensor in held.items()}
-    return join([RowShard(name, tuple(held[name].shape), half, lambda place: None) for name, half in halves.items()], rank, 2)
-
-
 def other_process(mib: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=engine, args=(there, mib), daemon=True)
     process.start()
     there.close()  # so that the end of the process is seen here
-    assert here.recv() == "ready"  # the time that gloo waits for the other end begins with the offer
+    assert here.recv() == "ready"
     yield here
     here.send(None)
     process.join(30)
@@ -178,13 +149,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--bucket-mib", type=float, default=64.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--route", choices=(*order(), f"in_place{TWO_RANKS}"), action="append")
+    parser.add_argument("--route", choices=order(), action="append")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ratios, rates, cpu = {}, {}, {}
     gpu = torch.cuda.is_available()
     usual = [name for name in order() if gpu or "cuda" not in ROUTES.entry(name).traits]
-    for route in args.route or [*usual, f"in_place{TWO_RANKS}"]:
+    for route in args.route or usual:
         found = measure(route, args)
         gib, ratio = args.mib / 1024, found["copy_s"] / found["publish_s"]
         ratios[f"{route}_over_memcpy"], cpu[route] = round(ratio, 4), round(found["cpu"], 3)

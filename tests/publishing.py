@@ -16,7 +16,6 @@ from agentrl.cluster.launch import launch
 from agentrl.cluster.worker import Broadcast, Strategy
 from agentrl.config.schema import WeightsConfig
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, WeightTarget, open_receiver
-from agentrl.engines.weights.host_routes import RowShard
 from agentrl.rollout.collector import Collector
 from agentrl.rollout.engine import Engine
 from agentrl.trainer.actor import Actor, WeightSource
@@ -39,9 +38,6 @@ class Held:
         return max((tensor.nbytes for _, tensor in self._named), default=0)
 
     def resident(self) -> list[Tensor]:
-        return []
-
-    def shards(self) -> list[RowShard]:
         return []
 
     def saving(self) -> None:

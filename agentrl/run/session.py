@@ -462,7 +462,9 @@ async def open_session(config: TrainConfig, folder: RunFolder, display: Display,
         opened.push_async_callback(collector.close)
         display.trouble = collector.stats.trouble
         offload, colocated = rests(config, "actor"), config.rollout.colocate
-        publisher = Publisher(actors, parts.policy.engine, config.weights, offload=offload, colocated=colocated)
+        # The run's folder is the one that all machines see, if `out` is right.
+        weights = config.weights.model_copy(update={"folder": config.weights.folder or str(folder.path)})
+        publisher = Publisher(actors, parts.policy.engine, weights, offload=offload, colocated=colocated)
         saver = Saver(config, folder, learner, collector, display.say, demonstrations)
         opened.push_async_callback(saver.close)
         tracing = None

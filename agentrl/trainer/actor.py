@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.cluster.machine import reachable_address
@@ -22,7 +21,6 @@ from agentrl.config.schema import AlgorithmConfig, ModelConfig, OptimConfig, Sft
 from agentrl.data.rows import Ragged, row_ids
 from agentrl.data.schedule import plan_micro_batches
 from agentrl.engines.weights.base import Adapter, Bucket, Named, Offer, Sender, Silent, Stream, make_sender
-from agentrl.engines.weights.host_routes import Joined, join
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.algorithms.losses import bradley_terry, dpo
 from agentrl.trainer.minibatch import MINIBATCHES, SOURCE, LogRatios, RowsShard, Visits, counts_of, minibatches
@@ -58,7 +56,6 @@ class WeightSource:
         self._tensors: Iterator[Named] | None = None
         self._stream: Stream | None = None
         self._saving: Saving | None = None
-        self._joined: Joined | None = None
 
     def open(self, route: str, cfg: WeightsConfig, receivers: int, host: str, saved: bool = False) -> Offer:
         """Create the channel; an earlier one is closed. `host`: the address at which the engine's machines reach this rank.
@@ -71,10 +68,7 @@ class WeightSource:
         if self._saving is not None:
             largest = self._saving.largest()
         sender = make_sender(route, cfg, largest, receivers, host)
-        if self._joined is None and sender.joins and (shards := self._engine.shards()):
-            self._joined = join(shards, self._rank, dist.get_world_size())
-            self._engine.use_joined(self._joined.whole)
-        lent = self._engine.resident() if self._joined is None else [self._joined.flat]
+        lent = self._engine.resident()
         # The slot size is the sender's, which may differ from the requested one: all ranks must cut the stream alike.
         self._sender = sender if self._rank == 0 or sender.every_rank else Silent(sender)
         self._sender.lend(lent)

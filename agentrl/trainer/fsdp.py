@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.schema import ModelConfig, OptimConfig
-from agentrl.engines.weights.host_routes import RowShard
 from agentrl.engines.weights.parameters import Saving
 from agentrl.render.vision import Vision, takes_images
 from agentrl.trainer.attention import PACKED, keep_rows_apart, register_packed_attention
@@ -58,48 +56,6 @@ from agentrl.trainer.train_engine import (
 )
 from agentrl.utils.errors import AgentrlError, ConfigError, ModelError
 
-# Shards in shared memory
-
-
-def row_shards(parts: Sequence[FSDPModule], names: dict[int, str]) -> list[RowShard]:
-    """The shards of all parameters, if each is cut into as many runs of rows as there are ranks, and lies in host memory; else
-    none.
-
-    `names`: by the parameter's id. FSDP2 holds a shard twice, as the module's parameter and, with its padding, as what it
-    gathers; both must move. torch has no public way to them: a torch without these fields has no such shards."""
-    found: list[RowShard] = []
-    for part in parts:
-        part.reshard()  # a forward pass without backward may have left it whole
-        for held in _parameters(part):
-            if not _by_rows(held):
-                return []
-            move = partial(_move, held)
-            found.append(RowShard(names[id(held.sharded_param)], tuple(held._orig_size), held._sharded_param_data, move))
-    return found
-
-
-def _parameters(part: FSDPModule) -> Iterator[Any]:
-    state = part._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-        yield from group.fsdp_params
-
-
-def _by_rows(held: Any) -> bool:
-    own, mesh = held._sharded_param_data, held.mesh_info
-    plain = type(own) is Tensor and own.device.type == "cpu" and not held.is_dtensor and not held.offload_to_cpu
-    if not plain or held.fsdp_placement.dim != 0 or mesh.mesh.ndim != 1:
-        return False
-    return bool((mesh.shard_mesh_rank, mesh.shard_mesh_size) == (dist.get_rank(), dist.get_world_size()))
-
-
-def _move(held: Any, memory: Tensor) -> None:
-    local = held.sharded_param._local_tensor
-    with torch.no_grad():
-        held._sharded_param_data = memory
-        # The parameter stays the same object, which the optimizer has; only its memory is another.
-        local.data = memory[: local.numel()].view(local.shape)
-
-
 # The FSDP2 engine: a transformers model, sharded layer by layer over the data-parallel ranks.
 #
 # Without a process group (one process) the model stays a plain module and nothing else changes. Gradients
@@ -139,7 +95,6 @@ class FsdpEngine(BaseEngine):
     routing: Routing | None = None
     vision: Vision | None = None
     classifier: bool = False
-    _joined: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -336,16 +291,6 @@ class FsdpEngine(BaseEngine):
             return []
         return [local(tensor) for _, tensor in self.named() if tensor.dtype == self.compute_dtype]
 
-    def shards(self) -> list[RowShard]:
-        if not self._gathers or self.cfg.lora is not None or self.cfg.offload != "never":
-            return []
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        found = row_shards(self._parts(), names)
-        return found if all(shard.padded.dtype == self.compute_dtype for shard in found) else []
-
-    def use_joined(self, whole: Mapping[str, Tensor]) -> None:
-        self._joined = whole
-
     @property
     def _gathers(self) -> bool:
         """True if other ranks have parts of the weights."""
@@ -392,11 +337,9 @@ class FsdpEngine(BaseEngine):
         return merge_adapters(held, lambda name: full_tensor(held[name]), self.cfg.lora)
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded. What
-        the ranks have joined is whole already."""
-        seen = set(self._joined)
-        yield from self._joined.items()
-        for prefix, part in self._named_parts() if self._gathers and not seen else []:
+        """Gathered part by part (each layer; the parameters outside of all layers): never more than one part is unsharded."""
+        seen: set[str] = set()
+        for prefix, part in self._named_parts() if self._gathers else []:
             if isinstance(part, FSDPModule):
                 part.reshard()  # a forward pass without backward may have left it unsharded, with the weights of that time
                 part.unshard()

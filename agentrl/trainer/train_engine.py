@@ -23,7 +23,6 @@ from agentrl.config.envs import other_models
 from agentrl.config.schema import AlgorithmConfig, ClusterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.rows import Ragged, offsets_of
 from agentrl.data.schedule import trees_of
-from agentrl.engines.weights.host_routes import RowShard
 from agentrl.engines.weights.parameters import Saving
 from agentrl.trainer.language_model import Micro, PolicyModule, Role
 from agentrl.trainer.memory import RoleMemory
@@ -182,16 +181,6 @@ class BaseEngine(ABC):
         """Those of `tensors` that are the model's own memory and not made for the stream, if this memory stays where it is; none
         by default. An engine may then read them in place."""
         return []
-
-    def shards(self) -> list[RowShard]:
-        """This rank's parts of `tensors`, if several ranks have rows of each and nothing else is made of them, by any name that
-        is the same on all ranks; none by default. They may then be joined in shared memory (engines/weights/host_routes.py). A
-        collective."""
-        return []
-
-    def use_joined(self, whole: Mapping[str, Tensor]) -> None:
-        """The tensors of `shards`, by their names there, are to be had as a whole from now on: `tensors` gathers them no more."""
-        raise NotImplementedError
 
     @abstractmethod
     def largest(self) -> int:

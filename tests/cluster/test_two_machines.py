@@ -153,7 +153,7 @@ out["resumed"] = train("--resume", run, f"steps={steps}")[:2]
 out["steps"] = [row["step"] for row in map(json.loads, Path(run, "metrics.jsonl").open()) if row["phase"] == "train"]
 out["log"] = Path(run, "log.txt").read_text()
 out["own disk"] = train("/mnt/split.toml", "engine=vllm", "out=/tmp/runs")
-out["disk"] = train("/mnt/split.toml", "engine=vllm", "out=/mnt/shared", "name=disk", "weights.route=disk")
+out["disk"] = train("/mnt/split.toml", "engine=vllm", "out=/mnt/shared", "name=disk", "weights.folder=/tmp")
 """
 
 RANKS_RUN = """
@@ -206,14 +206,14 @@ def test_a_machine_that_joins_in_mid_run_samples_and_one_that_leaves_loses_nothi
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_trainer_on_one_machine_and_vllm_on_the_other(tmp_path: Path) -> None:
-    """Weights go over the network, a killed run goes on, the trained model loads; disks that are not shared are named."""
+    """Weights go through the shared folder, a killed run goes on, the trained model loads; other folders are refused by name."""
     (tmp_path / "split.toml").write_text(SPLIT)
     out = told(tmp_path, (3, 1), SPLIT_RUN)
     code, text = out["resumed"]
     assert code == 0, text
     last = int(out["killed"][5:]) + 2
     assert out["steps"] == list(range(1, last + 1))
-    assert "weights are sent by route collective" in out["log"] and "do not share memory" in out["log"]
+    assert "weights are sent by route disk" in out["log"] and "do not share memory" in out["log"]
     final, first = (_weights(tmp_path / "shared" / "two" / name) for name in ("final", "model"))
     assert final.keys() == first.keys() and any((final[name] != first[name]).any() for name in final)
     code, text, seconds = out["own disk"]

@@ -197,7 +197,7 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(monkey
             ["vllm.max_replicas=2", "weights.route='shared'"],
             "weights.route = 'shared' does not reach machines that join; use 'auto'",
         ),
-        (["vllm.replicas=2", "vllm.max_replicas=2", "weights.route='collective'"], None),
+        (["vllm.replicas=2", "vllm.max_replicas=2", "weights.route='disk'"], None),
     ],
 )
 def test_replicas_that_could_not_come_or_get_weights_are_refused(

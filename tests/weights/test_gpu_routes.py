@@ -84,7 +84,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 
 
 def test_auto_tries_gpus_first_and_host_memory_after_them() -> None:
-    assert routes.order() == ("memory", "ipc", "in_place", "nccl", "shared", "collective", "disk")
+    assert routes.order() == ("memory", "ipc", "nccl", "shared", "disk")
 
 
 @pytest.mark.parametrize("route", ["ipc", "nccl"])
@@ -94,9 +94,7 @@ def test_without_gpus_the_route_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(publish, "has_gpus", lambda cluster, role: on[role])
     for actor, engine in ((False, False), (True, False), (False, True)):
         on |= {"actor": actor, "rollout": engine}
-        with pytest.raises(
-            ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "collective", "disk", "in_place", "memory"'
-        ):
+        with pytest.raises(ConfigError, match=f'weights.route = "{route}" goes from GPU to GPU.* "disk", "memory", "shared"'):
             publish.check_weights(config)
     on |= {"actor": True, "rollout": True}
     apart, beside = (config.model_copy(update={"rollout": RolloutConfig(colocate=colocate)}) for colocate in (False, True))

@@ -290,13 +290,12 @@ class WeightsConfig(Frozen):
 
     route: str = "auto"
     """"memory" (engine and trainer in one process), "ipc" (on the same GPUs), "nccl" (a broadcast to vLLM on other GPUs),
-    "in_place" (those of a trainer on this machine's CPU, which the engine maps), "shared" (on one machine), "collective"
-    (a broadcast to other machines, through host memory), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or
-    "auto": the first of those seven that works."""
+    "shared" (on one machine), "disk" (files in `folder`), the name of one in `plugins/` of a shelf, or "auto": the first of those
+    five that works."""
     bucket_mib: Annotated[Positive, Unit("MiB")] | None = None
     """Size of the buckets in which they are sent; two are in memory at once; by default 256 on GPUs and 64 on CPUs."""
     folder: str | None = None
-    """A folder for the route "disk" (and SGLang's files), which all machines must see."""
+    """A folder for the route "disk" (by default the run's; and SGLang's files), which all machines must see."""
     lora: Literal["merged", "adapter"] = "merged"
     """What a model with adapters publishes: its weights with the adapter "merged" into them, or only the "adapter", which the
     engine applies to the weights that it started with."""

@@ -151,7 +151,7 @@ NOT_REPLAYED = (
 """Arguments with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
 REPLAYS = (0, 32)
 """The first vLLM whose layers can be asked for the experts that they choose."""
-ONE_MACHINE = ("memory", "ipc", "in_place", "shared")
+ONE_MACHINE = ("memory", "ipc", "shared")
 """Weight routes within one machine."""
 
 

@@ -195,9 +195,6 @@ class Sender(ABC):
     every_rank: ClassVar[bool] = False
     """Whether every rank of the trainer fills buckets, and not only rank 0; `open` is then a collective."""
 
-    joins: ClassVar[bool] = False
-    """Whether shards of several ranks are to be joined in shared memory and lent (host_routes.py), where that can be."""
-
     def __init__(self, slot_bytes: int, receivers: int) -> None:
         self.slot_bytes, self.receivers = slot_bytes, receivers
         self._turn = 0
