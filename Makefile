@@ -70,7 +70,7 @@ oracles: $(BIN)/.test
 # Every file that has a long form, or more inputs of a property, finds itself by these words.
 proofs: $(BIN)/.test
 	AGENTRL_PROOFS=1 $(BIN)/python -m pytest $$(grep -rlE '\<(proof|PROOFS|examples|UNTESTED)\>' tests --include='test_*.py') \
-		tests/trainer/test_ranks.py tests/engines/test_vllm_older.py tests/contrib/remote_envs tests/contrib/sandboxes $(ARGS)
+		tests/trainer/test_ranks.py tests/contrib/remote_envs tests/contrib/sandboxes $(ARGS)
 
 peers: $(BIN)/.test
 	AGENTRL_PEERS=1 $(BIN)/python -m pytest -s tests/peers $(ARGS)

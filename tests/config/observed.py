@@ -243,8 +243,7 @@ def vllm_arguments(config: TrainConfig, out: Path) -> Any:
         engine: Any = engines.make_engine("vllm", "model", config)
         for name, module in modules.items():
             patch.setitem(__import__("sys").modules, name, module)
-        patch.setattr("agentrl.engines.vllm.replica_actor.check_calls", lambda: None)
-        patch.setattr("agentrl.engines.vllm.replica_actor.tells_versions", lambda: True)
+        patch.setattr("agentrl.engines.vllm.replica_actor.prompts_of", lambda options: None)
         asyncio.run(VllmActor(engine._replicas._options).start())
     keeper = engine._replicas
     return {

@@ -230,20 +230,10 @@ def test_vllms_engine_loads_what_is_broadcast(engines: None, cards: Cards, monke
     sender.close()
 
 
-def test_an_older_vllm_maps_the_memory_itself(engines: None, cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.weight_transfer import packed_tensor
-
-    sender = ipc.IpcSender(ROOM, 1)
-    offer = sender.open()
-    device: Any = SimpleNamespace(index=5)
+def test_vllms_processes_end_a_route_between_gpus_in_its_own_engine(engines: None, cards: Cards) -> None:
     worker = SimpleNamespace(parallel_config=None, model_config=None)
-    assert isinstance(open_end(offer, 0, worker, device, None), IpcTransfer)
-    monkeypatch.delattr(packed_tensor, "PackedBufferImporter")
-    end = open_end(offer, 0, worker, device, None)
-    assert isinstance(end, ipc.IpcReceiver)
-    same([named for bucket in stream_of(sender) for named in copied(end.receive(bucket))], WEIGHTS)
-    with pytest.raises(ConfigError, match=r"only the processes of a vLLM engine \(0.32\)"):
-        open_end(replace(offer, route="nccl"), 0, worker, device, None)
+    offer, device = ipc.IpcSender(ROOM, 1).open(), SimpleNamespace(index=5)
+    assert isinstance(open_end(offer, 0, worker, device, None), IpcTransfer)  # type: ignore[arg-type]
 
 
 def test_only_vllm_joins_the_broadcast(cards: Cards) -> None:

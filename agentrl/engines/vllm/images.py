@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import VllmConfig
 from agentrl.data.token_ledger import images_in
 from agentrl.render.vision import Pixels, Vision
-from agentrl.utils.errors import ConfigError, DependencyError, EngineError, ImageError, ModelError
+from agentrl.utils.errors import ConfigError, EngineError, ImageError, ModelError
 
 ARCHITECTURES = {"qwen2_5_vl": "AgentrlQwen2_5_VL", "qwen3_vl": "AgentrlQwen3_VL"}
 """vLLM's names of the models' classes here (image_model.py), by the model's type."""
 RECEIVER = "agentrl.engines.vllm.image_model.VisionReceiver"
-OLDEST = (0, 32)
-"""The first vLLM that takes these inputs."""
 OWN = ("limit_mm_per_prompt", "language_model_only", "enable_mm_embeds", "interleave_mm_strings", "media_io_kwargs")
 """Arguments of vLLM, next to those that begin with `mm_`, of its own preparation of images, which has no part in it."""
 
@@ -34,14 +31,8 @@ def vision_options(options: dict[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
-def check_images(vllm: VllmConfig, version: str | None) -> None:
-    """Raise ConfigError for keys that do not go with a model that takes images, DependencyError for a vLLM without them."""
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found is not None and (int(found[1]), int(found[2])) < OLDEST:
-        raise DependencyError(
-            f"engine = vllm: the model takes images, and vLLM {version} is not given any, as {OLDEST[0]}.{OLDEST[1]} is; install "
-            "that, or use engine = embedded with engine_args = { cache = false }"
-        )
+def check_images(vllm: VllmConfig) -> None:
+    """Raise ConfigError for keys that do not go with a model that takes images."""
     if vllm.tensor_parallel > 1:
         raise ConfigError(
             f"vllm.tensor_parallel = {vllm.tensor_parallel}: a model that takes images is not split; set it to 1, and "
@@ -96,19 +87,20 @@ def vision_of(path: str, trust: bool) -> Vision:
 # In a replica
 
 
-def prompts_of(options: Mapping[str, Any], plain: Callable[[list[int]], Any]) -> Callable[[Sequence[int], Sequence[int]], Any]:
+def prompts_of(options: Mapping[str, Any]) -> Callable[[Sequence[int]], Any]:
     """Maker of prompts for a replica that is started with `options`: of token ids, which may have images
-    (agentrl.data.images.PromptIds), and of what is sampled behind them already. `plain`: makes those without images. What it
-    returns raises EngineError for placeholders that are not those of the images. Imports vLLM if the model takes images."""
+    (agentrl.data.images.PromptIds), in the form that vLLM takes without looking for text. What it returns raises EngineError
+    for placeholders that are not those of the images. Imports vLLM."""
+    from vllm.inputs.engine import tokens_input
+
     vision = None
     if options.get("worker_extension_cls") == RECEIVER:
         vision = vision_of(str(options["model"]), bool(options.get("trust_remote_code")))
         importlib.import_module("agentrl.engines.vllm.image_model")  # makes its classes known to vLLM
 
-    def prompt(token_ids: Sequence[int], sampled: Sequence[int]) -> Any:
-        named = _place_images(vision, token_ids)
-        ids = [*token_ids, *sampled]
-        return with_images(ids, named) if named else plain(ids)
+    def prompt(token_ids: Sequence[int]) -> Any:
+        named, ids = _place_images(vision, token_ids), list(token_ids)
+        return with_images(ids, named) if named else tokens_input(ids)
 
     return prompt
 

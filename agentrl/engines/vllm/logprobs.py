@@ -21,7 +21,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from agentrl.engines.token_text import Constraint, Words
-from agentrl.engines.vllm.options import BEFORE, GRAMMAR, UNUSED_IDS
+from agentrl.engines.vllm.options import GRAMMAR, UNUSED_IDS
 from agentrl.rollout.engine import Sampling
 
 GREEDY = 1e-5
@@ -31,10 +31,8 @@ GREEDY = 1e-5
 class _Bound:
     """A request's grammar, and its tokens, a list that vLLM appends to."""
 
-    def __init__(self, constraint: Constraint, before: list[int], sampled: list[int]) -> None:
+    def __init__(self, constraint: Constraint, sampled: list[int]) -> None:
         self._constraint, self._sampled, self._taken = constraint, sampled, 0
-        for number in before:
-            constraint.take(number)
 
     def allowed(self) -> torch.Tensor:
         """Mask [V] of what may be drawn next."""
@@ -69,8 +67,7 @@ class _Normalizer(LogitsProcessor):
             return None
         sampling = Sampling(1, stop_token_ids=tuple(params.stop_token_ids or ()), grammar=extra[GRAMMAR])
         constraint = self._words.constraint(sampling, self._vocab)
-        before = (prompt or [])[len(prompt or []) - extra[BEFORE] :]
-        return None if constraint is None else _Bound(constraint, before, sampled)
+        return None if constraint is None else _Bound(constraint, sampled)
 
     def _fitting(self, found: torch.Tensor) -> torch.Tensor:
         """The rows without what their grammars do not take."""

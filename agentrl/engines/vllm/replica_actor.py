@@ -1,6 +1,6 @@
 """One vLLM replica: AsyncLLM inside a Ray actor.
 
-The stages of its start, the tokens of a turn as they are sampled, requests in segments, the actor."""
+The stages of its start, the tokens of a turn as they are sampled, the actor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import asyncio
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import psutil
 
 from agentrl.engines.token_text import StopStrings, Words
 from agentrl.engines.vllm.images import prompts_of
-from agentrl.engines.vllm.options import BEFORE, GRAMMAR, check_calls, settle_scratch, tells_versions
+from agentrl.engines.vllm.options import GRAMMAR, settle_scratch
 from agentrl.engines.vllm.replica_calls import Answers, Paced, ReplicaDeadError, Request, answer_batches, settle
 from agentrl.engines.weights.base import Adapter, Offer, PlainBucket
 from agentrl.engines.weights.parameters import write_adapter
@@ -75,7 +75,7 @@ def _maps() -> Iterator[str]:
 
 
 class TurnWatch:
-    """Of one turn, over all its segments (segments.py)."""
+    """Hears the tokens of one turn; `end` tokens of it are kept if a stop string ended it."""
 
     def __init__(self, told: Told | None, stops: StopStrings | None) -> None:
         self._told, self._stops = told, stops
@@ -87,13 +87,9 @@ class TurnWatch:
         """True if tokens are wanted before the turn is over."""
         return self._told is not None or self._stops is not None
 
-    def begin(self) -> None:
-        """A segment begins; `count` and `end` are numbers of its tokens."""
-        self.count, self.end = 0, None
-
     def heard(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """The segment's next tokens. Whether a stop string ends the turn among them, after `end` tokens of the segment; what
-        vLLM samples until it hears of that is not listened to."""
+        """The turn's next tokens. Whether a stop string ends the turn among them; what vLLM samples until it hears of that is not
+        listened to."""
         if self.end is not None or not token_ids:
             return False
         kept = len(token_ids)
@@ -105,96 +101,6 @@ class TurnWatch:
         if self._told is not None:
             self._told(token_ids[:kept], logprobs[:kept])
         return self.end is not None
-
-
-# A request as several, on a vLLM that does not say which weights sampled which token.
-#
-# Before weights change, every request is ended and keeps what it has sampled; afterwards it goes on as another request whose
-# prompt
-# ends with those tokens. So nothing that vLLM answers spans two versions, and each token has the version of its segment. What is
-# computed again, the prefix, a vLLM with spans computes again too, since no cache outlives an update.
-
-RETRY_S = 0.01
-"""Between two attempts to end requests on their way into the engine."""
-
-
-@dataclass(slots=True)
-class SegmentedRequest:
-    """A request's samples in its segments so far; `stopped` is set once its caller wants no more."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    experts: npt.NDArray[Any] | None = None
-    segments: int = 0
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def rest(self, sampling: Sampling) -> Sampling:
-        """The sampling of its next segment. The seed is another one in each: drawn with the same numbers as the first, its tokens
-        would depend on the earlier ones in a way that the policy does not have."""
-        seed = sampling.seed
-        # The first segment keeps the caller's seed: without an update in between, the tokens are those of an uncut request.
-        if seed is not None and self.segments:
-            # SeedSequence takes no negative numbers, and what comes out has to fit a signed 64-bit integer.
-            seed = int(np.random.SeedSequence((seed % 2**63, self.segments)).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        return replace(sampling, max_tokens=sampling.max_tokens - len(self.token_ids), seed=seed)
-
-    def add(self, part: Generation) -> None:
-        """A segment is over."""
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.versions += part.versions
-        self.experts = part.experts  # only a vLLM that needs no segments tells them
-        self.segments += 1
-
-    def over(self, finish: Finish) -> Generation:
-        """All segments together."""
-        return Generation(self.token_ids, self.logprobs, self.versions, finish, experts=self.experts)
-
-
-class Segments:
-    """The gate in front of vLLM: closed while weights change. `abort` ends requests, which then return what they sampled."""
-
-    def __init__(self, abort: Callable[[list[str]], Awaitable[None]]) -> None:
-        self._abort = abort
-        self._open = asyncio.Event()
-        self._open.set()
-        self._inside: set[str] = set()
-        self._cut: set[str] = set()
-
-    async def enter(self, request_id: str, request: SegmentedRequest) -> bool:
-        """Wait until the gate is open; False if the request was stopped meanwhile. `leave` must follow."""
-        # A loop: before this task gets its turn, the gate that opened may have closed again for the next weights.
-        while not self._open.is_set() and not request.stopped.is_set():
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._open, request.stopped)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-        if request.stopped.is_set():
-            return False
-        self._inside.add(request_id)  # at once: a request that `close` does not see here must not get in
-        return True
-
-    def leave(self, request_id: str) -> bool:
-        """vLLM has answered. Whether that was because the gate closed, so that the request goes on when it opens."""
-        self._inside.discard(request_id)
-        cut = request_id in self._cut
-        self._cut.discard(request_id)
-        return cut
-
-    async def close(self) -> None:
-        """Let nothing in, and end all that is inside; returns when all of it has left."""
-        # First, so that nobody enters while the loop waits, which then ends.
-        self._open.clear()
-        while self._inside:
-            # Before the abort: an answer may come while it is awaited, and would pass for the request's own end.
-            self._cut |= self._inside
-            await self._abort(sorted(self._inside))
-            # Again, because vLLM ignores an abort of what has entered here and not yet reached it.
-            await asyncio.sleep(RETRY_S)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 # The actor
@@ -223,17 +129,6 @@ def possible(args: Any) -> Any:
     return args
 
 
-def prompt_of() -> Callable[[list[int]], Any]:
-    """Token ids to the form in which the installed vLLM takes them without looking for text: a prompt of any other form goes
-    through a thread, where it is tokenized. Imports vLLM."""
-    try:
-        from vllm.inputs.engine import tokens_input
-    except ImportError:  # before 0.32
-        return lambda token_ids: {"prompt_token_ids": token_ids}
-    made: Callable[[list[int]], Any] = tokens_input
-    return made
-
-
 class VllmActor:
     """See `VllmEngine`; methods run on the actor's own event loop."""
 
@@ -243,7 +138,7 @@ class VllmActor:
         self._options = options
         self._words = Words(str(options["model"]), trust=bool(options.get("trust_remote_code")))
         self._engine: Any = None
-        self._requests: dict[str, dict[str, SegmentedRequest]] = {}
+        self._requests: dict[str, set[str]] = {}
         self._prompt_tokens = self._cached_tokens = self._sampled_tokens = 0
         self._version = 0
         self._lora: Any = None
@@ -264,19 +159,15 @@ class VllmActor:
         return str(ray.get_runtime_context().get_node_id())
 
     async def start(self) -> int:
-        """Load the model; returns the process id. Raises DependencyError for a vLLM that lacks a call that is made here,
-        ModelError for a folder that this machine does not see."""
+        """Load the model; returns the process id. Raises ModelError for a folder that this machine does not see."""
         check_sees(str(self._options["model"]))
         settle_scratch()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        check_calls()
-        self._spans = tells_versions()
-        self._prompt = prompts_of(self._options, prompt_of())
+        self._prompt = prompts_of(self._options)
         self._stage.imported = True
         self._engine = AsyncLLM.from_engine_args(possible(AsyncEngineArgs(**self._options)))
-        self._segments = Segments(lambda requests: self._engine.abort(requests))
         self._watching = asyncio.create_task(self._watch())
         self.context = int(self._engine.model_config.max_model_len)
         await self._set_version(0)
@@ -336,31 +227,26 @@ class VllmActor:
         if sampling.stop:
             await in_thread("load", self._words.load)
         watch = TurnWatch(told, self._words.stops(sampling))
-        request = self._requests.setdefault(request_key, {}).setdefault(request_id, SegmentedRequest())
-        finish: Finish = "abort"
+        running = self._requests.setdefault(request_key, set())
+        running.add(request_id)
         try:
-            while await self._segments.enter(request_id, request):
-                finish, cut = await self._sample(token_ids, sampling, request_id, request, watch)
-                if finish != "abort" or not cut or request.stopped.is_set():
-                    break
+            found = self._read(await self._sample(token_ids, sampling, request_id, watch), watch.end)
+            if sampling.experts_from is not None:
+                stop = len(token_ids) + len(found.token_ids) - 1
+                found = replace(found, experts=await self._experts(request_id, sampling.experts_from, stop))
         finally:
-            self._segments.leave(request_id)
-            self._requests[request_key].pop(request_id, None)
-            if not self._requests[request_key]:
-                del self._requests[request_key]
+            running.discard(request_id)
+            if not running:
+                self._requests.pop(request_key, None)
         self._prompt_tokens += len(token_ids)
-        return request.over(finish)
+        return found
 
-    async def _sample(
-        self, token_ids: Sequence[int], sampling: Sampling, request_id: str, request: SegmentedRequest, watch: TurnWatch
-    ) -> tuple[Finish, bool]:
-        """One request to vLLM, for the rest of `request`: how it ended, and whether that was for an update of the weights."""
+    async def _sample(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, watch: TurnWatch) -> Any:
+        """vLLM's last output for a request."""
         final = None
         try:
-            prompt = self._prompt(token_ids, request.token_ids)
-            params = _params(request.rest(sampling), len(request.token_ids), each=watch.wanted)
-            watch.begin()
-            async for output in self._engine.generate(prompt, params, request_id, lora_request=self._lora):
+            params = _params(sampling, each=watch.wanted)
+            async for output in self._engine.generate(self._prompt(token_ids), params, request_id, lora_request=self._lora):
                 final = output
                 if watch.wanted and watch.heard(*_columns(output, watch.count)):
                     await self._engine.abort(request_id)
@@ -369,16 +255,9 @@ class VllmActor:
         except Exception as problem:  # the caller decides by the type: a dead engine means another replica may retry
             kind = ReplicaDeadError if self._engine.errored else EngineError
             raise kind(f"{type(problem).__name__}: {problem}") from None
-        finally:
-            cut = self._segments.leave(request_id)
         if final is None:
             raise EngineError(f"vLLM gave no output for request {request_id}")
-        part = self._read(final, watch.end)
-        if sampling.experts_from is not None:
-            tokens = len(token_ids) + len(request.token_ids) + len(part.token_ids)
-            part = replace(part, experts=await self._experts(request_id, sampling.experts_from, tokens - 1))
-        request.add(part)
-        return part.finish, cut
+        return final
 
     async def _experts(self, request_id: str, start: int, stop: int) -> npt.NDArray[Any]:
         """The experts that a request's tokens [start, stop) went to, or those of them that were computed."""
@@ -395,13 +274,10 @@ class VllmActor:
 
     async def pause(self) -> None:
         """Stop after the current step and drop all caches: running requests are computed again after `resume`."""
-        if not self._spans:
-            await self._segments.close()
         await self._call("pause_generation", mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
         await self._call("resume_generation")
-        self._segments.open()
 
     async def sleep(self, level: int) -> None:
         """Free the memory of the weights (level 1 keeps a copy on the host, 2 none) and of the cache. The engine is paused."""
@@ -466,34 +342,24 @@ class VllmActor:
 
     async def _set_version(self, version: int) -> None:
         self._version = version
-        if self._spans:
-            await self._call("update_weight_version", str(version))
+        await self._call("update_weight_version", str(version))
 
     async def abort(self, request_key: str) -> None:
-        for request_id, request in list(self._requests.get(request_key, {}).items()):
-            request.stopped.set()
+        for request_id in list(self._requests.get(request_key, ())):
             await self._engine.abort(request_id)
 
     async def cancel(self, request_id: str) -> None:
-        for requests in self._requests.values():
-            if request_id in requests:
-                requests[request_id].stopped.set()
         if self._engine is not None:  # else closed, and its requests with it
             await self._engine.abort(request_id)
 
     async def progress(self) -> Paced:
-        """The progress of each request, its earlier segments included."""
+        """The tokens that each request has sampled."""
         return self.told()
 
     def told(self) -> Paced:
         """`progress`, in this process."""
         states = self._engine.output_processor.request_states.values()
-        told = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
-        for requests in self._requests.values():
-            for name, request in requests.items():
-                if request.segments:
-                    told[name] = told.get(name, 0) + len(request.token_ids)
-        return told
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     async def stats(self) -> EngineStats:
         """Tokens are counted as they are sampled, not only when a request finishes; a request counts as waiting until
@@ -529,7 +395,8 @@ class VllmActor:
         """`end`: how many tokens of it are the turn's, if a stop string ended it."""
         completion = output.outputs[0]
         ids, logprobs = _columns(output)
-        versions = self._versions(completion, len(ids))
+        # A publish in the middle of a request splits its tokens into spans, one per version.
+        versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
         if len(versions) != len(ids):
             raise EngineError(f"vLLM reported a weights version for {len(versions)} of {len(ids)} tokens")
         finish: Finish = "stop_string" if end is not None else _FINISH[completion.finish_reason]
@@ -537,15 +404,6 @@ class VllmActor:
         self._cached_tokens += output.num_cached_tokens or 0
         self._sampled_tokens += len(found.token_ids)
         return found
-
-    def _versions(self, completion: Any, count: int) -> list[int]:
-        """The version of each token: a publish in the middle of a request splits its tokens into spans, one per version."""
-        if not self._spans:
-            return [self._version] * count  # all of one version (segments.py), and the weights change only when none is inside
-        versions: list[int] = []
-        for span in completion.weight_versions or []:
-            versions += [int(span.version)] * (span.end - span.start)
-        return versions
 
 
 def _columns(output: Any, start: int = 0) -> tuple[list[int], list[float]]:
@@ -555,14 +413,14 @@ def _columns(output: Any, start: int = 0) -> tuple[list[int], list[float]]:
     return ids, [entry[token].logprob for token, entry in zip(ids, entries, strict=True)]
 
 
-def _params(sampling: Sampling, before: int, *, each: bool) -> Any:
-    """`before`: how many tokens of the turn are in the prompt. `each`: whether each of its tokens is waited for."""
+def _params(sampling: Sampling, *, each: bool) -> Any:
+    """`each`: whether each of the turn's tokens is waited for."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     extra: dict[str, Any] = {} if sampling.experts_from is None else {ASKED: True}
     if sampling.grammar is not None:
-        extra |= {GRAMMAR: sampling.grammar, BEFORE: before}
+        extra[GRAMMAR] = sampling.grammar
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,

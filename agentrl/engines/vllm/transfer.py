@@ -116,18 +116,10 @@ TRANSFERS: dict[type[Receiver], type[Transfer]] = {IpcReceiver: IpcTransfer, Ncc
 """What takes the place of a route's receiver in vLLM's processes."""
 
 
-def takes_buckets() -> bool:
-    """Return True if the installed vLLM's engines keep a handle mapped from one packed chunk to the next; 0.26's do not, and
-    learn otherwise what is packed. Without them a process maps the trainer's memory itself, and joins no group of NCCL's."""
-    from vllm.distributed.weight_transfer import packed_tensor
-
-    return hasattr(packed_tensor, "PackedBufferImporter")
-
-
 def open_end(offer: Offer, index: int, vllm_config: Any, device: torch.device, model: Any) -> Receiver | Transfer:
     """This process's end of a route, attached. Raises ConfigError with the reason if it cannot attach."""
     receiver = ROUTES.entry(offer.route).make.receiver
-    transfer = TRANSFERS[receiver] if receiver in TRANSFERS and takes_buckets() else None
+    transfer = TRANSFERS.get(receiver)
     end = receiver(offer, index) if transfer is None else transfer(offer, index, vllm_config, device, model)
     end.open()
     return end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +148,6 @@ NOT_REPLAYED = (
     "prefill_context_parallel_size",
 )
 """Arguments with which a step's tokens are spread over processes, computed in vain, or come from elsewhere."""
-REPLAYS = (0, 32)
-"""The first vLLM whose layers can be asked for the experts that they choose."""
 ONE_MACHINE = ("memory", "ipc", "shared")
 """Weight routes within one machine."""
 
@@ -191,7 +188,7 @@ class VllmMaker(EngineMaker):
         if self.config.rollout.router_replay:
             check_replay(vllm)
         if model_takes_images(self.config.model, family):
-            check_images(vllm, installed_version())
+            check_images(vllm)
         check_elastic(self.config.rollout, self.config.vllm, self.config.weights)
         check_room(self.config.model, self.config.vllm, dtype)
         shape = CacheShape.of(self.config.model)
@@ -286,19 +283,13 @@ def check_elastic(rollout: RolloutConfig, vllm: VllmConfig, weights: WeightsConf
 
 
 def check_replay(vllm: VllmConfig) -> None:
-    """Raise ConfigError for what `rollout.router_replay` does not work with in vLLM, DependencyError for an older one."""
+    """Raise ConfigError for what `rollout.router_replay` does not work with in vLLM."""
     for name in NOT_REPLAYED:
         if name in vllm.args:
             raise ConfigError(
                 f"vllm.args.{name}: with rollout.router_replay each process must see which experts all tokens of a request "
                 "go to, each once; unset one of the two"
             )
-    found = re.match(r"(\d+)\.(\d+)", installed_version() or "")
-    if found is not None and (int(found[1]), int(found[2])) < REPLAYS:
-        raise DependencyError(
-            f"rollout.router_replay: vLLM {installed_version()} does not show which experts tokens go to as "
-            f"{REPLAYS[0]}.{REPLAYS[1]} does; set it to false, or use engine = embedded"
-        )
 
 
 def _adapter_rank(model: ModelConfig, weights: WeightsConfig) -> int | None:

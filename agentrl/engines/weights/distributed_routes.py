@@ -216,7 +216,7 @@ class NcclReceiver(Receiver):
     """The end in a process other than vLLM's: it has none."""
 
     def open(self) -> None:
-        raise ConfigError("weights.route = nccl: only the processes of a vLLM engine (0.32) on GPUs join its group")
+        raise ConfigError("weights.route = nccl: only the processes of a vLLM engine on GPUs join its group")
 
     def receive(self, bucket: Bucket) -> list[Named]:
         raise NotImplementedError
