@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.chat_forms import declaration
+from agentrl.contrib.toolkit.chat_forms import declaration
 from agentrl.data.trajectory import Json
 from agentrl.env import Message, Options, Task, Tool, ToolCall, ToolEnv
 from agentrl.env.taskdata import TaskSet, load_tasks

@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy
+from agentrl.contrib.agents.session import AgentSession, Live, ServedPolicy, refusal_of
 from agentrl.data.trajectory import Json
-from agentrl.engines.chat_format import RequestError, refusal_of
+from agentrl.engines.chat_format import RequestError
 from agentrl.render.base import Renderer
 from agentrl.rollout.engine import Engine, Sampling
 from agentrl.utils.errors import DependencyError, ResourceError

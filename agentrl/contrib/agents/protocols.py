@@ -5,34 +5,134 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.contrib.agents.session import AgentSession, Answer, Live
-from agentrl.data.chat_forms import is_thought, thought_of
+from agentrl.contrib.agents.session import AgentSession, Answer, Ask, Live, in_order, refusal_of
+from agentrl.contrib.toolkit.chat_forms import declaration, is_thought
+from agentrl.data.chat_forms import thought_of
 from agentrl.data.trajectory import Json, Message, ToolCall
 from agentrl.engines.chat_format import (
-    CHOICES,
-    COMMON,
-    Ask,
     RequestError,
+    Types,
     as_dict,
     call_of,
     check_types,
-    in_order,
-    json_schema,
     list_field,
-    number,
-    only,
-    other_sampling,
+    read_by_form,
     read_messages,
-    refusal_of,
-    stops,
     text_of,
-    tool,
-    tool_choice,
     write_message,
 )
+from agentrl.utils.schemas import BadSchemaError, check_schema
+
+# Fields of requests
+
+COMMON: Types = {
+    "model": "text", "stream": "true or false", "temperature": "a number", "top_p": "a number", "top_k": "a number",
+    "tools": "a list", "metadata": "an object", "service_tier": "text", "user": "text", "store": "true or false",
+    "prompt_cache_key": "text", "safety_identifier": "text", "stream_options": "an object",
+    "parallel_tool_calls": "true or false", "logprobs": "true or false",
+}  # fmt: skip
+"""Of the bodies of all protocols that have them."""
+SCHEMA: Types = {"properties": "an object", "required": "a list"}
+CHOICES = 128
+"""The most choices of one request; OpenAI's own limit."""
+STOPS = 16
+"""The most stop strings of one request."""
+
+
+def parameter_schema(value: Json, where: str) -> dict[str, Json]:
+    """A tool's parameters, whose properties are schemas. Raises RequestError."""
+    schema = check_types(value, SCHEMA, where)
+    if None in (schema.get(key, ()) for key in SCHEMA):
+        raise RequestError(f"{where}: properties and required cannot be null")
+    for name, inner in schema.get("properties", {}).items():
+        if not isinstance(inner, dict | bool):
+            raise RequestError(f"{where}.properties.{name}: expected a schema")
+    if not all(isinstance(name, str) for name in schema.get("required", [])):
+        raise RequestError(f"{where}.required: expected a list of text")
+    return schema
+
+
+def only(body: Mapping[str, Json], known: Iterable[str], harmless: Mapping[str, Sequence[Json]]) -> None:
+    """Raise RequestError for a field that is neither `known` nor `harmless`: one that has this value asks for nothing."""
+    unknown = sorted(
+        key
+        for key, value in body.items()
+        if value is not None and key not in known and not (key in harmless and value in harmless[key])
+    )
+    if unknown:
+        raise RequestError(f"{', '.join(unknown)}: not supported")
+
+
+def number(body: Mapping[str, Json], key: str, least: int = 1, most: int = 2**63 - 1) -> int | None:
+    """A field that holds a whole number in [least, most], or None. Raises RequestError for anything else."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise RequestError(f"{key}: expected a whole number of at least {least}, got {repr(value)[:80]}")
+    return value
+
+
+def stops(value: Json, key: str) -> tuple[str, ...]:
+    """Stop strings. Raises RequestError if they are not valid."""
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > STOPS or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{key}: expected a string or up to {STOPS} of them, none of them empty")
+    return tuple(texts)
+
+
+def tool_choice(choice: Json, tools: Sequence[Mapping[str, Json]]) -> tuple[bool, str | None]:
+    """`Ask.calls` and `Ask.only`, from the name of a tool or one of "auto", "none", "required". Raises RequestError."""
+    if choice in (None, "auto", "none"):
+        return False, None
+    names = [tool["function"]["name"] for tool in tools]
+    if choice == "required" and names:
+        return True, None
+    if isinstance(choice, Mapping) and choice.get("name") in names:
+        return True, str(choice["name"])
+    raise RequestError(f"tool_choice: expected 'auto', 'none', 'required' or a function among {', '.join(names) or 'none'}")
+
+
+def json_schema(form: Json, where: str) -> Json:
+    """The schema of a response format: None for text. Raises RequestError for one that is not known."""
+    kind = as_dict(form, where).get("type") if form is not None else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = form.get("schema") or as_dict(form.get("json_schema") or {}, where).get("schema")
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise RequestError(f"{where}: expected the type 'text', 'json_object' or 'json_schema' with a schema")
+    _check(schema, f"{where}: schema")
+    return schema
+
+
+def _check(schema: Json, where: str) -> None:
+    """Raises RequestError if a grammar should not be made of the schema."""
+    try:
+        check_schema(schema)
+    except BadSchemaError as problem:
+        raise RequestError(f"{where}: {problem}") from None
+
+
+def other_sampling(body: Mapping[str, Json], own: Mapping[str, float]) -> dict[str, Json]:
+    """The request's sampling that differs from the run's `own`."""
+    return {key: body[key] for key, value in own.items() if body.get(key) is not None and body[key] != value}
+
+
+def tool(row: Json, schema: Json, where: str) -> dict[str, Json]:
+    """A tool of the client's in OpenAI's form; `schema`: what it gives under the protocol's own key. Raises RequestError if it is
+    none, or its parameters are no schema."""
+    if schema is not None:
+        parameter_schema(schema, f"{where}: parameters")
+    with read_by_form():
+        found = declaration(row, where)
+    _check(found["function"]["parameters"], f"{where}: parameters")
+    return found
+
 
 # A protocol
 

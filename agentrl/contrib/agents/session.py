@@ -6,18 +6,98 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from agentrl.contrib.toolkit.chat_forms import pair_results
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Json, Message, Turn
-from agentrl.engines.chat_format import Ask, RequestError, client_message, cut, identity, number_calls
+from agentrl.engines.chat_format import RequestError, number_calls
 from agentrl.render.base import Renderer, TurnReader
 from agentrl.rollout.engine import Engine, Generation, Sampling, Told, derive
-from agentrl.utils.errors import EngineError, PromptTooLongError, RenderError
+from agentrl.utils.errors import AgentrlError, EngineError, PromptTooLongError, RenderError
 from agentrl.utils.threads import in_thread
 
 log = logging.getLogger(__name__)
+
+# Requests
+
+
+def refusal_of(problem: Exception) -> RequestError:
+    """Any failure of a request, as the client hears of it. A prompt that is too long is the client's (a server's error would
+    make it try again); what fails in the engine is the server's."""
+    if isinstance(problem, RequestError):
+        return problem
+    if isinstance(problem, PromptTooLongError):
+        return RequestError(f"messages: {problem}", code="context_length_exceeded")
+    if isinstance(problem, RenderError):
+        return RequestError(f"messages: {problem}")
+    if isinstance(problem, UnicodeEncodeError):
+        return RequestError("the request has half of a character (a lone surrogate)")
+    if isinstance(problem, AgentrlError):
+        return RequestError(str(problem), status=503, code="engine_failed")
+    return RequestError(f"{type(problem).__name__}: {problem}", status=500)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: a conversation to be continued, and how.
+
+    `tools`: function schemas in the form of OpenAI's chat completions. `max_tokens`, `seed`: None leaves them to the run.
+    `choices`: how many answers. `schema`: what an answer that is no call must fit as JSON, if that is not None. `schema_field`
+    and `stop_field`: the request's names for these. `calls`: whether the turn must be a call; `only`: of this tool. `single`:
+    at most one call a turn. `other`: sampling that the request asks for, in place of which the run's own is used.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Json]] = field(default_factory=list)
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    choices: int = 1
+    logprobs: bool = False
+    stop_field: str = "stop"
+    schema: Json = None
+    schema_field: str = "response_format"
+    calls: bool = False
+    only: str | None = None
+    single: bool = False
+    other: Mapping[str, Json] = field(default_factory=dict)
+
+
+def in_order(messages: Sequence[Message]) -> list[Message]:
+    """The same with the results of each turn in the order of its calls, and named as these, for templates that write no ids."""
+    return list(pair_results(messages, strict=False))
+
+
+def identity(message: Message) -> str:
+    """A key that is equal for equal messages of a history, however a client writes them on the way back. Without reasoning,
+    which clients drop, and the white space around an assistant's text, which some strip."""
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    content = message.content.strip() if message.role == "assistant" else message.content
+    return json.dumps([message.role, content, calls, message.tool_call_id], sort_keys=True)
+
+
+def client_message(message: Message, *, tools: bool) -> Message:
+    """A sampled turn as the client sees it: a call that is malformed, or of a tool where none was offered, can only be shown
+    as text."""
+    shown = [call for call in message.tool_calls if call.arguments is not None and tools]
+    rest = [call.raw for call in message.tool_calls if call.arguments is None or not tools]
+    return replace(message, content="\n".join(part for part in (message.content, *rest) if part), tool_calls=tuple(shown))
+
+
+def cut(message: Message, texts: Sequence[str]) -> tuple[Message, str | None]:
+    """A turn that a stop string ended, without it and whatever follows it in the last token; and the stop string."""
+    reasoning, content = message.reasoning or "", message.content
+    found = min(((at, text) for text in texts if (at := content.find(text)) >= 0), default=None)
+    if found is None:
+        thought = min(((at, text) for text in texts if (at := reasoning.find(text)) >= 0), default=None)
+        kept = message if thought is None else replace(message, reasoning=reasoning[: thought[0]])
+        return kept, None if thought is None else thought[1]
+    return replace(message, content=content[: found[0]]), found[1]
+
+
+# Conversations
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import httpx
 
 from agentrl.contrib.remote_envs import wire
 from agentrl.contrib.remote_envs.sessions import RefusedError, SessionLimits
-from agentrl.data.chat_forms import declarations
+from agentrl.contrib.toolkit.chat_forms import declarations
 from agentrl.data.trajectory import Json, Message, Task, ToolCall
 from agentrl.env.authoring import SPLITS
 from agentrl.env.base import ScorerLike, ToolEnv

@@ -1,1 +1,1 @@
-"""BM25 retrieval and SQLite databases, which tools and environments of the shelf use."""
+"""BM25 retrieval, SQLite databases and foreign forms of tools and calls, which the shelf and other parts of contrib use."""

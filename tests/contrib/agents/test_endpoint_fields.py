@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.contrib.agents.protocols import ANTHROPIC, CHAT, RESPONSES, Exchange, Wire
-from agentrl.contrib.agents.session import AgentSession
-from agentrl.engines.chat_format import refusal_of
+from agentrl.contrib.agents.session import AgentSession, refusal_of
 
 VALUES = {"text": "odd", "number": 5, "bool": True, "list": [5], "object": {"odd": 5}, "null": None}
 SCHEMA = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}

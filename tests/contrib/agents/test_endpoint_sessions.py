@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentrl.contrib.agents.session import AgentSession, ServedPolicy
+from agentrl.contrib.agents.session import AgentSession, Ask, ServedPolicy
 from agentrl.data.trajectory import Message
-from agentrl.engines.chat_format import Ask
 from agentrl.render import make_renderer
 from agentrl.render.chatml import CHATML_TEMPLATE
 from agentrl.rollout.engine import Engine, EngineStats, Generation, Sampling
