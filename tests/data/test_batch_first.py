@@ -1,12 +1,9 @@
-import numpy as np
 import pytest
 import torch
 
-from agentrl.data.packing import plan
 from agentrl.data.rows import Ragged, collate, concat, lengths, pack, select, unpack
 from agentrl.data.token_ledger import TokenLedger
 from agentrl.data.trajectory import Message, Task, Trajectory, Turn
-from agentrl.utils.errors import ConfigError
 
 
 def ledger(spec: list[tuple[int, int]]) -> TokenLedger:
@@ -71,16 +68,3 @@ def test_pack_select_concat_unpack():
     assert concat([batch, select(batch, [])])["token_ids"].values().equal(batch["token_ids"].values())
     dummy = pack(Ragged.of(select(batch, [])), [])
     assert dummy["token_ids"].shape == (1,) and not dummy["sampled"].any() and dummy["rows"].tolist() == [-1]
-
-
-def test_plan_keeps_the_cap_and_equal_counts():
-    sizes = np.random.default_rng(0).integers(1, 900, 200)
-    made = plan(sizes, 4, 1000, 1.0, 0.001)
-    flat = sorted(row for rank in made.rows for micro in rank for row in micro)
-    assert flat == list(range(200))
-    assert {len(rank) for rank in made.rows} == {made.micros}
-    assert max(sizes[micro].sum() for rank in made.rows for micro in rank) <= 1000
-    assert made.cost >= made.bound
-    with pytest.raises(ConfigError, match="micro_tokens"):
-        plan([5, 2000], 2, 1000)
-    assert plan([], 3, 10).rows == [[[]], [[]], [[]]]
